@@ -1,0 +1,108 @@
+"""Every way bombus says no.
+
+    BombusError
+    ├── Refused            a request that was understood and declined: a stable code, a sentence, an HTTP status
+    ├── BusUnavailable     the bus cannot be reached, or is full: try again later
+    ├── Deposed            another coordinator leads now
+    ├── LogCorrupted       the log says something that cannot be (a reference that does not match, a gap)
+    └── EngineFault        a model, tokenizer or device that cannot do what was asked
+
+A refusal tells the caller what to do next. A bug is none of these: it crashes.
+"""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Stable names of refusals. A client may match on these; the sentences beside them may change."""
+
+    MALFORMED = "malformed"
+    UNKNOWN_FIELD = "unknown_field"
+    UNSUPPORTED = "unsupported"
+    BAD_CONFIG = "bad_config"
+    BAD_REWARD = "bad_reward"
+    TOO_LARGE = "too_large"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    BAD_KEY = "bad_key"
+    KEY_EXPIRED = "key_expired"
+    UNKNOWN_ENGINE = "unknown_engine"
+    UNKNOWN_MODEL = "unknown_model"
+    UNKNOWN_EPISODE = "unknown_episode"
+    EPISODE_OVER = "episode_over"
+    NOT_YOUR_EPISODE = "not_your_episode"
+    OTHER_OUTCOME = "other_outcome"
+    OTHER_CLAIM = "other_claim"
+    WRONG_PHASE = "wrong_phase"
+    NO_EPISODES = "no_episodes"
+    NO_CONFIG = "no_config"
+    NO_CALLS = "no_calls"
+    NO_REPLICA = "no_replica"
+    OVERLOADED = "overloaded"
+    BUS_DOWN = "bus_down"
+    TIMEOUT = "timeout"
+    INTERNAL = "internal"
+
+
+STATUS: dict[Code, int] = {
+    Code.MALFORMED: 400,
+    Code.UNKNOWN_FIELD: 400,
+    Code.UNSUPPORTED: 400,
+    Code.BAD_CONFIG: 400,
+    Code.BAD_REWARD: 400,
+    Code.TOO_LARGE: 413,
+    Code.PROMPT_TOO_LONG: 400,
+    Code.BAD_KEY: 401,
+    Code.KEY_EXPIRED: 401,
+    Code.UNKNOWN_ENGINE: 404,
+    Code.UNKNOWN_MODEL: 404,
+    Code.UNKNOWN_EPISODE: 400,
+    Code.EPISODE_OVER: 403,
+    Code.NOT_YOUR_EPISODE: 404,
+    Code.OTHER_OUTCOME: 409,
+    Code.OTHER_CLAIM: 409,
+    Code.WRONG_PHASE: 400,
+    Code.NO_EPISODES: 409,
+    Code.NO_CONFIG: 409,
+    Code.NO_CALLS: 404,
+    Code.NO_REPLICA: 503,
+    Code.OVERLOADED: 503,
+    Code.BUS_DOWN: 503,
+    Code.TIMEOUT: 503,
+    Code.INTERNAL: 500,
+}
+
+
+class BombusError(Exception):
+    """The root of all errors that bombus raises on purpose."""
+
+
+class Refused(BombusError):
+    """A request that was understood and declined.
+
+    `why` is one or two sentences for a person: what is wrong, and what to do about it.
+    """
+
+    def __init__(self, code: Code, why: str) -> None:
+        super().__init__(f"{code}: {why}")
+        self.code = code
+        self.why = why
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.code]
+
+
+class BusUnavailable(BombusError):
+    """The bus cannot be reached within the time allowed, or a stream is full. Nothing was lost; try again."""
+
+
+class Deposed(BombusError):
+    """Another coordinator has opened a higher epoch on this hive's log."""
+
+
+class LogCorrupted(BombusError):
+    """A message on the log is not what its reference says, or cannot be decoded."""
+
+
+class EngineFault(BombusError):
+    """A model, tokenizer, checkpoint or device that cannot do what was asked of it."""

@@ -1,0 +1,167 @@
+"""What is stored of a model call: exact token ids, logprobs and the policy version of each token.
+
+Token ids travel as little-endian int32 bytes and logprobs as float32 bytes: four bytes each, no parsing.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+DIGEST_BYTES = 16
+
+
+def digest(body: bytes) -> bytes:
+    """The 16-byte blake2b digest by which references check what they name (R6)."""
+    return blake2b(body, digest_size=DIGEST_BYTES).digest()
+
+
+def pack_tokens(tokens: Iterable[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    return array("i", packed).tolist()
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    return array("f", logprobs).tobytes()
+
+
+def unpack_logprobs(packed: bytes) -> list[float]:
+    return array("f", packed).tolist()
+
+
+class CallRef(msgspec.Struct, frozen=True, array_like=True):
+    """A call record's place in the `calls` stream. A sequence alone is no identity: see R6."""
+
+    seq: int
+    id: str
+    digest: bytes
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens [start, end) of a completion were sampled under one policy version."""
+
+    version: int
+    start: int
+    end: int
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+class CallStatus(StrEnum):
+    COMPLETE = "complete"
+    CUT_OFF = "cut_off"  # the client hung up: kept for replay, never trained
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How tokens are drawn. The defaults are the unmodified distribution of the model."""
+
+    max_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    top_logprobs: int = 0  # alternatives to report for each position, 0 to 20
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether recorded logprobs are those of the policy at this temperature, over all tokens."""
+        return self.top_p >= 1.0 and self.top_k == 0
+
+
+class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One completion. `tokens` int32 and `logprobs` float32 are of equal length."""
+
+    tokens: bytes
+    logprobs: bytes
+    spans: tuple[Span, ...] = ()
+    finish: str = FinishReason.STOP
+    message: dict[str, Any] | None = None  # the assistant message as it was returned (chat calls)
+
+    def token_ids(self) -> list[int]:
+        return unpack_tokens(self.tokens)
+
+
+class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Nanoseconds since the epoch, on the gateway's clock."""
+
+    received_ns: int = 0
+    first_token_ns: int = 0
+    finished_ns: int = 0
+
+
+class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
+    """One model request inside an episode, as stored in the `calls` stream.
+
+    The prompt is that of the parent call (its prompt, then the tokens of its choice `parent_choice`) followed by
+    `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore costs O(n) tokens.
+    """
+
+    id: str
+    engine: str
+    run: int
+    episode: str
+    parent: CallRef | None = None
+    parent_choice: int = 0
+    prompt_tail: bytes  # int32
+    prompt_tokens: int  # length of the whole prompt
+    choices: tuple[Choice, ...]
+    sampling: SamplingParams
+    status: CallStatus = CallStatus.COMPLETE
+    messages: tuple[dict[str, Any], ...] = ()  # those that the parent's conversation did not have
+    tools: tuple[dict[str, Any], ...] = ()  # only on a call without a parent
+    request_digest: bytes = b""
+    role: str = ""  # a sub-agent's name, when the harness gives one
+    replica: str = ""
+    timings: Timings = Timings()
+    trace: str = ""
+
+    def completion_tokens(self) -> int:
+        return sum(len(choice.tokens) // 4 for choice in self.choices)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(CallRecord)
+
+
+def encode_record(record: CallRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
+    """Decode a record and, given the reference that led to it, check that it is the one that was meant.
+
+    Raises `LogCorrupted` when the digest or id differ, or the bytes are no call record.
+    """
+    from bombus.errors import LogCorrupted
+
+    if ref is not None and digest(body) != ref.digest:
+        raise LogCorrupted(f"call {ref.id} at {ref.seq}: the stored record is not the one that was referenced")
+    try:
+        record = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(f"not a call record: {error}") from error
+    if ref is not None and record.id != ref.id:
+        raise LogCorrupted(f"call {ref.id} at {ref.seq}: found {record.id} there")
+    return record
+
+
+def spans_of(versions: Sequence[int]) -> tuple[Span, ...]:
+    """Run-length encode one policy version per token: [3, 3, 4] -> (Span(3, 0, 2), Span(4, 2, 3))."""
+    spans: list[Span] = []
+    start = 0
+    for index in range(1, len(versions) + 1):
+        if index == len(versions) or versions[index] != versions[start]:
+            spans.append(Span(versions[start], start, index))
+            start = index
+    return tuple(spans)

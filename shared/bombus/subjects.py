@@ -1,0 +1,42 @@
+"""Names on the bus. All of them carry the hive's name, so two hives share a server without meeting (R19)."""
+
+import re
+from zlib import crc32
+
+SHARDS = 64
+_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}$")
+
+
+def check_name(name: str, what: str) -> str:
+    """A hive's or engine's name: lower-case letters, digits and dashes, at most 32. Raises `ValueError`."""
+    if not _NAME.match(name):
+        raise ValueError(
+            f"{what} {name!r} is not a valid name: use 1 to 32 lower-case letters, digits and dashes, "
+            "starting with a letter or digit"
+        )
+    return name
+
+
+class Subjects:
+    """Streams, subjects and buckets of one hive."""
+
+    def __init__(self, hive: str) -> None:
+        self.hive = check_name(hive, "hive")
+        stem = f"BOMBUS_{hive}"
+        self.inbox_stream = f"{stem}_inbox"
+        self.events_stream = f"{stem}_events"
+        self.calls_stream = f"{stem}_calls"
+        self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, later snapshots and weights
+        self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
+        self.all_inbox = f"bombus.{hive}.inbox.>"
+        self.all_events = f"bombus.{hive}.event.>"
+        self.all_calls = f"bombus.{hive}.call.>"
+
+    def inbox(self, kind: str) -> str:
+        return f"bombus.{self.hive}.inbox.{kind}"
+
+    def event(self, engine: str, kind: str) -> str:
+        return f"bombus.{self.hive}.event.{engine}.{kind}"
+
+    def call(self, engine: str, episode: str) -> str:
+        return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"
