@@ -1,0 +1,272 @@
+"""Publishing into streams: one inbox for all acknowledgements, a bounded window, repeats under the same message id.
+
+nats-py's own `publish_async` loses failures and leaks its slots, and `publish` costs a task and a timer a message;
+this uses neither (the figures are in bench/bus.py).
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nats.errors import (
+    ConnectionClosedError,
+    ConnectionDrainingError,
+    MaxPayloadError,
+    OutboundBufferLimitError,
+)
+
+from bombus.bus.headers import MSG_ID
+from bombus.bus.window import Window
+from bombus.bus.wire import AckLost, PubAck, ReceivedMessage, ack_of
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
+
+logger = logging.getLogger(__name__)
+
+SWEEP_S = 0.1
+HEADER_ROOM_BYTES = 4096  # the server counts headers into max_payload, the client library does not
+_OVERHEAD_BYTES = 256
+
+
+class _Entry:
+    """A message that waits for its acknowledgement."""
+
+    __slots__ = (
+        "again",
+        "body",
+        "deadline",
+        "future",
+        "headers",
+        "reply",
+        "sent_at",
+        "size",
+        "subject",
+        "why",
+    )
+
+    def __init__(
+        self,
+        subject: str,
+        body: bytes,
+        headers: dict[str, str],
+        reply: str,
+        future: asyncio.Future[PubAck],
+        size: int,
+        now: float,
+        timeout_s: float,
+        again: bool,
+    ) -> None:
+        self.subject = subject
+        self.body = body
+        self.headers = headers
+        self.reply = reply
+        self.future = future
+        self.size = size
+        self.sent_at = now
+        self.deadline = now + timeout_s
+        self.again = again
+        self.why = "no acknowledgement"
+
+
+class Publisher:
+    """One for each connection; its owner calls `connection_lost` and `connection_back`."""
+
+    def __init__(
+        self,
+        client: Any,
+        inbox: str,
+        *,
+        messages_max: int = 4096,
+        bytes_max: int = 32 << 20,
+        again_after_s: float = 2.0,
+        room_wait_s: float = 5.0,
+    ) -> None:
+        self._client = client
+        self._again_after_s = again_after_s
+        self._room_wait_s = room_wait_s
+        self._prefix = f"{inbox}."
+        self._window = Window(messages_max, bytes_max)
+        self._waiting: dict[int, _Entry] = {}
+        self._next = 0
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._resending: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def open(self) -> None:
+        await self._client.subscribe(f"{self._prefix}*", cb=self._on_ack)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting)
+
+    async def publish(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        msg_id: str,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+        again: bool = True,
+    ) -> PubAck:
+        """Store one message and return where. Repeated under `msg_id` until it is acknowledged or time is up.
+
+        Raises `BusUnavailable` when it cannot be had within `timeout_s` or the stream is full, `WrongSequence` when
+        an expected sequence in `headers` does not hold, `Refused` when it is over the server's size limit.
+        """
+        return await (
+            await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s, again=again)
+        )
+
+    async def submit(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        msg_id: str,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+        again: bool = True,
+    ) -> asyncio.Future[PubAck]:
+        """Send, and return a future of the acknowledgement: for many in flight at once.
+
+        Messages of one task go out in the order of its calls. Waits only for room in the window. With `again`
+        false the message goes out once: its future fails with `AckLost` as soon as the connection breaks.
+        """
+        self.check(body)
+        size = len(body) + _OVERHEAD_BYTES
+        if not self._window.try_take(size):
+            await self._window.take(size, min(timeout_s, self._room_wait_s))
+        future: asyncio.Future[PubAck] = self._loop.create_future()
+        all_headers = {MSG_ID: msg_id}
+        if headers:
+            all_headers.update(headers)
+        token = self._next
+        self._next = token + 1
+        entry = _Entry(
+            subject,
+            body,
+            all_headers,
+            f"{self._prefix}{token}",
+            future,
+            size,
+            self._loop.time(),
+            timeout_s,
+            again,
+        )
+        self._waiting[token] = entry
+        if self._timer is None:
+            self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+        if self._client.is_connected:
+            await self._send(token, entry)
+        elif not again or self._closed:
+            self._finish(token, entry, BusUnavailable(f"{subject}: the bus is not connected"))
+        return future
+
+    async def send_without_ack(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
+        """Send and wait for nothing: the leading messages of an atomic batch, answered by its last."""
+        self.check(body)
+        try:
+            await self._client.publish(subject, body, headers=headers)
+        except (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError) as error:
+            raise AckLost(f"{subject}: the bus is not connected") from error
+
+    def check(self, body: bytes) -> None:
+        """Raise `Refused` when a body is over the server's limit."""
+        if len(body) + HEADER_ROOM_BYTES > self._client.max_payload:
+            raise Refused(
+                Code.TOO_LARGE,
+                f"a message of {len(body)} bytes is over the bus's limit of {self._client.max_payload} with "
+                f"{HEADER_ROOM_BYTES} kept for headers; send less at once or raise the server's max_payload",
+            )
+
+    def connection_lost(self) -> None:
+        for token, entry in list(self._waiting.items()):
+            if not entry.again:
+                self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
+
+    def connection_back(self) -> None:
+        """Send everything that waits again, in its order: it may never have left, or its answer may be lost."""
+        self._resend(list(self._waiting.items()))
+
+    async def settle(self, timeout_s: float) -> None:
+        """Wait until nothing is in flight any more, at most `timeout_s`."""
+        if self._waiting:
+            await asyncio.wait([entry.future for entry in self._waiting.values()], timeout=timeout_s)
+
+    def close(self) -> None:
+        """Fail whatever still waits."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._resending is not None:
+            self._resending.cancel()
+        for token, entry in list(self._waiting.items()):
+            self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus was closed"))
+
+    async def _send(self, token: int, entry: _Entry) -> None:
+        try:
+            await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
+        except OutboundBufferLimitError:
+            pass  # disconnected a moment ago: `connection_back` sends it again
+        except (ConnectionClosedError, ConnectionDrainingError):
+            self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
+        except MaxPayloadError:
+            self._finish(token, entry, Refused(Code.TOO_LARGE, f"{entry.subject}: over the server's max_payload"))
+
+    async def _on_ack(self, message: ReceivedMessage) -> None:
+        token = int(message.subject[len(self._prefix) :])
+        entry = self._waiting.get(token)
+        if entry is None:
+            return  # given up, or the answer to a repeat
+        if message.data:
+            self._finish(token, entry, ack_of(message.data, entry.subject))
+            return
+        # No responders: the stream does not exist, or has no leader just now. Nothing was stored.
+        if entry.again:
+            entry.why = "no stream takes this subject, or it has no leader now"
+            entry.sent_at = self._loop.time() - self._again_after_s
+        else:
+            self._finish(token, entry, BusUnavailable(f"{entry.subject}: no stream takes this subject just now"))
+
+    def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
+        if self._waiting.pop(token, None) is None:
+            return
+        self._window.give(entry.size)
+        if entry.future.done():
+            return  # the caller gave up
+        if isinstance(result, PubAck):
+            entry.future.set_result(result)
+        else:
+            entry.future.set_exception(result)
+
+    def _sweep(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        late: list[tuple[int, _Entry]] = []
+        for token, entry in list(self._waiting.items()):
+            if entry.future.cancelled():
+                self._finish(token, entry, BusUnavailable("cancelled"))
+            elif entry.deadline <= now:
+                self._finish(token, entry, BusUnavailable(f"{entry.subject}: {entry.why} within the time allowed"))
+            elif entry.again and now - entry.sent_at >= self._again_after_s:
+                late.append((token, entry))
+        if late and self._client.is_connected:
+            self._resend(late)
+        if self._waiting:
+            self._timer = self._loop.call_later(SWEEP_S, self._sweep)
+
+    def _resend(self, entries: list[tuple[int, _Entry]]) -> None:
+        if not entries or self._closed or (self._resending is not None and not self._resending.done()):
+            return  # the next sweep finds them
+        now = self._loop.time()
+        for _, entry in entries:
+            entry.sent_at = now
+        self._resending = self._loop.create_task(self._send_again(entries))
+
+    async def _send_again(self, entries: list[tuple[int, _Entry]]) -> None:
+        logger.info("publishing %d messages again", len(entries))
+        for token, entry in entries:
+            if token in self._waiting:
+                await self._send(token, entry)

@@ -1,0 +1,299 @@
+"""Reading a stream from a position on: every message once, in order, over restarts of the server.
+
+An ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its ordered
+consumer drops silently; here messages come by callback against credits, their delivery sequence is checked, and the
+consumer is made anew behind the last good message on any gap, error status or silence.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+from nats.errors import Error as NatsError
+
+from bombus.bus.connection import Bus
+from bombus.bus.wire import (
+    NO_HEADERS,
+    ReceivedMessage,
+    Stored,
+    decode_consumer,
+    error_of,
+)
+from bombus.errors import BombusError, BusUnavailable, LogCorrupted
+
+logger = logging.getLogger(__name__)
+
+CREDIT_MESSAGES = 5_000
+CREDIT_BYTES = 8 << 20  # in each request: without it large messages overrun the server's limit for a connection
+EXPIRES_S = 2.0
+HEARTBEAT_S = 0.5
+SILENCE_S = 2.0
+INACTIVE_S = 30.0
+_PAUSE_S = 0.05
+_NS = 1_000_000_000
+_MESSAGE_ROOM_BYTES = 64 << 10  # subject, reply and headers of a message of the largest size
+
+
+class Reader:
+    """Messages of `stream` from `start_seq` on, or from the first that is still kept.
+
+    Use it with `async with`, or call `close`. One task reads at a time. What is read ahead is bounded (15,000
+    messages, 24 MB): when nobody reads, no more is asked for.
+    """
+
+    def __init__(self, bus: Bus, stream: str, start_seq: int = 1, filter_subject: str | None = None) -> None:
+        if start_seq < 1:
+            raise ValueError(f"a stream's first sequence is 1, not {start_seq}")
+        self.stream = stream
+        self._bus = bus
+        self._filter = filter_subject
+        self._last = start_seq - 1  # the last stream sequence taken in
+        self._buffer: list[Stored] = []
+        self._buffer_bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: BombusError | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._inbox = bus.new_inbox()
+        self._generation = 0
+        # Of the present consumer:
+        self._consumer = ""  # "" while there is none to listen to
+        self._delivered = 0  # its delivery sequence
+        self._credit = 0  # messages asked for and not yet delivered
+        self._heard = False
+        self._wake = asyncio.Event()
+
+    async def read(self, max_messages: int = CREDIT_MESSAGES) -> list[Stored]:
+        """What has arrived, in order; waits until there is at least one message. A cancelled read loses nothing.
+
+        Raises `LogCorrupted` when the stream ends before the reader's position, `BusUnavailable` when the bus was
+        closed, `ServerRefused` when there is no such stream. A bus that is merely away is waited for.
+        """
+        if self._keeper is None:
+            self._keeper = asyncio.create_task(self._keep())
+        while not self._buffer:
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if len(self._buffer) <= max_messages:
+            batch, self._buffer, self._buffer_bytes = self._buffer, [], 0
+        else:
+            batch = self._buffer[:max_messages]
+            del self._buffer[:max_messages]
+            self._buffer_bytes -= sum(len(stored.data) for stored in batch)
+        if self._wants_more():
+            self._wake.set()
+        return batch
+
+    async def __aiter__(self) -> AsyncIterator[Stored]:
+        while True:
+            for stored in await self.read():
+                yield stored
+
+    @property
+    def buffered(self) -> int:
+        """Messages that have arrived and are not read yet."""
+        return len(self._buffer)
+
+    @property
+    def consumers_made(self) -> int:
+        """How often reading began or began again: a number that grows tells of a server in trouble."""
+        return self._generation
+
+    async def close(self) -> None:
+        """Stop reading. The server forgets the consumer at once, or after a while when it cannot be reached."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # ---- what arrives -------------------------------------------------------------------------------------------
+
+    async def _on_message(self, message: ReceivedMessage) -> None:
+        if not message.reply:
+            self._on_status(message)
+            return
+        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>, and in newer servers
+        # <domain>.<account> behind ACK.
+        tokens = message.reply.split(".")
+        at = 3 if len(tokens) == 9 else 5
+        if tokens[at] != self._consumer:
+            return  # a consumer that was given up
+        self._heard = True
+        delivered = int(tokens[at + 3])
+        if delivered != self._delivered + 1:
+            self._give_up(f"delivery {delivered} came after {self._delivered}")
+            return
+        self._delivered = delivered
+        self._credit -= 1
+        seq = int(tokens[at + 2])
+        if seq > self._last:
+            self._last = seq
+            data = message.data
+            self._buffer.append(Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4])))
+            self._buffer_bytes += len(data)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        if self._wants_more():
+            self._wake.set()
+
+    def _on_status(self, message: ReceivedMessage) -> None:
+        if not message.subject.endswith(f".{self._generation}") or not self._consumer:
+            return
+        headers = message.headers or {}
+        status = headers.get("Status")
+        self._heard = True
+        if status == "100":  # heartbeat
+            return
+        unused = headers.get("Nats-Pending-Messages")
+        if status in ("404", "408", "409") and unused is not None:
+            self._credit -= int(unused)  # the request is over, by time or by bytes
+            self._wake.set()
+            return
+        self._give_up(f"status {status} {headers.get('Description', '')}")
+
+    def _give_up(self, why: str) -> None:
+        """Listen no longer to this consumer; the keeper makes another."""
+        if self._consumer:
+            logger.info("reader of %s at %d: a new consumer, because of %s", self.stream, self._last, why)
+        self._consumer = ""
+        self._wake.set()
+
+    def _wants_more(self) -> bool:
+        return (
+            self._credit <= CREDIT_MESSAGES
+            and len(self._buffer) < CREDIT_MESSAGES
+            and self._buffer_bytes < CREDIT_BYTES
+        )
+
+    # ---- the keeper: makes consumers and gives them credit ----------------------------------------------------------
+
+    async def _keep(self) -> None:
+        client = self._bus.client
+        stop_listening = self._bus.when_back(lambda: self._give_up("a new connection"))
+        subscription: Any = None
+        try:
+            subscription = await client.subscribe(
+                f"{self._inbox}.*",
+                cb=self._on_message,
+                pending_msgs_limit=4 * CREDIT_MESSAGES,
+                pending_bytes_limit=8 * self._credit_bytes(),
+            )
+            while True:
+                await self._make_consumer()
+                await self._give_credit()
+        except BombusError as error:
+            self._fail(error)
+        except Exception as error:
+            # The task's edge: whoever reads must hear of it, nobody awaits the keeper.
+            logger.exception("reader of %s", self.stream)
+            self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
+        finally:
+            stop_listening()
+            await self._leave(subscription)
+
+    async def _make_consumer(self) -> None:
+        """Make a consumer that starts behind the last message. Waits for the bus for as long as it is away."""
+        self._generation += 1
+        name = f"{self._inbox.rsplit('.', 2)[1]}-{self._inbox.rsplit('.', 1)[1]}-{self._generation}"
+        config: dict[str, object] = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._last + 1,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "inactive_threshold": int(INACTIVE_S * _NS),
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        subject = f"$JS.API.CONSUMER.CREATE.{self.stream}.{name}"
+        if self._filter is not None:
+            config["filter_subject"] = self._filter
+            subject += f".{self._filter}"
+        body = json.dumps({"stream_name": self.stream, "config": config}).encode()
+        while True:
+            try:
+                reply = decode_consumer((await self._bus.requests.ask(subject, body)).data)
+                if reply.error is None:
+                    await self._check_length()
+                    break
+                error = error_of(reply.error, f"reader of {self.stream}")
+                if not isinstance(error, BusUnavailable):
+                    raise error
+            except BusUnavailable as unavailable:
+                if self._bus.is_closed:
+                    raise
+                logger.warning("reader of %s waits: %s", self.stream, unavailable)
+            await asyncio.sleep(_PAUSE_S)
+        self._delivered = 0
+        self._credit = 0
+        self._heard = True
+        self._consumer = name
+
+    async def _check_length(self) -> None:
+        """The server takes a position behind the end without a word, but then the log has lost its end (R6)."""
+        if self._last == 0:
+            return
+        state = await self._bus.state(self.stream)
+        if state.last_seq < self._last:
+            raise LogCorrupted(
+                f"{self.stream} ends at {state.last_seq}, but was read up to {self._last} before: "
+                "it lost its end, in a power cut perhaps"
+            )
+
+    async def _give_credit(self) -> None:
+        """Ask for messages whenever there is room; return when the consumer must be made anew."""
+        loop = asyncio.get_running_loop()
+        check_at = loop.time() + SILENCE_S
+        while self._consumer:
+            while self._consumer and self._wants_more():
+                await self._pull()
+            try:
+                async with asyncio.timeout_at(check_at):
+                    await self._wake.wait()
+                self._wake.clear()
+            except TimeoutError:
+                if self._credit > 0 and not self._heard:
+                    self._give_up("silence")
+                self._heard = False
+                check_at = loop.time() + SILENCE_S
+
+    async def _pull(self) -> None:
+        request = {
+            "batch": CREDIT_MESSAGES,
+            "max_bytes": self._credit_bytes(),
+            "expires": int(EXPIRES_S * _NS),
+            "idle_heartbeat": int(HEARTBEAT_S * _NS),
+        }
+        self._credit += CREDIT_MESSAGES
+        try:
+            await self._bus.client.publish(
+                f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{self._consumer}",
+                json.dumps(request).encode(),
+                reply=f"{self._inbox}.{self._generation}",
+            )
+        except NatsError as error:
+            self._give_up(str(error))
+
+    def _credit_bytes(self) -> int:
+        return max(CREDIT_BYTES, int(self._bus.client.max_payload) + _MESSAGE_ROOM_BYTES)
+
+    def _fail(self, error: BombusError) -> None:
+        self._failure = error
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _leave(self, subscription: Any) -> None:
+        consumer, self._consumer = self._consumer, ""
+        if subscription is None or not self._bus.is_connected:
+            return
+        await subscription.unsubscribe()
+        if consumer:
+            await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{consumer}")

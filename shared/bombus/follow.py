@@ -1,0 +1,74 @@
+"""Follows a hive's events and keeps their fold: how every service but the coordinator knows the state."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from bombus.bus import Bus, Reader
+from bombus.events import AnyEvent, decode_event
+from bombus.state import Hive, evolve
+
+log = logging.getLogger(__name__)
+
+Predicate = Callable[[Hive], bool]
+
+
+class Follower:
+    """`hive` is the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
+
+    `on_event(position, event)` is called after each event has been folded in, and must not block.
+    """
+
+    def __init__(self, bus: Bus, on_event: Callable[[int, AnyEvent], None] | None = None) -> None:
+        self.hive = Hive()
+        self.position = 0
+        self._bus = bus
+        self._on_event = on_event
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    async def run(self) -> None:
+        reader = Reader(self._bus, self._bus.subjects.events_stream, start_seq=self.position + 1)
+        try:
+            while True:
+                for stored in await reader.read():
+                    event = decode_event(stored.data)
+                    evolve(self.hive, event)
+                    self.position = stored.seq
+                    if self._on_event is not None:
+                        self._on_event(stored.seq, event)
+                self._wake()
+        finally:
+            await reader.close()
+
+    def _wake(self) -> None:
+        still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        for holds, future in self._waiting:
+            if future.done():
+                continue
+            if holds():
+                future.set_result(None)
+            else:
+                still.append((holds, future))
+        self._waiting = still
+
+    async def wait_for(self, predicate: Predicate, timeout_s: float | None = None) -> None:
+        """Return once `predicate(hive)` holds. Raises `TimeoutError`."""
+        await self._wait(lambda: predicate(self.hive), timeout_s)
+
+    async def wait_position(self, position: int, timeout_s: float | None = 5.0) -> None:
+        """Return once the fold has reached `position`. Raises `TimeoutError`."""
+        await self._wait(lambda: self.position >= position, timeout_s)
+
+    async def caught_up(self, timeout_s: float | None = 60.0) -> None:
+        """Return once the fold holds everything that was on the log when this was called."""
+        last = await self._bus.last(self._bus.subjects.events_stream)
+        if last is not None:
+            await self.wait_position(last.seq, timeout_s)
+
+    async def _wait(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
+        if holds():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((holds, future))
+        async with asyncio.timeout(timeout_s):
+            await future

