@@ -1,0 +1,1 @@
+"""The coordinator: reads the inbox in order, decides, and is the only author of events."""

@@ -1,0 +1,152 @@
+"""Handing out episodes: who waits, who is next, and what they are told when there is none."""
+
+from bombus import events as ev
+from bombus.errors import Code, Refused
+from bombus.inbox import Claim, Granted
+from bombus.state import EngineState, Phase, episode_id
+from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
+from bombus_coordinator.live import CONFIRM_S, Live, Waiting, ns
+
+DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
+WAIT_S_MAX = 60.0
+
+
+def why_none(engine: EngineState) -> Refused:
+    """Why no episode can be had now. The swarm contract's clients look for these words."""
+    status = f"Engine not ready. Current status: [{engine.phase}]."
+    match engine.phase:
+        case Phase.ROLLING:
+            limit = engine.collection.max_open_claims
+            return Refused(
+                Code.NO_EPISODES,
+                f"No available episodes to claim. {len(engine.open)} of at most {limit} are open: end or abort one, "
+                "wait, or raise rollout.max_env_worker.",
+            )
+        case Phase.WEIGHT_SYNCING:
+            return Refused(Code.WRONG_PHASE, f"{status} Engine is syncing weights. Try again in a moment.")
+        case Phase.ROLLING_POST:
+            return Refused(Code.WRONG_PHASE, f"{status} Engine is in post-rolling phase. Try again in a moment.")
+        case Phase.BOOTING:
+            return Refused(Code.WRONG_PHASE, f"{status} It is booting ({engine.stage}). Try again in a moment.")
+    failed = f" Its last run failed: {engine.failure}" if engine.failure else ""
+    return Refused(
+        Code.WRONG_PHASE,
+        f"{status} Configure it with sync_train_config and start it with start_engine.{failed}",
+    )
+
+
+def check(engine: EngineState, claim: Claim) -> None:
+    """Raises `Refused` for a claim that could never be granted."""
+    limit = engine.collection.max_open_claims
+    if not 1 <= claim.count <= limit:
+        raise Refused(
+            Code.MALFORMED,
+            f"A claim is for 1 to {limit} episodes at once, not {claim.count}; the limit is rollout.max_env_worker.",
+        )
+    if not 0 < claim.discard_timeout_s <= DISCARD_TIMEOUT_S_MAX:
+        raise Refused(
+            Code.MALFORMED,
+            f"discard_episode_timeout is in seconds, above 0 and at most {DISCARD_TIMEOUT_S_MAX:.0f}, "
+            f"not {claim.discard_timeout_s}.",
+        )
+    if not 0 <= claim.wait_s <= WAIT_S_MAX:
+        raise Refused(Code.MALFORMED, f"wait_s is 0 to {WAIT_S_MAX:.0f} seconds, not {claim.wait_s}.")
+
+
+def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
+    """The grant of a claim id that was granted before. Raises `Refused` if it is somebody else's."""
+    episodes = engine.claims.get(claim.claim)
+    if episodes is None:
+        return live.granted.get(claim.claim)
+    first = next(engine.open[episode] for episode in episodes if episode in engine.open)
+    if first.client != claim.client:
+        raise Refused(Code.OTHER_CLAIM, "This claim id was used by another client; use a fresh one for each claim.")
+    return Granted(
+        run=engine.run,
+        episodes=episodes,
+        claimed_ns=first.claimed_ns,
+        discard_timeout_s=first.discard_timeout_s,
+        version=first.version,
+    )
+
+
+def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
+    """Grant now, wait for room until the slice is over, or refuse."""
+    check(engine, message)
+    granted = repeated(engine, live, message)
+    if granted is not None:
+        yield Decision(replies=(Reply(message.id, granted),))
+        return
+    if engine.phase == Phase.OFFLINE:
+        raise why_none(engine)
+    live.enqueue(engine, message)
+    yield from grant(engine, live)
+    yield from lapse(engine, live)
+
+
+def _next(engine: EngineState, live: Live) -> Waiting | None:
+    """The fairest: whose client has the fewest episodes open, then who asked first (R13)."""
+    queue = live.queue(engine)
+    if not queue:
+        return None
+    held: dict[str, int] = {}
+    for episode in engine.open.values():
+        held[episode.client] = held.get(episode.client, 0) + 1
+    return min(
+        queue.values(),
+        key=lambda waiting: (held.get(waiting.claim.client, 0), waiting.first_asked_ns, waiting.claim.claim),
+    )
+
+
+def grant(engine: EngineState, live: Live) -> Decisions:
+    """Grant what there is room for. Nobody overtakes a whole group that waits for its places."""
+    while engine.phase == Phase.ROLLING:
+        waiting = _next(engine, live)
+        if waiting is None:
+            return
+        asked = waiting.claim
+        if len(engine.open) + asked.count > engine.collection.max_open_claims:
+            return
+        del live.queue(engine)[asked.claim]
+        episodes = tuple(
+            episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(asked.count)
+        )
+        granted = Granted(
+            run=engine.run,
+            episodes=episodes,
+            claimed_ns=live.now_ns,
+            discard_timeout_s=asked.discard_timeout_s,
+            version=engine.version,
+        )
+        live.unconfirmed[asked.claim] = (engine.name, live.now_ns + ns(CONFIRM_S))
+        live.remember_grant(asked.claim, granted)
+        yield Decision(
+            events=(
+                ev.EpisodeClaimed(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    claim=asked.claim,
+                    client=asked.client,
+                    episodes=episodes,
+                    type=asked.type,
+                    discard_timeout_s=asked.discard_timeout_s,
+                    version=engine.version,
+                    task_hint=asked.task_hint,
+                ),
+            ),
+            replies=tuple(Reply(command, granted) for command in waiting.commands),
+        )
+
+
+def lapse(engine: EngineState, live: Live) -> Decisions:
+    """Tell those whose slice is over, or who wait for an engine that went offline, that there is nothing yet."""
+    queue = live.queue(engine)
+    offline = engine.phase == Phase.OFFLINE
+    over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
+    if not over:
+        return
+    answer = refusal(why_none(engine))
+    for waiting in over:
+        del queue[waiting.claim.claim]
+    yield Decision(replies=tuple(Reply(command, answer) for waiting in over for command in waiting.commands))

@@ -1,0 +1,17 @@
+"""`bombus coordinator`: the coordinator alone."""
+
+import argparse
+
+from bombus import logs
+from bombus.cli import add_hive_arguments
+from bombus.process import run_service
+from bombus_coordinator import shell
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_hive_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
+    return run_service(shell.run(arguments.nats, arguments.hive))

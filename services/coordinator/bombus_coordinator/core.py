@@ -1,0 +1,184 @@
+"""The coordinator's pure core: one message in, decisions out. No clock, no I/O, no randomness.
+
+`Core` folds every decision into its own state as it makes it, so the next message is decided on top. The shell puts
+decisions on the log; if it cannot, this object is thrown away and folded again from there.
+"""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from bombus import events as ev
+from bombus import inbox
+from bombus.errors import Refused
+from bombus.events import NotedCall
+from bombus.state import EngineState, Hive, evolve
+from bombus_coordinator import claims, engines, episodes
+from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
+from bombus_coordinator.live import Live
+
+NOTED_MAX = 1000  # calls in one `calls.noted`
+
+
+class Flown(msgspec.Struct, frozen=True):
+    """A decision and the inbox sequence that it answers."""
+
+    decision: Decision
+    answers: int
+
+
+class Core:
+    def __init__(self, hive: Hive | None = None) -> None:
+        self.hive = hive if hive is not None else Hive()
+        self.live = Live(now_ns=self.hive.now_ns, epoch_ns=self.hive.now_ns)
+        self._noted: dict[tuple[str, int], list[NotedCall]] = {}
+        self._noted_seq = 0
+
+    def open_epoch(self, leader: str) -> Decision:
+        """The first event of a new leader (R4). Deadlines begin again from here (R5)."""
+        opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
+        decision = Decision(events=(opened,))
+        self._fold(decision)
+        return decision
+
+    def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[Flown]:
+        """Decide the inbox message at `seq`, which the server stamped `at_ns`.
+
+        The first decision is the message's own; what follows it could be derived again from the fold, so a flight
+        may be cut off behind any of them and nothing is lost.
+        """
+        self.live.now_ns = max(self.live.now_ns, self.hive.now_ns, at_ns)
+        if isinstance(message, inbox.CallRecorded):
+            self._note(message, seq)
+            if sum(map(len, self._noted.values())) >= NOTED_MAX:
+                yield from self.flush()
+            return
+        if not isinstance(message, inbox.Touch):
+            yield from self.flush()
+        for decision in self._decide(message):
+            yield Flown(decision, seq)
+
+    def flush(self) -> Iterator[Flown]:
+        """Note the calls that were recorded since the last decision, all in one event for each engine (R9)."""
+        noted, self._noted = self._noted, {}
+        for (name, run), calls in noted.items():
+            event = ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls))
+            decision = Decision(events=(event,))
+            self._fold(decision)
+            yield Flown(decision, self._noted_seq)
+
+    def recover(self) -> Iterator[Decision]:
+        """What a crash cut off behind a decision: transitions that are due already."""
+        for engine in list(self.hive.engines.values()):
+            yield from self._folding(engines.settle(engine, self.live))
+
+    # ---- inside ----
+
+    def _fold(self, decision: Decision) -> None:
+        for event in decision.events:
+            evolve(self.hive, event)
+            if isinstance(event, ev.EpochOpened):
+                self.live.epoch_ns = event.at_ns
+            elif isinstance(event, ev.EpisodeAborted):
+                for episode in event.episodes:
+                    self.live.forget(episode)
+            elif isinstance(event, ev.EpisodeEnded):
+                for outcome in event.outcomes:
+                    self.live.forget(outcome.episode)
+        for reply in decision.replies:
+            self.live.remember(reply.command, reply.answer)
+
+    def _folding(self, decisions: Decisions) -> Iterator[Decision]:
+        for decision in decisions:
+            self._fold(decision)
+            yield decision
+
+    def _note(self, message: inbox.CallRecorded, seq: int) -> None:
+        self._noted_seq = seq
+        key = (message.engine, message.run)
+        pending = self._noted.setdefault(key, [])
+        call = episodes.note(self.hive.engine(message.engine), message)
+        if call is not None and all(other.ref.id != call.ref.id for other in pending):
+            pending.append(call)
+        if not pending:
+            del self._noted[key]
+
+    def _decide(self, message: inbox.AnyMessage) -> Iterator[Decision]:
+        if isinstance(message, inbox.Tick):
+            for engine in list(self.hive.engines.values()):
+                yield from self._folding(self._tick(engine))
+            return
+        engine = self.hive.engine(message.engine)
+        if isinstance(message, inbox.Touch):
+            self._touch(engine, message)
+            return
+        answered = self.live.answers.get(message.id)
+        if answered is not None:
+            yield Decision(replies=(Reply(message.id, answered),))
+            return
+        try:
+            yield from self._folding(self._command(engine, message))
+        except Refused as error:
+            refused = Decision(replies=(Reply(message.id, refusal(error)),))
+            self._fold(refused)
+            yield refused
+            return
+        yield from self._folding(self._follow_up(self.hive.engine(message.engine)))
+
+    def _command(self, engine: EngineState, message: inbox.AnyMessage) -> Decisions:
+        live = self.live
+        match message:
+            case inbox.Claim():
+                return claims.claim(engine, live, message)
+            case inbox.End():
+                return episodes.end(engine, live, message)
+            case inbox.Abort():
+                return episodes.abort(engine, live, message)
+            case inbox.Lookup():
+                return episodes.lookup(engine, message)
+            case inbox.Configure():
+                return engines.configure(engine, live, message)
+            case inbox.Start():
+                return engines.start(engine, live, message)
+            case inbox.Stop():
+                return engines.stop(engine, live, message)
+            case inbox.AgreeSync():
+                return engines.agree(engine, live, message)
+            case inbox.TrainerOpens():
+                return engines.trainer_opens(engine, live, message)
+            case inbox.StageReached():
+                return engines.stage_reached(engine, live, message)
+            case inbox.StepDone():
+                return engines.step_done(engine, live, message)
+            case inbox.StepBroke():
+                return engines.step_broke(engine, live, message)
+            case inbox.WeightsSaved():
+                return engines.weights_saved(engine, live, message)
+            case inbox.EngineBroke():
+                return engines.broke(engine, live, message)
+            case inbox.ReplicaAlive():
+                return engines.replica_alive(engine, live, message)
+            case inbox.ReplicaLeaves():
+                return engines.replica_leaves(engine, live, message)
+            case inbox.WeightsLoadedFact():
+                return engines.weights_loaded(engine, live, message)
+            case _:
+                raise AssertionError(f"{type(message).__name__} is handled before")
+
+    def _follow_up(self, engine: EngineState) -> Decisions:
+        """Transitions that are due, then claims for which there is room now."""
+        yield from engines.settle(engine, self.live)
+        yield from claims.grant(engine, self.live)
+
+    def _tick(self, engine: EngineState) -> Decisions:
+        yield from episodes.expire(engine, self.live)
+        yield from engines.lapse_replicas(engine, self.live)
+        yield from self._follow_up(engine)
+        yield from claims.lapse(engine, self.live)
+
+    def _touch(self, engine: EngineState, message: inbox.Touch) -> None:
+        for episode in message.episodes:
+            if episode in engine.open:
+                self.live.activity[episode] = self.live.now_ns
+        for claim in message.confirmed:
+            self.live.unconfirmed.pop(claim, None)

@@ -1,0 +1,390 @@
+"""An engine's life: configure, start, stop, boot, train, load; and the transitions that follow by themselves."""
+
+from bombus import events as ev
+from bombus.collection import enough, select
+from bombus.errors import Code, Refused
+from bombus.events import AbortReason, DropReason, Event
+from bombus.inbox import (
+    AgreeSync,
+    Configure,
+    Done,
+    EngineBroke,
+    ReplicaAlive,
+    ReplicaLeaves,
+    StageReached,
+    Start,
+    StepBroke,
+    StepDone,
+    Stop,
+    TrainerOpens,
+    WeightsLoadedFact,
+    WeightsSaved,
+)
+from bombus.state import EngineState, Phase
+from bombus_coordinator.claims import why_none
+from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
+from bombus_coordinator.episodes import aborted
+from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
+
+REASON_CHARS_MAX = 2000
+
+
+def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
+    done = Decision(replies=(Reply(message.id, Done(run=engine.run)),))
+    if message.id in engine.commands:
+        yield done
+        return
+    if engine.phase != Phase.OFFLINE:
+        raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
+    if message.collection.max_staleness > 0:
+        raise Refused(
+            Code.BAD_CONFIG,
+            "max_staleness above 0 (asynchronous training) is not supported yet: set it to 0.",
+        )
+    event = ev.EngineConfigured(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        config=message.config,
+        config_digest=message.config_digest,
+        collection=message.collection,
+        model=message.model,
+        command=message.id,
+    )
+    yield Decision(events=(event,), replies=done.replies)
+
+
+def start(engine: EngineState, live: Live, message: Start) -> Decisions:
+    if message.id in engine.commands:
+        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
+        return
+    if engine.phase != Phase.OFFLINE:
+        raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
+    if engine.configured is None:
+        raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
+    run = engine.run + 1
+    event = ev.EngineStarted(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=run,
+        config_digest=engine.configured.config_digest,
+        command=message.id,
+    )
+    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=run)),))
+
+
+def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
+    """`last` ends the run; whatever is open goes with it."""
+    if not engine.open:
+        return (last,)
+    return (aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
+
+
+def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
+    reply = (Reply(message.id, Done(run=engine.run)),)
+    if engine.phase == Phase.OFFLINE:
+        yield Decision(replies=reply)
+        return
+    stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
+    yield Decision(events=_close_all(engine, live, stopped), replies=reply)
+
+
+def fail(engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = ()) -> Decisions:
+    failed = ev.EngineFailed(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason[:REASON_CHARS_MAX])
+    yield Decision(events=(*before, *_close_all(engine, live, failed)))
+
+
+def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
+    if message.run == engine.run and engine.phase != Phase.OFFLINE:
+        yield from fail(engine, live, message.reason)
+
+
+def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
+    if engine.phase != Phase.ROLLING:
+        raise why_none(engine)
+    reply = (Reply(message.id, Done(run=engine.run)),)
+    if message.client in engine.agreed:
+        yield Decision(replies=reply)
+        return
+    event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
+    yield Decision(events=(event,), replies=reply)
+
+
+# ---- facts from trainers --------------------------------------------------------------------------------------
+
+
+def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
+    """Every opening gets a higher trainer epoch: facts of the one before are ignored from here on (R11)."""
+    if message.id == engine.trainer_command:
+        yield Decision(replies=(Reply(message.id, Done(run=engine.run, epoch=engine.trainer_epoch)),))
+        return
+    if message.run != engine.run or engine.phase == Phase.OFFLINE:
+        raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
+    epoch = engine.trainer_epoch + 1
+    event = ev.TrainerOpened(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        trainer=message.trainer,
+        trainer_epoch=epoch,
+        command=message.id,
+    )
+    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run, epoch=epoch)),))
+
+
+def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:
+    if message.run == engine.run and engine.phase == Phase.BOOTING and message.stage != engine.stage:
+        yield Decision(
+            events=(
+                ev.EngineProgressed(at_ns=live.now_ns, engine=engine.name, run=engine.run, stage=message.stage[:200]),
+            )
+        )
+
+
+def _is_the_steps(engine: EngineState, message: StepDone | StepBroke) -> bool:
+    """Whether this is about the outstanding batch, from the trainer whose epoch is the current one."""
+    return (
+        message.run == engine.run
+        and engine.phase != Phase.OFFLINE
+        and message.trainer_epoch == engine.trainer_epoch
+        and engine.batch is not None
+        and message.step == engine.batch.step
+    )
+
+
+def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
+    if _is_the_steps(engine, message):
+        yield Decision(
+            events=(
+                ev.StepCompleted(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    step=message.step,
+                    trainer_epoch=message.trainer_epoch,
+                    checkpoint=message.checkpoint,
+                    checkpoint_digest=message.checkpoint_digest,
+                    metrics=message.metrics,
+                ),
+            )
+        )
+
+
+def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
+    if not _is_the_steps(engine, message):
+        return
+    failures = engine.step_failures + 1
+    failed = ev.StepFailed(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        step=message.step,
+        trainer_epoch=message.trainer_epoch,
+        reason=message.reason[:REASON_CHARS_MAX],
+        failures=failures,
+    )
+    if failures < engine.collection.max_step_failures:
+        yield Decision(events=(failed,))
+        return
+    reason = f"step {message.step} failed {failures} times, the last time because: {message.reason}"
+    yield from fail(engine, live, reason, before=(failed,))
+
+
+def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
+    """Weights become a policy version when their step is on the log; the model as loaded is version 0."""
+    if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
+        return
+    first = message.step == 0 and engine.phase == Phase.BOOTING and engine.weights is None
+    stepped = engine.step_done is not None and engine.step_done.step == message.step
+    if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
+        return
+    yield Decision(
+        events=(
+            ev.WeightsReady(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                version=message.step,
+                weights=message.weights,
+            ),
+        )
+    )
+
+
+# ---- facts from replicas --------------------------------------------------------------------------------------
+
+
+def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
+    live.replica_seen[engine.name, message.replica] = live.now_ns
+    known = engine.replicas.get(message.replica)
+    if known is None or known.url != message.url:
+        yield Decision(
+            events=(
+                ev.ReplicaJoined(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    replica=message.replica,
+                    url=message.url,
+                    capacity=message.capacity,
+                ),
+            )
+        )
+    if message.version >= 0:
+        yield from weights_loaded(
+            engine,
+            live,
+            WeightsLoadedFact(
+                id=message.id,
+                engine=message.engine,
+                run=message.run,
+                version=message.version,
+                replica=message.replica,
+            ),
+        )
+
+
+def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
+    current = message.run == engine.run and message.version == engine.version
+    if current and message.replica in engine.replicas and message.replica not in engine.loaded:
+        yield Decision(
+            events=(
+                ev.WeightsLoaded(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    version=message.version,
+                    replica=message.replica,
+                ),
+            )
+        )
+
+
+def _leave(engine: EngineState, live: Live, replica: str, reason: str) -> Decision:
+    live.replica_seen.pop((engine.name, replica), None)
+    return Decision(events=(ev.ReplicaLeft(at_ns=live.now_ns, engine=engine.name, replica=replica, reason=reason),))
+
+
+def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> Decisions:
+    if message.replica in engine.replicas:
+        yield _leave(engine, live, message.replica, "stopped")
+
+
+def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
+    for replica, known in list(engine.replicas.items()):
+        seen = live.replica_seen.get((engine.name, replica), live.since(known.joined_ns))
+        if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
+            yield _leave(engine, live, replica, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
+
+
+# ---- what follows by itself -----------------------------------------------------------------------------------
+
+
+def _everybody_loaded(engine: EngineState, live: Live) -> bool:
+    """All replicas serve the newest weights; or at least one does and the others have had their time (R15)."""
+    if not engine.loaded or engine.weights is None:
+        return False
+    if engine.loaded >= set(engine.replicas):
+        return True
+    return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
+
+
+def _booting(engine: EngineState, live: Live) -> Decisions:
+    if engine.weights is not None and _everybody_loaded(engine, live):
+        yield Decision(
+            events=(
+                ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),
+                ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),
+            )
+        )
+        return
+    limit_s = engine.collection.boot_s
+    if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
+        yield from fail(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
+
+
+def _rolling(engine: EngineState, live: Live) -> Decisions:
+    rules = engine.collection
+    if enough(engine, live.now_ns):
+        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+    elif len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
+        yield Decision(
+            events=(
+                ev.PoolCleared(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    reason=DropReason.OVERFLOW,
+                    episodes=len(engine.pool),
+                    bytes=engine.pool_bytes,
+                ),
+            )
+        )
+
+
+def _dropped(engine: EngineState, live: Live, reason: DropReason, episodes: list[str]) -> ev.GroupDropped:
+    return ev.GroupDropped(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        reason=reason,
+        tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in episodes)),
+        episodes=tuple(episodes),
+    )
+
+
+def _draining(engine: EngineState, live: Live) -> Decisions:
+    """Seal the batch once the last episode is over, or its time is."""
+    if engine.open:
+        if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
+            yield Decision(events=(aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED),))
+        return
+    selection = select(engine)
+    assert engine.active is not None
+    sealed: list[Event] = [
+        ev.BatchReady(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            step=engine.step + 1,
+            groups=selection.groups,
+            config_digest=engine.active.config_digest,
+        ),
+        ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),
+    ]
+    if selection.no_signal:
+        dropped = [completed.episode for completed in selection.no_signal]
+        sealed.insert(0, _dropped(engine, live, DropReason.NO_SIGNAL, dropped))
+    yield Decision(events=tuple(sealed))
+
+
+def _syncing(engine: EngineState, live: Live) -> Decisions:
+    if engine.version < engine.step or not _everybody_loaded(engine, live):
+        return
+    bound = engine.version - engine.collection.max_carry_staleness
+    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
+    rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version)
+    if stale:
+        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale), rolling))
+    else:
+        yield Decision(events=(rolling,))
+
+
+_SETTLE = {
+    Phase.BOOTING: _booting,
+    Phase.ROLLING: _rolling,
+    Phase.ROLLING_POST: _draining,
+    Phase.WEIGHT_SYNCING: _syncing,
+}
+
+
+def settle(engine: EngineState, live: Live) -> Decisions:
+    """The transitions that are due, one after the other until none is.
+
+    Each can be derived again from the fold: one that a crash cuts off is made by the next leader.
+    """
+    while (rule := _SETTLE.get(engine.phase)) is not None:
+        moved = False
+        for decision in rule(engine, live):
+            moved = True
+            yield decision
+        if not moved:
+            return

@@ -1,0 +1,191 @@
+"""Ending and aborting episodes, and the calls that belong to them."""
+
+import math
+
+import msgspec
+
+from bombus import events as ev
+from bombus.errors import Code, Refused
+from bombus.events import AbortReason, EpisodeType, NotedCall, Outcome
+from bombus.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
+from bombus.records import digest
+from bombus.state import EngineState, Episode
+from bombus_coordinator.decision import Decision, Decisions, Reply
+from bombus_coordinator.live import Live
+
+EPISODES_PER_COMMAND_MAX = 1024
+METADATA_BYTES_MAX = 64 << 10
+
+_deterministic = msgspec.msgpack.Encoder(order="deterministic")
+
+
+def outcome_digest(result: EpisodeResult) -> bytes:
+    """What makes two reports of an episode's end the same report."""
+    return digest(_deterministic.encode(result))
+
+
+def _not_claimed(episode: str, why: str) -> Refused:
+    return Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
+
+
+def _check_reward(episode: Episode, result: EpisodeResult) -> float:
+    """The episode's reward, finite. Raises `Refused` for none, NaN, infinity or a list of the wrong length."""
+    if result.call_rewards is None:
+        if result.reward is None:
+            raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
+        rewards: tuple[float, ...] = (result.reward,)
+    else:
+        rewards = result.call_rewards
+        calls = len(episode.trainable_calls())
+        if len(rewards) != calls:
+            raise Refused(
+                Code.BAD_REWARD,
+                f"Episode {result.episode} has {len(rewards)} rewards for {calls} completed calls: give one for each "
+                "call, in order, or a single number.",
+            )
+        if not rewards:
+            raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has an empty list of rewards.")
+    if not all(math.isfinite(reward) for reward in rewards):
+        raise Refused(
+            Code.BAD_REWARD,
+            f"Episode {result.episode} has a reward that is not finite: send a finite number.",
+        )
+    return sum(rewards) / len(rewards)
+
+
+def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome | None:
+    """How this episode ends; None if it has ended just so before. Raises `Refused`."""
+    mark = outcome_digest(result)
+    closed = engine.closed.get(result.episode)
+    if closed is not None:
+        if closed.client and closed.client != client:
+            raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} was claimed by a different client.")
+        if closed.aborted is not None:
+            raise _not_claimed(
+                result.episode,
+                f"it was taken away ({closed.aborted}). If it was idle, claim with a longer discard_episode_timeout "
+                "or send a heartbeat.",
+            )
+        if closed.outcome == mark:
+            return None
+        raise Refused(
+            Code.OTHER_OUTCOME,
+            f"Episode {result.episode} has ended already with another outcome; that one stands.",
+        )
+    if not engine.rolling:
+        raise Refused(
+            Code.WRONG_PHASE,
+            f"Engine is not in rolling state. Current status: [{engine.phase}]. Cannot end episode.",
+        )
+    episode = engine.open.get(result.episode)
+    if episode is None:
+        raise Refused(Code.UNKNOWN_EPISODE, f"Episode {result.episode} not found: claim one first.")
+    if episode.client != client:
+        raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} is claimed by a different client.")
+    if not result.task and episode.type == EpisodeType.TRAIN:
+        raise Refused(Code.MALFORMED, f"Episode {result.episode} needs a task_id: its group is found by it.")
+    if len(_deterministic.encode((result.metadata, result.log_metrics))) > METADATA_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"Metadata of episode {result.episode} is over {METADATA_BYTES_MAX} bytes.")
+    reward = _check_reward(episode, result)
+    calls = episode.trainable_calls()
+    return Outcome(
+        episode=result.episode,
+        task=result.task,
+        reward=reward,
+        digest=mark,
+        call_rewards=result.call_rewards,
+        is_success=result.is_success,
+        metadata=result.metadata,
+        log_metrics=result.log_metrics,
+        calls=tuple(call.ref for call in calls),
+        completion_tokens=sum(call.completion_tokens for call in calls),
+        oldest=min((call.oldest for call in calls), default=episode.version),
+    )
+
+
+def end(engine: EngineState, live: Live, message: End) -> Decisions:
+    """End episodes, all or none. What has ended the same way before is passed over."""
+    if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
+        raise Refused(Code.MALFORMED, f"Between 1 and {EPISODES_PER_COMMAND_MAX} episodes can be ended at once.")
+    if len({result.episode for result in message.results}) != len(message.results):
+        raise Refused(Code.MALFORMED, "The same episode is listed twice.")
+    outcomes: dict[tuple[EpisodeType, int], list[Outcome]] = {}
+    for result in message.results:
+        outcome = _outcome(engine, message.client, result)
+        if outcome is not None:
+            episode = engine.open[result.episode]
+            outcomes.setdefault((episode.type, episode.version), []).append(outcome)
+    yield Decision(
+        events=tuple(
+            ev.EpisodeEnded(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                client=message.client,
+                type=kind,
+                version=version,
+                outcomes=tuple(ended),
+            )
+            for (kind, version), ended in outcomes.items()
+        ),
+        replies=(Reply(message.id, Done(run=engine.run)),),
+    )
+
+
+def aborted(
+    engine: EngineState, live: Live, episodes: tuple[str, ...], reason: AbortReason, detail: str = ""
+) -> ev.EpisodeAborted:
+    return ev.EpisodeAborted(
+        at_ns=live.now_ns, engine=engine.name, run=engine.run, episodes=episodes, reason=reason, detail=detail
+    )
+
+
+def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
+    """Abort episodes. Those that are not open are passed over: there is nothing left to abort."""
+    if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
+        raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be aborted at once.")
+    still_open = [engine.open[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.open]
+    if any(episode.client != message.client for episode in still_open):
+        raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be aborted only by the client that claimed it.")
+    reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
+    ids = tuple(episode.id for episode in still_open)
+    events = (aborted(engine, live, ids, reason, message.detail[:1000]),) if ids else ()
+    yield Decision(events=events, replies=(Reply(message.id, Done(run=engine.run)),))
+
+
+def lookup(engine: EngineState, message: Lookup) -> Decisions:
+    """The calls of an open episode, in the order of the log (R10)."""
+    episode = engine.open.get(message.episode)
+    if episode is None:
+        code = Code.EPISODE_OVER if engine.is_over(message.episode) else Code.UNKNOWN_EPISODE
+        raise Refused(code, f"Episode {message.episode} is not open: claim another.")
+    found = Found(run=engine.run, open=True, calls=tuple(episode.calls))
+    yield Decision(replies=(Reply(message.id, found),))
+
+
+def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
+    """The call as it will be noted; None for one of another run or one that is noted already."""
+    call = message.call
+    if message.run != engine.run:
+        return None
+    episode = engine.open.get(call.episode)
+    if episode is None:
+        return msgspec.structs.replace(call, late=True)
+    if any(noted.ref.id == call.ref.id for noted in episode.calls):
+        return None
+    return call
+
+
+def expire(engine: EngineState, live: Live) -> Decisions:
+    """Take away what has been idle for too long, and claims whose answer reached nobody."""
+    now = live.now_ns
+    idle = tuple(e.id for e in engine.open.values() if live.idle_deadline_ns(e) <= now)
+    if idle:
+        yield Decision(events=(aborted(engine, live, idle, AbortReason.IDLE),))
+    for claim, (name, until_ns) in list(live.unconfirmed.items()):
+        if name != engine.name or until_ns > now:
+            continue
+        del live.unconfirmed[claim]
+        lost = tuple(e for e in engine.claims.get(claim, ()) if e in engine.open)
+        if lost and not any(engine.open[e].calls or e in live.activity for e in lost):
+            yield Decision(events=(aborted(engine, live, lost, AbortReason.UNCONFIRMED),))

@@ -1,0 +1,77 @@
+"""What the coordinator knows beside the fold: signs of life, claims that wait, answers lately given.
+
+None of it is on the log and all of it may be lost: after a crash deadlines start again at `epoch.opened` (R5), and
+whoever waits for a claim asks again (R13).
+"""
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.inbox import Answer, Claim, Granted
+from bombus.state import EngineState, Episode
+
+ANSWERS_KEPT = 10_000
+WAITING_MAX = 10_000
+CONFIRM_S = 5.0  # a granted claim whose answer reached nobody goes back after this long
+REPLICA_LAPSE_S = 10.0
+
+
+def ns(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+class Waiting(msgspec.Struct, kw_only=True):
+    """A claim that waits for room. `commands` are the message ids to answer: one, unless it was asked again."""
+
+    claim: Claim
+    commands: list[str]
+    first_asked_ns: int
+    until_ns: int
+
+
+class Live(msgspec.Struct, kw_only=True):
+    now_ns: int = 0
+    epoch_ns: int = 0
+    activity: dict[str, int] = {}  # episode: last sign of life
+    unconfirmed: dict[str, tuple[str, int]] = {}  # claim: its engine, and when it goes back
+    waiting: dict[str, dict[str, Waiting]] = {}  # engine: claim: what waits
+    replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica)
+    answers: dict[str, Answer] = {}  # command: its answer
+    granted: dict[str, Granted] = {}  # claim: its grant, also after its episodes are over
+
+    def idle_deadline_ns(self, episode: Episode) -> int:
+        last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
+        return last + ns(episode.discard_timeout_s)
+
+    def since(self, at_ns: int) -> int:
+        """When a deadline that was set at `at_ns` began to run: not before this epoch."""
+        return max(at_ns, self.epoch_ns)
+
+    def queue(self, engine: EngineState) -> dict[str, Waiting]:
+        return self.waiting.setdefault(engine.name, {})
+
+    def enqueue(self, engine: EngineState, claim: Claim) -> None:
+        queue = self.queue(engine)
+        until_ns = self.now_ns + ns(claim.wait_s)
+        before = queue.get(claim.claim)
+        if before is not None:
+            before.commands.append(claim.id)
+            before.until_ns = max(before.until_ns, until_ns)
+            return
+        if len(queue) >= WAITING_MAX:
+            raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
+        first_asked_ns = min(claim.first_asked_ns or self.now_ns, self.now_ns)
+        queue[claim.claim] = Waiting(claim=claim, commands=[claim.id], first_asked_ns=first_asked_ns, until_ns=until_ns)
+
+    def remember(self, command: str, answer: Answer) -> None:
+        self.answers[command] = answer
+        while len(self.answers) > ANSWERS_KEPT:
+            del self.answers[next(iter(self.answers))]
+
+    def remember_grant(self, claim: str, granted: Granted) -> None:
+        self.granted[claim] = granted
+        while len(self.granted) > ANSWERS_KEPT:
+            del self.granted[next(iter(self.granted))]
+
+    def forget(self, episode: str) -> None:
+        self.activity.pop(episode, None)

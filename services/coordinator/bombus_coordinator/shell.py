@@ -1,0 +1,208 @@
+"""The coordinator's shell: the inbox in order, decisions into flights, replies after the flight (log.md R1 to R5)."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus import events as ev
+from bombus import inbox, telemetry
+from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly
+from bombus.errors import BusUnavailable, Deposed, LogCorrupted
+from bombus.state import Hive, evolve
+from bombus_coordinator.core import Core
+from bombus_coordinator.decision import Decision, Reply
+
+log = logging.getLogger(__name__)
+
+GROUP_MAX = 512  # inbox messages decided in one flight
+REPLIES_MAX = 100_000  # commands whose answer is still owed
+TICK_S = 1.0
+TRIM_S = 10.0
+RETRY_S = 1.0
+
+
+class Coordinator:
+    """Leads one hive from `lead()` until it is cancelled or deposed. A new one is needed to lead again."""
+
+    def __init__(self, bus: Bus, leader: str = "", trim_s: float = TRIM_S) -> None:
+        self.bus = bus
+        self._trim_s = trim_s
+        self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
+        self.core = Core()
+        self.leading = asyncio.Event()
+        self._last = 0  # sequence of the last event that landed
+        self._answered = 0  # inbox sequence that the last event answers
+        self._consumed = 0  # inbox sequence up to which everything is decided and has landed
+        self._reply_to: dict[str, str] = {}
+
+    async def lead(self) -> None:
+        """Recover, open an epoch, decide. Raises `Deposed` once another leads, `LogCorrupted` on a damaged log."""
+        await self._recover()
+        await self._open_epoch()
+        self.leading.set()
+        log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._tick())
+            tasks.create_task(self._trim())
+            tasks.create_task(self._serve())
+
+    async def _recover(self) -> None:
+        """Fold the whole log; what it answers last is where the inbox goes on (R2)."""
+        hive = Hive()
+        stream = self.bus.subjects.events_stream
+        newest = await self.bus.last(stream)
+        if newest is not None:
+            async with Reader(self.bus, stream) as reader:
+                while self._last < newest.seq:
+                    for stored in await reader.read():
+                        evolve(hive, _decode(stored))
+                        self._last = stored.seq
+                        self._answered = int(stored.headers[INBOX])
+        self._consumed = self._answered
+        self.core = Core(hive)
+
+    async def _open_epoch(self) -> None:
+        """A flight of its own: should another leader have written meanwhile, the fence refuses it (R4)."""
+        decision = self.core.open_epoch(self.leader)
+        await self._land([(decision, self._answered, "")])
+        due = [(decision, self._answered, "") for decision in self.core.recover()]
+        await self._land(due)
+
+    # ---- deciding ----
+
+    async def _serve(self) -> None:
+        async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered + 1) as reader:
+            while True:
+                group = await reader.read(GROUP_MAX)
+                await self._decide(group)
+
+    async def _decide(self, group: Sequence[Stored]) -> None:
+        """One flight: decide message by message, land all events, then send all replies (R3)."""
+        flight: list[tuple[Decision, int, str]] = []
+        for stored in group:
+            try:
+                message = inbox.decode_message(stored.data)
+            except msgspec.MsgspecError as error:
+                # Whoever may publish may publish nonsense: it must not stop the hive.
+                log.warning("inbox message %d is not understood and passed over: %s", stored.seq, error)
+                continue
+            reply_to = stored.headers.get(REPLY, "")
+            if reply_to:
+                self._owe(message.id, reply_to)
+            trace = stored.headers.get(TRACEPARENT, "")
+            with telemetry.span(
+                "coordinator.decide", trace, kind=inbox.kind_of(message), engine=message.engine
+            ) as span:
+                for flown in self.core.receive(message, stored.seq, stored.time_ns):
+                    flight.append((flown.decision, flown.answers, span.traceparent))
+        flight += [(flown.decision, flown.answers, "") for flown in self.core.flush()]
+        await self._land(flight)
+        self._consumed = group[-1].seq
+        await self._reply([reply for decision, _, _ in flight for reply in decision.replies])
+
+    def _owe(self, command: str, reply_to: str) -> None:
+        self._reply_to[command] = reply_to
+        while len(self._reply_to) > REPLIES_MAX:
+            del self._reply_to[next(iter(self._reply_to))]
+
+    async def _land(self, flight: Sequence[tuple[Decision, int, str]]) -> None:
+        """Append what was decided. While the bus is away or full this waits: the flight is kept, nothing is lost."""
+        outgoing: list[list[Outgoing]] = []
+        seq = self._last
+        for decision, answers, trace in flight:
+            landing: list[Outgoing] = []
+            for event in decision.events:
+                seq += 1
+                landing.append(self._outgoing(event, seq, answers, trace))
+                self._answered = answers
+            if landing:
+                outgoing.append(landing)
+        if not outgoing:
+            if any(decision.replies for decision, _, _ in flight):
+                await self._still_leading()
+            return
+        while True:
+            try:
+                self._last = await fly(self.bus, outgoing, self._last)
+                return
+            except BusUnavailable as error:
+                log.warning("decisions wait for the log: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _outgoing(self, event: ev.Event, seq: int, answers: int, trace: str) -> Outgoing:
+        epoch = self.core.hive.epoch
+        headers = {EPOCH: str(epoch), INBOX: str(answers)}
+        if trace:
+            headers[TRACEPARENT] = trace
+        return Outgoing(
+            subject=self.bus.subjects.event(event.engine, ev.kind_of(event)),
+            body=ev.encode_event(event),
+            msg_id=f"{epoch}.{seq}",
+            headers=headers,
+        )
+
+    async def _still_leading(self) -> None:
+        """Refusals make no event, so nothing fences them: look whether the last event is ours (R3)."""
+        while True:
+            try:
+                newest = await self.bus.last(self.bus.subjects.events_stream)
+                break
+            except BusUnavailable as error:
+                log.warning("answers wait for the log: %s", error)
+                await asyncio.sleep(RETRY_S)
+        if newest is None or newest.seq != self._last:
+            raise Deposed(f"the log ends at {newest.seq if newest else 0}, not at our event {self._last}")
+
+    async def _reply(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            subject = self._reply_to.pop(reply.command, "")
+            if subject:
+                await self.bus.answer(subject, msgspec.structs.replace(reply.answer, position=self._last))
+
+    # ---- beside it ----
+
+    async def _tick(self) -> None:
+        """Time reaches the core through the inbox only (R5)."""
+        epoch = self.core.hive.epoch
+        count = 0
+        while True:
+            count += 1
+            try:
+                await self.bus.send(inbox.Tick(id=f"tick-{epoch}-{count}"))
+            except BusUnavailable as error:
+                log.warning("the clock waits for the bus: %s", error)
+            await asyncio.sleep(TICK_S)
+
+    async def _trim(self) -> None:
+        """Drop inbox messages that are decided (R12)."""
+        trimmed = 0
+        while True:
+            await asyncio.sleep(self._trim_s)
+            if self._consumed <= trimmed:
+                continue
+            try:
+                await self.bus.purge_below(self.bus.subjects.inbox_stream, self._consumed)
+                trimmed = self._consumed
+            except BusUnavailable as error:
+                log.warning("the inbox could not be trimmed: %s", error)
+
+
+def _decode(stored: Stored) -> ev.AnyEvent:
+    try:
+        return ev.decode_event(stored.data)
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(f"event {stored.seq} on {stored.subject} cannot be read by this version: {error}") from error
+
+
+async def run(url: str, hive: str, leader: str = "") -> None:
+    """Lead a hive until cancelled. Exits with a word in the log when deposed."""
+    telemetry.configure("coordinator")
+    async with await Bus.connect(url, hive, name="coordinator") as bus:
+        await bus.ensure_streams()
+        try:
+            await Coordinator(bus, leader).lead()
+        except* Deposed as group:
+            log.warning("deposed: %s", group.exceptions[0])

@@ -1,0 +1,83 @@
+"""Logs that a person can read in a terminal and a machine can read as JSON (`BOMBUS_LOG=json`).
+
+Ids go in as `extra={"episode": ...}`; those in FIELDS are printed. Nothing here is on a hot path: services log what
+changes, not every call.
+"""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+FIELDS = ("hive", "engine", "run", "episode", "call", "step", "version", "replica", "client", "epoch", "trace")
+_COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
+
+
+class _Context(logging.Filter):
+    """Puts what is true of the whole process onto every record."""
+
+    def __init__(self, service: str, constants: Mapping[str, str]) -> None:
+        super().__init__()
+        self._service = service
+        self._constants = constants
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.service = self._service
+        for name, value in self._constants.items():
+            if not hasattr(record, name):
+                setattr(record, name, value)
+        return True
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {name: getattr(record, name) for name in FIELDS if getattr(record, name, "") not in ("", None)}
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "service": getattr(record, "service", ""),
+            "message": record.getMessage(),
+            "logger": record.name,
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class LineFormatter(logging.Formatter):
+    """`12:30:01 trainer      step 3 done  engine=main step=3`"""
+
+    def __init__(self, colour: bool) -> None:
+        super().__init__()
+        self._colour = colour
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items() if name != "hive")
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        line = f"{clock} {getattr(record, 'service', ''):<12} {level}{record.getMessage()}"
+        if fields:
+            line += f"  {fields}"
+        if record.exc_info:
+            line += "\n" + self.formatException(record.exc_info)
+        colour = _COLOURS.get(record.levelno, "") if self._colour else ""
+        return f"{colour}{line}\x1b[0m" if colour else line
+
+
+def configure(service: str, level: str = "info", **constants: str) -> None:
+    """Send this process's logs to stderr. `constants` (such as `hive`) are added to every line."""
+    handler = logging.StreamHandler(sys.stderr)
+    as_json = os.environ.get("BOMBUS_LOG", "") == "json"
+    handler.setFormatter(JsonFormatter() if as_json else LineFormatter(colour=sys.stderr.isatty()))
+    handler.addFilter(_Context(service, constants))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "nats", "uvicorn.access", "transformers", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

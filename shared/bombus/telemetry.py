@@ -1,0 +1,89 @@
+"""Traces from SDK to optimizer step, when somebody collects them: free otherwise.
+
+`configure` switches them on if an OTLP endpoint is set in the environment. The context travels in a `traceparent`
+header (W3C trace context) over HTTP and over the bus.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Tracer
+
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+HEADER = "traceparent"
+
+Attribute = str | int | float | bool
+
+
+class Span(Protocol):
+    """A running span. `traceparent` is what the next hop is told, "" when nothing is traced."""
+
+    @property
+    def traceparent(self) -> str: ...
+
+    def set(self, **attributes: Attribute) -> None: ...
+
+
+class _Nothing:
+    """The span of a process that traces nothing: it hands on the context that it was given."""
+
+    def __init__(self, traceparent: str = "") -> None:
+        self.traceparent = traceparent
+
+    def set(self, **attributes: Attribute) -> None:
+        pass
+
+
+class _Traced:
+    def __init__(self, span: object, traceparent: str) -> None:
+        self._span = span
+        self.traceparent = traceparent
+
+    def set(self, **attributes: Attribute) -> None:
+        self._span.set_attributes(attributes)  # type: ignore[attr-defined]
+
+
+_tracer: "Tracer | None" = None
+_NOTHING: AbstractContextManager[Span] = nullcontext(_Nothing())
+
+
+def enabled() -> bool:
+    return _tracer is not None
+
+
+def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Start exporting this process's spans, if an endpoint is set. Returns whether it is."""
+    global _tracer
+    if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
+        return False
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=Resource.create({"service.name": f"bombus-{service}"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    _tracer = provider.get_tracer("bombus")
+    return True
+
+
+def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[Span]:
+    """A span below `parent` (a traceparent header's value), or below the one that is running."""
+    if _tracer is None:
+        return nullcontext(_Nothing(parent)) if parent else _NOTHING
+    return _span(_tracer, name, parent, attributes)
+
+
+@contextmanager
+def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[Span]:
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    propagator = TraceContextTextMapPropagator()
+    context = propagator.extract({HEADER: parent}) if parent else None
+    with tracer.start_as_current_span(name, context=context, attributes=dict(attributes)) as running:
+        carrier: dict[str, str] = {}
+        propagator.inject(carrier)
+        yield _Traced(running, carrier.get(HEADER, ""))
