@@ -1,0 +1,234 @@
+"""The terminal screen: takes events in, draws the fold at most ten times a second, and answers keys."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from bombus.events import Event
+from bombus_overwatch import palette as pal
+from bombus_overwatch.describe import Group
+from bombus_overwatch.edges import Banner, Edge, KeyBar
+from bombus_overwatch.model import SECOND, View
+from bombus_overwatch.reward import RewardPanel
+from bombus_overwatch.screen import Link, Standing, engines_of, screen_data
+from bombus_overwatch.timeline import Timeline
+from bombus_overwatch.widgets import (
+    CollectionPanel,
+    EpisodesPanel,
+    Notice,
+    Panel,
+    PhaseBar,
+    ReplicasPanel,
+    TailPanel,
+    TrainingPanel,
+)
+
+REDRAW_S = 0.1
+CATCH_UP_ROUNDS = 5  # while catching up, one redraw in so many
+PAGE_EVENTS = 100
+
+HELP = (
+    ("p", "hold the view still, and let it go again"),
+    ("← →", "one event back or forward in time"),
+    ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
+    ("home end", "the oldest event that is kept; live again"),
+    ("e", "the next engine"),
+    ("f", "show events of one kind only"),
+    ("?", "this help"),
+    ("q", "quit"),
+)
+NOTES = (
+    "Idle time counts from an episode's last recorded call; the coordinator also knows of heartbeats and of calls "
+    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the fold of the log up to "
+    "that event: what everybody knew then."
+)
+
+
+class Help(ModalScreen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,question_mark,q,enter", "dismiss", show=False),
+    ]
+
+    def compose(self) -> ComposeResult:
+        text = Text()
+        for key, what in HELP:
+            text.append(f"{key:<11}", f"bold {pal.AMBER}").append(f"{what}\n", pal.TEXT)
+        text.append("\n")
+        for group in (Group.ENGINE, Group.EPISODES, Group.BATCHES, Group.TRAINING, Group.WEIGHTS, Group.TROUBLE):
+            mark, colour = pal.MARKS[group]
+            text.append(f"{mark} {group}  ", colour)
+        text.append(f"\n\n{NOTES}", pal.QUIET)
+        box = Static(text, id="help")
+        box.border_title = "bombus overwatch"
+        yield box
+
+
+class Overwatch(App[None]):
+    """`take` folds an event in and `report` says how the link is; both are cheap and draw nothing themselves.
+
+    `clock` gives the time in nanoseconds since the epoch.
+    """
+
+    CSS_PATH = Path(__file__).with_name("overwatch.tcss")
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS: list[tuple[int, str]] | None = [  # noqa: RUF012  # as textual declares it
+        (0, "-narrow"),
+        (100, "-wide"),
+    ]
+    VERTICAL_BREAKPOINTS: list[tuple[int, str]] | None = [  # noqa: RUF012
+        (0, "-short"),
+        (28, "-tall"),
+        (42, "-roomy"),
+    ]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "quit"),
+        Binding("p", "pause", "pause"),
+        Binding("e", "next_engine", "engine"),
+        Binding("f", "next_filter", "filter"),
+        Binding("question_mark", "help", "help"),
+        Binding("left", "scrub(-1)", show=False),
+        Binding("right", "scrub(1)", show=False),
+        Binding("pageup", f"scrub({-PAGE_EVENTS})", show=False),
+        Binding("pagedown", f"scrub({PAGE_EVENTS})", show=False),
+        Binding("home", "oldest", show=False),
+        Binding("end", "live", show=False),
+    ]
+
+    def __init__(self, hive: str, clock: Callable[[], int] = time.time_ns) -> None:
+        super().__init__()
+        self.up = asyncio.Event()  # the screen is there; feed it from now on
+        self.timeline = Timeline()
+        self.standing = Standing(hive=hive)
+        self._clock = clock
+        self._held: View | None = None
+        self._held_now_ns = 0
+        self._engine = ""
+        self._group = Group.ALL
+        self._dirty = True
+        self._drawn_ns = 0
+        self._rounds = 0
+
+    def compose(self) -> ComposeResult:
+        yield Banner(classes="")
+        yield PhaseBar(classes="")
+        yield Notice(classes="")
+        with Horizontal(id="middle"):
+            with Vertical(id="left"):
+                yield CollectionPanel("Collection")
+                yield EpisodesPanel("Running episodes")
+            with Vertical(id="right"):
+                yield RewardPanel("Reward by policy version")
+                yield TrainingPanel("Training")
+        with Horizontal(id="bottom"):
+            yield TailPanel("Events")
+            yield ReplicasPanel("Replicas")
+        yield KeyBar(classes="")
+
+    def on_mount(self) -> None:
+        self.register_theme(pal.THEME)
+        self.theme = pal.THEME.name
+        self.title = f"bombus {self.standing.hive}"
+        self.set_interval(REDRAW_S, self._redraw)
+        self.draw()
+        self.up.set()
+
+    # ---- what comes in ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Forget everything: the log is about to be read from its beginning."""
+        self.timeline = Timeline()
+        self._dirty = True
+
+    def take(self, position: int, event: Event) -> None:
+        """Fold in the event at `position`. Events of one burst are drawn together."""
+        self.timeline.fold(position, event)
+        self._dirty = True
+
+    def report(self, link: Link, why: str = "", target: int = 0) -> None:
+        """Say how events come in; `target` is the position to catch up with."""
+        self.standing = replace(self.standing, link=link, why=why, target=target)
+        self._dirty = True
+
+    # ---- drawing ----------------------------------------------------------------------------------------------
+
+    def _redraw(self) -> None:
+        """Draw what has changed; once a second draw anyway, because time has passed.
+
+        While catching up, seldom: folding comes first.
+        """
+        self._rounds += 1
+        if self.standing.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
+            return
+        if self._dirty or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
+            self.draw()
+
+    def draw(self) -> None:
+        """Draw the live view, or the one that is held."""
+        self._dirty = False
+        self._drawn_ns = self._clock()
+        if self._held is not None:
+            view, now_ns = self._held, self._held_now_ns
+        else:
+            view, now_ns = self.timeline.live, self._drawn_ns
+        data = screen_data(view, now_ns, self._engine, self._group)
+        standing = replace(
+            self.standing,
+            newest=self.timeline.newest,
+            oldest=self.timeline.oldest,
+            held=self._held.position if self._held is not None else None,
+        )
+        base = self.screen_stack[0]
+        for edge in base.query(Edge):
+            edge.tell(standing)
+        for panel in base.query(Panel):
+            panel.show(data)
+
+    # ---- keys -------------------------------------------------------------------------------------------------
+
+    def action_pause(self) -> None:
+        if self._held is not None:
+            self.action_live()
+        else:
+            self._hold(self.timeline.newest, self._clock())
+
+    def action_scrub(self, events: int) -> None:
+        held = self._held.position if self._held is not None else self.timeline.newest
+        self._hold(self.timeline.moved(held, events))
+
+    def action_oldest(self) -> None:
+        self._hold(self.timeline.oldest)
+
+    def action_live(self) -> None:
+        self._held = None
+        self.draw()
+
+    def _hold(self, position: int, now_ns: int = 0) -> None:
+        """Stand still at `position`; without `now_ns`, at the time of the event there."""
+        self._held = self.timeline.at(position)
+        self._held_now_ns = now_ns
+        self.draw()
+
+    def action_next_engine(self) -> None:
+        engines = engines_of(self.timeline.live)
+        if engines:
+            index = engines.index(self._engine) if self._engine in engines else 0
+            self._engine = engines[(index + 1) % len(engines)]
+            self.draw()
+
+    def action_next_filter(self) -> None:
+        groups = list(Group)
+        self._group = groups[(groups.index(self._group) + 1) % len(groups)]
+        self.draw()
+
+    def action_help(self) -> None:
+        self.push_screen(Help())

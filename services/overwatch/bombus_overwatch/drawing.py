@@ -1,0 +1,88 @@
+"""Pictures made of text: bars, sparklines, and a line chart in braille dots. Plain functions, no widget."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+LEVELS = "▁▂▃▄▅▆▇█"
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of a dot, by row and column in its cell
+
+
+def bar(done: float, target: float, width: int) -> tuple[str, str]:
+    """The filled part of a bar, to half a cell, and the rest of it: together `width` cells."""
+    share = min(1.0, max(0.0, done / target)) if target > 0 else 0.0
+    halves = int(share * width * 2 + 1e-9)  # rounded down: a bar is full when its target is reached, not before
+    filled = "━" * (halves // 2) + "╸" * (halves % 2)
+    return filled, "─" * (width - len(filled))
+
+
+def buckets(values: Sequence[float], width: int) -> list[float]:
+    """At most `width` values in the same order, each the mean of a stretch of the given ones."""
+    if len(values) <= width:
+        return list(values)
+    edges = [len(values) * index // width for index in range(width + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+
+
+def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
+    """One row of bars from the least value (or `floor`) to the greatest; figures that are not finite leave a gap."""
+    shown = buckets(values, width)
+    finite = [value for value in shown if _finite(value)]
+    if not finite or width <= 0:
+        return ""
+    low = min(finite) if floor is None else floor
+    span = max(finite) - low
+    cells = []
+    for value in shown:
+        if not _finite(value):
+            cells.append(" ")
+            continue
+        level = (value - low) / span if span > 0 else 0.0
+        cells.append(LEVELS[min(7, int(level * 8))])
+    return "".join(cells)
+
+
+def _finite(value: float) -> bool:
+    return value - value == 0.0
+
+
+class Range(msgspec.Struct, frozen=True):
+    low: float
+    high: float
+
+    def place(self, value: float, cells: int) -> int:
+        """The cell of `value`, 0 to cells - 1."""
+        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
+        return min(cells - 1, max(0, round(share * (cells - 1))))
+
+
+def range_of(values: Sequence[float], room: float = 0.05) -> Range:
+    """The range of the values with a little room above and below; a flat line lies in the middle of its range."""
+    low, high = min(values), max(values)
+    margin = (high - low) * room if high > low else max(0.5, abs(low) * 0.1)
+    return Range(low - margin, high + margin)
+
+
+def braille_line(points: Sequence[tuple[float, float]], x: Range, y: Range, width: int, height: int) -> list[list[str]]:
+    """A line through the points on `height` rows of `width` cells, 2 by 4 dots a cell; a space where none is."""
+    bits = [[0] * width for _ in range(height)]
+    dots = [(x.place(px, 2 * width), 4 * height - 1 - y.place(py, 4 * height)) for px, py in _thin(points, x, width)]
+    for (x0, y0), (x1, y1) in pairwise(dots if len(dots) > 1 else dots * 2):
+        steps = max(abs(x1 - x0), abs(y1 - y0), 1)
+        for step in range(steps + 1):
+            column, row = round(x0 + (x1 - x0) * step / steps), round(y0 + (y1 - y0) * step / steps)
+            bits[row // 4][column // 2] |= DOTS[row % 4][column % 2]
+    return [[chr(BRAILLE + cell) if cell else " " for cell in row] for row in bits]
+
+
+def _thin(points: Sequence[tuple[float, float]], x: Range, width: int) -> list[tuple[float, float]]:
+    """One point, the mean, for each column of dots: more of them would only blot."""
+    columns: dict[int, list[tuple[float, float]]] = {}
+    for point in points:
+        columns.setdefault(x.place(point[0], 2 * width), []).append(point)
+    return [
+        (sum(px for px, _ in column) / len(column), sum(py for _, py in column) / len(column))
+        for _, column in sorted(columns.items())
+    ]

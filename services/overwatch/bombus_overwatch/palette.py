@@ -1,0 +1,89 @@
+"""Colours, marks and number formats of the screen.
+
+The colours are the Okabe-Ito set, which people tell apart whatever their colour vision; a mark or a word always says
+the same thing, so the screen also reads without any colour.
+"""
+
+from datetime import UTC, datetime
+from math import isfinite
+
+from rich.cells import cell_len, set_cell_size
+from textual.theme import Theme
+
+from bombus_overwatch.describe import Group
+from bombus_overwatch.screen import Link
+
+AMBER = "#e69f00"
+SKY = "#56b4e9"
+GREEN = "#00b386"  # the set's bluish green, lighter: it is read on black
+YELLOW = "#f0e442"
+VERMILLION = "#ff7a33"  # lighter for the same reason
+PURPLE = "#cc79a7"
+TEXT = "#d7dde5"
+QUIET = "#7f8a99"
+FAINT = "#3b4450"
+INK = "#0d1014"
+
+THEME = Theme(
+    name="bombus",
+    primary=AMBER,
+    secondary=SKY,
+    accent=AMBER,
+    warning=YELLOW,
+    error=VERMILLION,
+    success=GREEN,
+    foreground=TEXT,
+    background=INK,
+    surface="#12161c",
+    panel="#1a2029",
+    dark=True,
+)
+
+MARKS: dict[Group, tuple[str, str]] = {
+    Group.ALL: ("·", TEXT),
+    Group.ENGINE: ("◆", AMBER),
+    Group.EPISODES: ("•", TEXT),
+    Group.CALLS: ("·", QUIET),
+    Group.BATCHES: ("■", PURPLE),
+    Group.TRAINING: ("▲", SKY),
+    Group.WEIGHTS: ("●", GREEN),
+    Group.TROUBLE: ("✗", VERMILLION),
+}
+
+LINKS: dict[Link, tuple[str, str]] = {
+    Link.CONNECTING: ("○", YELLOW),
+    Link.CATCHING_UP: ("◔", YELLOW),
+    Link.LIVE: ("●", GREEN),
+    Link.AWAY: ("✗", VERMILLION),
+}
+
+
+def fit(text: str, width: int, right: bool = False) -> str:
+    """The text in exactly `width` cells, cut off with an ellipsis or padded."""
+    if width <= 0:
+        return ""
+    size = cell_len(text)
+    if size > width:
+        return set_cell_size(text, width - 1) + "…"
+    return " " * (width - size) + text if right else text + " " * (width - size)
+
+
+def fit_end(text: str, width: int) -> str:
+    """Like `fit`, but keeps the end: the number in an episode's id is what tells it from others."""
+    return fit(text, width) if len(text) <= width or width < 2 else "…" + text[1 - width :]
+
+
+def figure(value: float) -> str:
+    """A number in at most about seven characters: `1,234`, `12.3`, `0.012`, `1.2e-05`."""
+    if not isfinite(value):
+        return str(value)
+    if abs(value) >= 1e6:
+        return f"{value:.2e}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def clock_time(at_ns: int) -> str:
+    """The time of day in UTC: the machines of a hive need not share a time zone."""
+    return datetime.fromtimestamp(at_ns / 1e9, UTC).strftime("%H:%M:%S")

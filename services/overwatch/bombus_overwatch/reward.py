@@ -1,0 +1,66 @@
+"""The reward chart: training and held-out reward over policy versions, in one picture."""
+
+from math import isfinite
+
+from rich.text import Text
+
+from bombus_overwatch import palette as pal
+from bombus_overwatch.drawing import Range, braille_line, range_of
+from bombus_overwatch.palette import figure, fit
+from bombus_overwatch.screen import RewardCurves, Screen
+from bombus_overwatch.widgets import Panel
+
+AXIS = 7  # cells for the figures beside the chart
+HELD_OUT = "◆"
+
+Point = tuple[int, float]
+Cell = tuple[str, str]  # a character and its colour
+
+
+class RewardPanel(Panel):
+    """A line for training, diamonds for held-out tasks."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        rows = [_legend(screen.rewards, width)]
+        train = [point for point in screen.rewards.train if isfinite(point[1])]
+        held_out = [point for point in screen.rewards.held_out if isfinite(point[1])]
+        if not train and not held_out:
+            return [*rows, Text(""), Text("the curve begins after step 1", pal.QUIET)]
+        return rows + _chart(train, held_out, width, height - 2)
+
+
+def _legend(rewards: RewardCurves, width: int) -> Text:
+    legend = Text("━ training ", pal.SKY)
+    legend.append(figure(rewards.train[-1][1]) if rewards.train else "–", f"bold {pal.TEXT}")
+    legend.append(f"  {HELD_OUT} held-out ", pal.AMBER)
+    legend.append(figure(rewards.held_out[-1][1]) if rewards.held_out else "–", f"bold {pal.TEXT}")
+    if rewards.now_mean is not None:
+        now = Text("  now ", pal.QUIET).append(figure(rewards.now_mean), pal.TEXT)
+        now.append(f" of {rewards.now_episodes:,}", pal.QUIET)
+        if legend.cell_len + now.cell_len <= width:
+            legend.append_text(now)
+    return legend
+
+
+def _chart(train: list[Point], held_out: list[Point], width: int, height: int) -> list[Text]:
+    room = width - AXIS - 1
+    if room < 4 or height < 2:
+        return []
+    versions = [version for version, _ in train + held_out]
+    x = Range(min(versions), max(max(versions), min(versions) + 1))
+    y = range_of([value for _, value in train + held_out])
+    cells: list[list[Cell]] = [[(char, pal.SKY) for char in row] for row in braille_line(train, x, y, room, height)]
+    for version, value in held_out:
+        cells[height - 1 - y.place(value, height)][x.place(version, room)] = (HELD_OUT, pal.AMBER)
+    rows = []
+    for index, row in enumerate(cells):
+        labelled = index in (0, height // 2, height - 1)
+        level = y.high - (y.high - y.low) * index / (height - 1)
+        line = Text(fit(f"{level:.2f}" if labelled else "", AXIS - 1, right=True), pal.QUIET)
+        line.append(" ┤" if labelled else " │", pal.FAINT)
+        for char, colour in row:
+            line.append(char, colour)
+        rows.append(line)
+    first, last = f"{x.low:.0f}", f"version {x.high:.0f}"
+    axis = " " * (AXIS + 1) + first + fit(last, room - len(first), right=True)
+    return [*rows, Text(axis, pal.QUIET)]

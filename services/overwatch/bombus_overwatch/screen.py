@@ -1,0 +1,256 @@
+"""What is on the screen, as data: worked out from the view by one pure function, drawn by the widgets."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from bombus.events import HIVE
+from bombus.state import EngineState, Phase
+from bombus.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
+from bombus_overwatch.describe import Group, line_of, tone_of
+from bombus_overwatch.model import SECOND, Kept, Trail, View
+
+TAIL_SHOWN = 200
+RATE_S = 30  # the rates are means over this many seconds
+RATE_CURVE_S = 300
+NEAR_LIMIT = 0.75  # an episode this far into its idle limit stands out
+HALF_LIMIT = 0.5
+
+# What the trainer calls the figures that have a place of their own; the others are listed by name.
+LOSS = "loss"
+GRAD_NORM = "grad_norm"
+STALENESS = "staleness_mean"
+MERGED = "merged_share"
+
+
+class StageState(StrEnum):
+    RUNNING = "running"
+    DONE = "done"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A stage of booting and the time it took, or has taken so far."""
+
+    name: str
+    took_s: float
+    state: StageState
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    episode: OpenEpisode
+    used: float  # of its idle limit: 1.0 is the limit
+
+    @property
+    def near(self) -> bool:
+        return self.used >= NEAR_LIMIT
+
+
+@dataclass(frozen=True)
+class RewardCurves:
+    """Mean rewards by policy version. Training holds versions that are done with; `now` is the version in hand."""
+
+    train: tuple[tuple[int, float], ...]
+    held_out: tuple[tuple[int, float], ...]
+    now_mean: float | None
+    now_episodes: int
+
+
+@dataclass(frozen=True)
+class Training:
+    trainer: str
+    epoch: int
+    step_in_flight: int | None
+    in_flight_s: float
+    groups: int
+    episodes: int
+    failures: int
+    last_step: int | None
+    loss: tuple[float, ...]
+    grad_norm: tuple[float, ...]
+    staleness: float | None
+    merge_share: float | None  # of calls that extended an earlier one token for token
+    others: tuple[tuple[str, float], ...]  # the last step's remaining figures, by name
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Means over the last `RATE_S` seconds, and tokens per second over the last `RATE_CURVE_S`, oldest first."""
+
+    tokens_s: float
+    episodes_s: float
+    tokens_curve: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TailRow:
+    position: int
+    at_ns: int
+    text: str
+    tone: Group
+
+
+class Link(StrEnum):
+    """How the screen hears of events."""
+
+    CONNECTING = "connecting"
+    CATCHING_UP = "catching up"
+    LIVE = "live"
+    AWAY = "reconnecting"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is true of the viewer, not of the hive. `held` is the position that the screen stands still at."""
+
+    hive: str
+    link: Link = Link.CONNECTING
+    why: str = ""
+    newest: int = 0
+    target: int = 0  # while catching up: the position that was the newest at the start
+    held: int | None = None
+    oldest: int = 0  # the earliest position that can be gone back to
+
+
+@dataclass(frozen=True)
+class Screen:
+    """All that is drawn, as of `position`. `status` is None until the log has named an engine."""
+
+    position: int
+    now_ns: int
+    epoch: int
+    engines: tuple[str, ...]
+    engine: str
+    status: EngineStatus | None
+    stages: tuple[StageRow, ...]
+    episodes: tuple[EpisodeRow, ...]
+    rewards: RewardCurves
+    training: Training
+    rates: Rates
+    aborted: tuple[tuple[str, int], ...]
+    dropped: tuple[tuple[str, int], ...]
+    tail: tuple[TailRow, ...]
+    tail_group: Group
+
+
+def engines_of(view: View) -> tuple[str, ...]:
+    return tuple(sorted(name for name in view.hive.engines if name != HIVE))
+
+
+def screen_data(view: View, now_ns: int, engine: str = "", group: Group = Group.ALL) -> Screen:
+    """What to show at `now_ns` for `engine` (the first one when that is not known), the tail cut down to `group`."""
+    engines = engines_of(view)
+    chosen = engine if engine in engines else next(iter(engines), "")
+    state = view.hive.engines.get(chosen) or EngineState(name=chosen)
+    trail = view.trails.get(chosen) or Trail()
+    now_ns = max(now_ns, view.hive.now_ns)
+    status = engine_status(state, now_ns)
+    return Screen(
+        position=view.position,
+        now_ns=now_ns,
+        epoch=view.hive.epoch,
+        engines=engines,
+        engine=chosen,
+        status=status if chosen else None,
+        stages=_stages(state, trail, now_ns),
+        episodes=tuple(_episode_row(episode) for episode in status.open_episodes),
+        rewards=_rewards(state, trail),
+        training=_training(state, status, trail, now_ns),
+        rates=_rates(trail, now_ns),
+        aborted=_by_count(trail.aborted),
+        dropped=_by_count(trail.dropped),
+        tail=_tail(view, chosen, group),
+        tail_group=group,
+    )
+
+
+def _episode_row(episode: OpenEpisode) -> EpisodeRow:
+    return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0)
+
+
+def _stages(engine: EngineState, trail: Trail, now_ns: int) -> tuple[StageRow, ...]:
+    """A stage ends where the next one begins; the last one with booting."""
+    if trail.booted_ns:
+        last, end_ns = StageState.DONE, trail.booted_ns
+    elif engine.phase == Phase.BOOTING:
+        last, end_ns = StageState.RUNNING, now_ns
+    else:
+        last, end_ns = StageState.BROKEN, engine.phase_since_ns
+    ends = [*(stage.at_ns for stage in trail.stages), end_ns][1:]
+    states = [*(StageState.DONE for _ in ends[1:]), last]
+    return tuple(
+        StageRow(one_line(stage.name), seconds_between(stage.at_ns, until_ns), state)
+        for stage, until_ns, state in zip(trail.stages, ends, states)
+    )
+
+
+def _rewards(engine: EngineState, trail: Trail) -> RewardCurves:
+    now = trail.rewards.get(engine.version)
+    done = ((version, stats.mean) for version, stats in trail.rewards.items() if version < engine.version)
+    return RewardCurves(
+        train=tuple(sorted(done)),
+        held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
+        now_mean=now.mean if now else None,
+        now_episodes=now.episodes if now else 0,
+    )
+
+
+def _curve(trail: Trail, name: str) -> tuple[float, ...]:
+    return tuple(point.metrics[name] for point in trail.steps if name in point.metrics)
+
+
+def _training(engine: EngineState, status: EngineStatus, trail: Trail, now_ns: int) -> Training:
+    metrics = trail.steps[-1].metrics if trail.steps else {}
+    counters = engine.counters
+    shown = {LOSS, GRAD_NORM, STALENESS, MERGED}
+    merged = metrics.get(MERGED)
+    if merged is None and counters.calls:
+        merged = counters.calls_merged / counters.calls
+    trainer = status.trainer
+    return Training(
+        trainer=one_line(trainer.trainer),
+        epoch=trainer.epoch,
+        step_in_flight=trainer.step_in_flight,
+        in_flight_s=seconds_between(trainer.step_since_ns, now_ns) if trainer.step_since_ns else 0.0,
+        groups=trainer.groups,
+        episodes=trainer.episodes,
+        failures=trainer.failures,
+        last_step=trail.steps[-1].step if trail.steps else None,
+        loss=_curve(trail, LOSS),
+        grad_norm=_curve(trail, GRAD_NORM),
+        staleness=metrics.get(STALENESS),
+        merge_share=merged,
+        others=tuple((one_line(name), value) for name, value in sorted(metrics.items()) if name not in shown),
+    )
+
+
+def _rates(trail: Trail, now_ns: int) -> Rates:
+    now = now_ns // SECOND
+    tokens = episodes = 0
+    curve = [0.0] * RATE_CURVE_S
+    for entry in trail.bins:
+        age = now - entry.second
+        if 0 <= age < RATE_S:
+            tokens += entry.tokens
+            episodes += entry.episodes
+        if 0 <= age < RATE_CURVE_S:
+            curve[RATE_CURVE_S - 1 - age] += entry.tokens
+    lasted = now - trail.bins[0].second + 1 if trail.bins else RATE_S
+    window = min(RATE_S, max(1, lasted))  # a run that has just begun is not called slow
+    return Rates(tokens / window, episodes / window, tuple(curve))
+
+
+def _by_count(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(((str(name), count) for name, count in counts.items()), key=lambda row: (-row[1], row[0])))
+
+
+def _tail(view: View, engine: str, group: Group) -> tuple[TailRow, ...]:
+    """The newest events of the engine and of the hive as a whole, the newest last."""
+    trails = (view.trails[name] for name in (HIVE, engine) if name in view.trails)
+    kept: Iterable[Kept] = (kept for trail in trails for kept in list(trail.tails[group])[-TAIL_SHOWN:])
+    newest = sorted(kept, key=lambda entry: entry.position)[-TAIL_SHOWN:]
+    return tuple(
+        TailRow(entry.position, entry.event.at_ns, line_of(entry.event), tone_of(entry.event)) for entry in newest
+    )

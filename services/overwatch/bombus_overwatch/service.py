@@ -1,0 +1,78 @@
+"""Connects the screen to a hive's log and keeps it connected."""
+
+import asyncio
+
+from bombus.bus import Bus, ServerRefused
+from bombus.errors import BusUnavailable
+from bombus.follow import Follower
+from bombus.subjects import Subjects
+from bombus_overwatch.app import Overwatch
+from bombus_overwatch.screen import Link
+
+RETRY_S = 1.0
+LINK_CHECK_S = 0.1
+AWAY = "the bus is away: this is the last that we know, and it goes on when the bus is back"
+
+
+async def run(nats_url: str, hive: str) -> None:
+    """Show the hive until the user quits. A bus that is away is waited for, on the screen.
+
+    Raises `ValueError` for a bad hive name, and `LogCorrupted` (once the screen is gone) for a log that cannot be.
+    """
+    app = Overwatch(Subjects(hive).hive)
+    feed = asyncio.create_task(_feed(app, nats_url, hive))
+    feed.add_done_callback(lambda done: None if done.cancelled() else app.exit())
+    try:
+        await app.run_async()
+    finally:
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+    if not feed.cancelled():
+        feed.result()
+
+
+async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
+    """Follow the log for as long as the screen is there. Ends by being cancelled or with a fault of the log."""
+    await app.up.wait()
+    while True:
+        try:
+            async with await Bus.connect(nats_url, hive, name="overwatch") as bus:
+                await follow(app, bus)
+        except (BusUnavailable, ServerRefused) as error:
+            app.report(Link.CONNECTING, str(error))  # not there yet: the server, or this hive's streams
+        await asyncio.sleep(RETRY_S)
+
+
+async def follow(app: Overwatch, bus: Bus) -> None:
+    """Fold the hive's events into the screen, from the first on, for as long as the bus lives.
+
+    Raises what `Reader.read` raises.
+    """
+    app.begin()
+    app.report(Link.CATCHING_UP)
+    last = await bus.last(bus.subjects.events_stream)
+    target = last.seq if last is not None else 0
+    follower = Follower(bus, on_event=app.take)
+    watch = asyncio.create_task(_watch(app, bus, follower, target))
+    try:
+        await follower.run()
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _watch(app: Overwatch, bus: Bus, follower: Follower, target: int) -> None:
+    """Keep the screen's word on the link true. It looks at our own socket; it asks the server nothing."""
+    shown: Link | None = None
+    while True:
+        link = _link(bus.is_connected, follower.position >= target)
+        if link != shown:
+            app.report(link, AWAY if link == Link.AWAY else "", target)
+            shown = link
+        await asyncio.sleep(LINK_CHECK_S)
+
+
+def _link(connected: bool, caught_up: bool) -> Link:
+    if not connected:
+        return Link.AWAY
+    return Link.LIVE if caught_up else Link.CATCHING_UP

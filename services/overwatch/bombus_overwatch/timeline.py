@@ -1,0 +1,101 @@
+"""A view that can be wound back: the newest events, and a copy of the view at the start of every chunk of them."""
+
+from bisect import bisect_left
+from collections import deque
+from typing import TypeVar
+
+import msgspec
+
+from bombus.events import Event
+from bombus_overwatch.model import View, fold
+
+CHUNK_EVENTS = 1_000
+CHUNKS_KEPT = 6  # at least the newest 5,000 events can be gone back to
+
+T = TypeVar("T")
+
+
+def replicate(value: T) -> T:
+    """A copy that shares what cannot change: frozen structs, tuples, numbers and text.
+
+    Containers hold one kind of value each, so the first one tells whether the rest must be copied too. Only what the
+    state and the view are made of is known here.
+    """
+    if isinstance(value, msgspec.Struct):
+        if value.__struct_config__.frozen:
+            return value
+        fields = {name: replicate(getattr(value, name)) for name in value.__struct_fields__}
+        return type(value)(**fields)
+    if isinstance(value, dict):
+        if not value or _shared(next(iter(value.values()))):
+            return value.copy()  # type: ignore[return-value]
+        return {key: replicate(item) for key, item in value.items()}  # type: ignore[return-value]
+    if isinstance(value, list | deque):
+        copied = value.copy()
+        if copied and not _shared(copied[0]):
+            for index, item in enumerate(value):
+                copied[index] = replicate(item)
+        return copied  # type: ignore[return-value]
+    return value.copy() if isinstance(value, set) else value  # type: ignore[return-value]
+
+
+def _shared(value: object) -> bool:
+    if isinstance(value, msgspec.Struct):
+        return bool(value.__struct_config__.frozen)
+    return not isinstance(value, dict | list | deque | set)
+
+
+class Chunk:
+    """Events in a row, and the view before the first of them."""
+
+    def __init__(self, start: View) -> None:
+        self.start = start
+        self.positions: list[int] = []
+        self.events: list[Event] = []
+
+
+class Timeline:
+    """`live` is the fold of everything so far; `at` gives the view of an earlier moment."""
+
+    def __init__(self, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT) -> None:
+        self.live = View()
+        self._chunk_events = chunk_events
+        self._chunks: deque[Chunk] = deque([Chunk(View())], maxlen=chunks_kept)
+
+    def fold(self, position: int, event: Event) -> None:
+        chunk = self._chunks[-1]
+        if len(chunk.events) >= self._chunk_events:
+            chunk = Chunk(replicate(self.live))
+            self._chunks.append(chunk)
+        chunk.positions.append(position)
+        chunk.events.append(event)
+        fold(self.live, position, event)
+
+    @property
+    def oldest(self) -> int:
+        """The earliest position that can be gone back to."""
+        return self._chunks[0].start.position
+
+    @property
+    def newest(self) -> int:
+        return self.live.position
+
+    def moved(self, position: int, events: int) -> int:
+        """The position so many events later (earlier when negative), inside what is kept."""
+        positions = [self.oldest, *(kept for chunk in self._chunks for kept in chunk.positions)]
+        index = bisect_left(positions, position) + events
+        return positions[min(max(index, 0), len(positions) - 1)]
+
+    def at(self, position: int) -> View:
+        """A view of its own, of all events up to `position`; of the oldest kept moment for anything before that."""
+        chunk = self._chunks[0]
+        for later in self._chunks:
+            if later.start.position > position:
+                break
+            chunk = later
+        view = replicate(chunk.start)
+        for kept, event in zip(chunk.positions, chunk.events):
+            if kept > position:
+                break
+            fold(view, kept, event)
+        return view

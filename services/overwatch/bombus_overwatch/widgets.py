@@ -1,0 +1,315 @@
+"""The panels of the screen. A panel draws a `Screen`; it knows no event and works nothing out."""
+
+from dataclasses import dataclass
+
+from rich.text import Text
+from textual.widget import Widget
+
+from bombus.events import EpisodeType
+from bombus.state import Phase
+from bombus.status import Measure, byte_size, duration, one_line
+from bombus_overwatch import palette as pal
+from bombus_overwatch.drawing import bar, sparkline
+from bombus_overwatch.palette import figure, fit, fit_end
+from bombus_overwatch.screen import HALF_LIMIT, EpisodeRow, Screen, StageState
+
+PHASES = {
+    Phase.OFFLINE: "OFFLINE",
+    Phase.BOOTING: "BOOTING",
+    Phase.ROLLING: "ROLLING",
+    Phase.ROLLING_POST: "DRAINING",
+    Phase.WEIGHT_SYNCING: "SYNCING",
+}
+
+
+STAGE_MARKS = {
+    StageState.RUNNING: ("◐", pal.AMBER),
+    StageState.DONE: ("✓", pal.GREEN),
+    StageState.BROKEN: ("✗", pal.VERMILLION),
+}
+
+
+class Panel(Widget):
+    """A box with a title. `lines` gives rich text for the room there is; what is over is cut off."""
+
+    def __init__(self, title: str = "", id: str | None = None, classes: str = "panel") -> None:
+        super().__init__(id=id, classes=classes)
+        if title:
+            self.border_title = title
+        self.data: Screen | None = None
+
+    def show(self, screen: Screen) -> None:
+        if screen != self.data:
+            self.data = screen
+            self.retitle(screen)
+            self.refresh()
+
+    def retitle(self, screen: Screen) -> None:
+        """A title with figures in it is set here."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        raise NotImplementedError
+
+    def render(self) -> Text:
+        width, height = self.content_size
+        if self.data is None or width <= 0 or height <= 0:
+            return Text("")
+        shown = self.lines(self.data, width, height)[:height]
+        for line in shown:
+            line.truncate(width)
+        return Text("\n", no_wrap=True, end="").join(shown)
+
+
+class PhaseBar(Panel):
+    """Where the engine is in its cycle, for how long, and what it waits for."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        status = screen.status
+        if status is None:
+            return [Text(" no engine yet: waiting for the first configuration", pal.QUIET)]
+        cycle = Text(" ")
+        for phase, name in PHASES.items():
+            if phase != Phase.OFFLINE:
+                cycle.append(" › ", pal.FAINT)
+            if phase != status.phase:
+                cycle.append(name, pal.QUIET)
+                continue
+            failed = phase == Phase.OFFLINE and status.failure
+            colour = pal.VERMILLION if failed else pal.AMBER
+            cycle.append(f" {'FAILED' if failed else name} {duration(status.phase_s)} ", f"bold {pal.INK} on {colour}")
+        return [cycle, self._facts(screen, width)]
+
+    def _facts(self, screen: Screen, width: int) -> Text:
+        status = screen.status
+        assert status is not None
+        version = str(status.version) if status.version >= 0 else "–"
+        facts = Text(" ")
+        facts.append(one_line(status.detail), pal.TEXT)
+        right = Text()
+        for label, value in (("run", str(status.run)), ("step", str(status.global_step)), ("version", version)):
+            right.append(f"  {label} ", pal.QUIET).append(value, f"bold {pal.TEXT}")
+        right.append(f"  {fit(one_line(status.model), min(28, len(status.model)))} ", pal.QUIET)
+        facts.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis")
+        facts.append(" " * max(1, width - facts.cell_len - right.cell_len))
+        return facts.append_text(right)
+
+
+class Notice(Panel):
+    """Why the last run ended, in full; only there when it failed."""
+
+    def retitle(self, screen: Screen) -> None:
+        self.display = bool(screen.status and screen.status.failure)
+
+    def render(self) -> Text:
+        if self.data is None or self.data.status is None:
+            return Text("")
+        return Text(f"✗ {one_line(self.data.status.failure)}", f"bold {pal.VERMILLION}")
+
+
+class CollectionPanel(Panel):
+    """Progress to the next batch; while the engine boots or is offline, the stages of its boot."""
+
+    def retitle(self, screen: Screen) -> None:
+        status = screen.status
+        if status is not None and status.phase in (Phase.BOOTING, Phase.OFFLINE):
+            self.border_title = "Boot"
+            self.border_subtitle = ""
+        else:
+            self.border_title = "Collection"
+            self.border_subtitle = status.method if status is not None else ""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        status = screen.status
+        if status is None:
+            return []
+        if status.phase in (Phase.BOOTING, Phase.OFFLINE):
+            return self._stages(screen, width, height)
+        rows = [_measure(measure, width) for measure in status.progress]
+        pool = Text("  pool ", pal.QUIET).append(f"{status.pool_episodes:,} episodes", pal.TEXT)
+        return [*rows, pool.append(f", {byte_size(status.pool_bytes)}", pal.QUIET)]
+
+    def _stages(self, screen: Screen, width: int, height: int) -> list[Text]:
+        assert screen.status is not None
+        if not screen.stages:
+            return [Text(fit(one_line(screen.status.detail), width), pal.QUIET)]
+        rows = []
+        for stage in screen.stages[-height:]:
+            mark, colour = STAGE_MARKS[stage.state]
+            took = duration(stage.took_s)
+            row = Text(f"{mark} ", colour).append(fit(stage.name, width - 3 - len(took)), pal.TEXT)
+            rows.append(row.append(f" {took}", pal.QUIET))
+        return rows
+
+
+def _measure(measure: Measure, width: int) -> Text:
+    """One bar; the measure that the method waits for is marked and bright."""
+    colour = pal.AMBER if measure.decides else pal.QUIET
+    row = Text("▸ " if measure.decides else "  ", pal.AMBER)
+    row.append(fit(measure.name, 16), pal.TEXT if measure.decides else pal.QUIET)
+    if not measure.target:
+        return row.append(f"{measure.done:,}", pal.TEXT)
+    count = f"{measure.done:,}/{measure.target:,}"
+    filled, rest = bar(measure.done, measure.target, max(4, width - 30))
+    row.append(filled, pal.GREEN if measure.done >= measure.target else colour).append(rest, pal.FAINT)
+    return row.append(fit(count, 12, right=True), f"bold {pal.TEXT}" if measure.decides else pal.QUIET)
+
+
+class EpisodesPanel(Panel):
+    """Running episodes, the longest idle first."""
+
+    def retitle(self, screen: Screen) -> None:
+        near = sum(row.near for row in screen.episodes)
+        self.border_title = f"Running episodes {len(screen.episodes):,}"
+        self.border_subtitle = f"{near} near their idle limit" if near else ""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        if not screen.episodes:
+            return [Text("none", pal.QUIET)]
+        columns = _Columns.of(width)
+        rows = [Text(columns.heading(), f"{pal.QUIET} underline")]
+        fits = height - 1 if len(screen.episodes) < height else height - 2
+        rows += [self._row(row, columns) for row in screen.episodes[:fits]]
+        if len(screen.episodes) > fits:
+            rows.append(Text(f"  and {len(screen.episodes) - fits:,} more", pal.QUIET))
+        return rows
+
+    def _row(self, row: EpisodeRow, columns: "_Columns") -> Text:
+        episode = row.episode
+        style = f"bold {pal.VERMILLION}" if row.near else pal.YELLOW if row.used >= HALF_LIMIT else pal.TEXT
+        kind = pal.PURPLE if episode.type == EpisodeType.EVAL else pal.QUIET
+        text = Text("! " if row.near else "  ", style)
+        text.append(fit_end(one_line(episode.episode), columns.name - 1) + " ", style)
+        text.append(_cell(episode.client, columns.client), style if row.near else pal.QUIET)
+        text.append(fit(episode.type, 6), kind)
+        text.append(f"{episode.calls:>5}{fit(f'{episode.idle_s:.0f}', 6, right=True)}", style)
+        text.append(fit(f"{episode.limit_s:.0f}", 6, right=True), pal.QUIET)
+        return text.append(" " + _cell(episode.task, columns.task), pal.QUIET) if columns.task else text
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Widths of the columns that share what the figures leave; 0 leaves a column out."""
+
+    name: int
+    client: int
+    task: int
+
+    @classmethod
+    def of(cls, width: int) -> "_Columns":
+        room = width - 25
+        if room < 20:
+            return cls(max(0, room), 0, 0)
+        name = min(18, 13 + (room - 20) // 2)
+        client = min(17, room - name)
+        task = room - name - client - 1
+        return cls(name, client, task if task >= 8 else 0)
+
+    def heading(self) -> str:
+        names = f"  {_cell('episode', self.name)}{_cell('client', self.client)}"
+        head = f"{names}{'type':<6}{'calls':>5}{'idle':>6}{'limit':>6}"
+        return f"{head} {_cell('task', self.task)}" if self.task else head
+
+
+def _cell(text: str, width: int) -> str:
+    """Text from outside in a column of this width, one cell of it space."""
+    return fit(one_line(text), width - 1) + " " if width > 1 else ""
+
+
+class TrainingPanel(Panel):
+    """The trainer, the step in flight, and the figures of the steps that are done."""
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        training, rates = screen.training, screen.rates
+        head = Text("step ", pal.QUIET)
+        if training.step_in_flight is not None:
+            head.append(f"{training.step_in_flight}", f"bold {pal.AMBER}").append(" in flight ", pal.AMBER)
+            head.append(duration(training.in_flight_s), pal.TEXT)
+            head.append(f", {training.groups} groups", pal.QUIET)
+            if training.failures:
+                head.append(f"  failed {training.failures}×", f"bold {pal.VERMILLION}")
+        else:
+            head.append(str(training.last_step) if training.last_step is not None else "–", pal.TEXT)
+            head.append(" is done" if training.last_step is not None else " none yet", pal.QUIET)
+        head.append(f"  trainer epoch {training.epoch}" if training.epoch else "  no trainer", pal.QUIET)
+        room = max(4, width - 20)
+        rows = [
+            head,
+            _curve("loss", training.loss, room, pal.SKY),
+            _curve("grad norm", training.grad_norm, room, pal.PURPLE),
+            self._tokens(rates.tokens_s, rates.tokens_curve, room),
+            self._figures(screen),
+        ]
+        return rows + [
+            Text(f"{fit(name, width - 12)} ", pal.QUIET).append(fit(figure(value), 11, right=True), pal.TEXT)
+            for name, value in training.others
+        ]
+
+    def _tokens(self, tokens_s: float, curve: tuple[float, ...], room: int) -> Text:
+        row = Text(fit("tokens/s", 11), pal.QUIET)
+        row.append(fit(sparkline(curve, room, floor=0.0), room), pal.GREEN)
+        return row.append(fit(figure(round(tokens_s)), 9, right=True), f"bold {pal.TEXT}")
+
+    def _figures(self, screen: Screen) -> Text:
+        training = screen.training
+        row = Text("episodes/s ", pal.QUIET).append(figure(screen.rates.episodes_s), pal.TEXT)
+        if training.staleness is not None:
+            row.append("  staleness ", pal.QUIET).append(figure(training.staleness), pal.TEXT)
+        if training.merge_share is not None:
+            row.append("  merged ", pal.QUIET).append(f"{training.merge_share:.0%}", pal.TEXT)
+        return row
+
+
+def _curve(label: str, values: tuple[float, ...], room: int, colour: str) -> Text:
+    row = Text(fit(label, 11), pal.QUIET)
+    if not values:
+        return row.append("–", pal.FAINT)
+    row.append(fit(sparkline(values, room), room), colour)
+    return row.append(fit(figure(values[-1]), 9, right=True), f"bold {pal.TEXT}")
+
+
+class ReplicasPanel(Panel):
+    """Inference replicas and what they serve, then what was lost on the way and why."""
+
+    def retitle(self, screen: Screen) -> None:
+        replicas = screen.status.replicas if screen.status else ()
+        self.border_title = f"Replicas {len(replicas)}"
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        replicas = screen.status.replicas if screen.status else ()
+        losses = self._losses(screen, width)
+        room = max(1, height - len(losses))
+        rows = [] if replicas else [Text("none", pal.QUIET)]
+        for replica in replicas[: room if len(replicas) <= room else room - 1]:
+            mark, colour = ("●", pal.GREEN) if replica.current else ("○", pal.YELLOW)
+            version = f"v{replica.version}" if replica.version >= 0 else "empty"
+            row = Text(f"{mark} ", colour).append(fit(one_line(replica.replica), width - 10), pal.TEXT)
+            rows.append(row.append(fit(version, 8, right=True), f"bold {colour}"))
+        if len(replicas) > room:
+            rows.append(Text(f"and {len(replicas) - room + 1} more", pal.QUIET))
+        gap = [Text("")] if len(rows) + len(losses) < height else []
+        return rows + gap + losses
+
+    def _losses(self, screen: Screen, width: int) -> list[Text]:
+        rows = []
+        for title, counts in (("aborted", screen.aborted), ("dropped", screen.dropped)):
+            if not counts:
+                continue
+            for reason, count in counts:
+                row = Text(f"{title} ", pal.VERMILLION).append(fit(reason, width - 16), pal.QUIET)
+                rows.append(row.append(fit(f"{count:,}", 8, right=True), pal.TEXT))
+        return rows or [Text("nothing aborted or dropped", pal.QUIET)]
+
+
+class TailPanel(Panel):
+    """The newest events, newest below."""
+
+    def retitle(self, screen: Screen) -> None:
+        self.border_title = f"Events: {screen.tail_group}"
+
+    def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
+        rows = []
+        for entry in screen.tail[-height:]:
+            mark, colour = pal.MARKS[entry.tone]
+            row = Text(f"{pal.clock_time(entry.at_ns)} ", pal.QUIET).append(f"{mark} ", colour)
+            rows.append(row.append(fit(entry.text, width - 11), colour))
+        return rows or [Text("nothing yet", pal.QUIET)]
