@@ -1,8 +1,11 @@
 """What many tests share: one real nats-server for the whole run, and a hive of its own for each test."""
 
+import asyncio
 import itertools
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +29,20 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop()
 
 
+async def freeze(server: EmbeddedServer) -> None:
+    """Stop the server in its tracks, as a machine that hangs does; SIGCONT lets it go on."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGSTOP)
+    status = Path(f"/proc/{server.pid}/task")
+    while not all("\nState:\tT" in (task / "status").read_text() for task in status.iterdir()):
+        await asyncio.sleep(0.001)
+
+
+def thaw(server: EmbeddedServer) -> None:
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGCONT)
+
+
 @pytest.fixture
 def hive() -> str:
     """The name of a hive that no other test uses."""
@@ -40,3 +57,16 @@ async def bus(nats_url: str, hive: str) -> AsyncIterator[Bus]:
         yield bus
         for config in stream_configs(bus.subjects, SMALL_STREAMS):
             await bus.requests.ask(f"$JS.API.STREAM.DELETE.{config['name']}")
+
+
+@pytest.fixture
+async def crashing(tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
+    """A server for one test alone, to be killed or frozen, and a connection to it."""
+    server = EmbeddedServer(tmp_path / "nats")
+    await asyncio.to_thread(server.start)
+    try:
+        async with await Bus.connect(server.url, "h") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            yield server, bus
+    finally:
+        server.stop(timeout_s=2)

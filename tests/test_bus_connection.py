@@ -1,6 +1,5 @@
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from bombus import inbox
 from bombus.bus import REPLY, TRACEPARENT, BlobMissing, Bus, EmbeddedServer, Reader, StreamLimits
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
-from tests.conftest import SMALL_STREAMS
+from tests.conftest import SMALL_STREAMS, freeze, thaw
 
 MB = 1 << 20
 
@@ -77,6 +76,8 @@ async def test_streams_are_ensured_by_many_services_at_once_and_brought_to_new_l
     await asyncio.gather(*(bus.ensure_streams(larger) for bus in buses))
     state = await buses[0].state(stream)
     assert (state.max_bytes, state.messages) == (65 * MB, 1)
+    await buses[1].ensure_streams()  # a service that was given no limits leaves an operator's alone
+    assert (await buses[0].state(stream)).max_bytes == 65 * MB
     await asyncio.gather(*(bus.close() for bus in buses))
 
 
@@ -182,21 +183,19 @@ async def test_the_same_command_is_answered_again_when_asked_again(bus: Bus) -> 
             assert (await bus.ask(inbox.Start(id="5"), timeout_s=2)).position == 5
 
 
-async def test_a_waiting_command_is_asked_again_after_the_server_was_killed(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    server.start()
-    async with await Bus.connect(server.url, "h") as bus:
-        await bus.ensure_streams(SMALL_STREAMS)
-        asking = asyncio.create_task(bus.ask(inbox.Start(id="7"), timeout_s=20))
-        async with Reader(bus, bus.subjects.inbox_stream) as reader:
-            [first] = await reader.read()  # it is in the inbox, and its answer gets lost:
-            server.kill()
-            server.start()
-            [second] = await reader.read()
-        assert second.data == first.data
-        async with coordinator(bus, start_seq=second.seq):
-            assert (await asking).position == 7
-    server.stop()
+async def test_a_waiting_command_is_asked_again_after_the_server_was_killed(
+    crashing: tuple[EmbeddedServer, Bus],
+) -> None:
+    server, bus = crashing
+    asking = asyncio.create_task(bus.ask(inbox.Start(id="7"), timeout_s=20))
+    async with Reader(bus, bus.subjects.inbox_stream) as reader:
+        [first] = await reader.read()  # it is in the inbox, and its answer gets lost:
+        server.kill()
+        server.start()
+        [second] = await reader.read()
+    assert second.data == first.data
+    async with coordinator(bus, start_seq=second.seq):
+        assert (await asking).position == 7
 
 
 async def test_an_answer_to_a_subject_that_is_none_is_not_sent(bus: Bus) -> None:
@@ -236,17 +235,12 @@ async def test_draining_waits_for_what_is_in_flight(nats_url: str, hive: str, bu
     assert [future.result().seq for future in futures] == list(range(1, 501))
 
 
-async def test_a_frozen_server_is_waited_for_no_longer_than_allowed(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    server.start()
-    async with await Bus.connect(server.url, "h") as bus:
-        await bus.ensure_streams(SMALL_STREAMS)
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGSTOP)
-        with pytest.raises(BusUnavailable, match="within"):
-            await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=0.3)
-        with pytest.raises(BusUnavailable, match="within"):
-            await bus.requests.ask("$JS.API.INFO", timeout_s=0.3)
-        os.kill(server.pid, signal.SIGCONT)
-        assert (await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1
-    server.stop()
+async def test_a_frozen_server_is_waited_for_no_longer_than_allowed(crashing: tuple[EmbeddedServer, Bus]) -> None:
+    server, bus = crashing
+    await freeze(server)
+    with pytest.raises(BusUnavailable, match="within"):
+        await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=0.3)
+    with pytest.raises(BusUnavailable, match="within"):
+        await bus.requests.ask("$JS.API.INFO", timeout_s=0.3)
+    thaw(server)
+    assert (await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1

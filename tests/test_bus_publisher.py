@@ -1,8 +1,4 @@
 import asyncio
-import os
-import signal
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -11,18 +7,7 @@ from bombus.bus.headers import EXPECTED_LAST
 from bombus.bus.publisher import Publisher
 from bombus.bus.reader import Reader
 from bombus.errors import BusUnavailable, Code, Refused
-from tests.conftest import SMALL_STREAMS
-
-
-@pytest.fixture
-async def crashing(tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
-    """A server for this test alone, to be killed or frozen, and a connection to it."""
-    server = EmbeddedServer(tmp_path)
-    await asyncio.to_thread(server.start)
-    async with await Bus.connect(server.url, "h") as bus:
-        await bus.ensure_streams(SMALL_STREAMS)
-        yield server, bus
-    server.stop()
+from tests.conftest import freeze, thaw
 
 
 async def test_messages_of_one_task_are_stored_in_the_order_of_its_calls(bus: Bus) -> None:
@@ -90,13 +75,12 @@ async def test_a_full_window_refuses_rather_than_grows(crashing: tuple[EmbeddedS
     server, bus = crashing
     publisher = Publisher(bus.client, f"{bus.new_inbox()}.ack", messages_max=10, room_wait_s=0.1)
     await publisher.open()
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    await freeze(server)
     subject = bus.subjects.inbox("x")
     futures = [await publisher.submit(subject, b"", msg_id=str(n)) for n in range(10)]
     with pytest.raises(BusUnavailable, match="10 messages"):
         await publisher.submit(subject, b"", msg_id="one too many")
-    os.kill(server.pid, signal.SIGCONT)
+    thaw(server)
     await asyncio.gather(*futures)
     assert (await publisher.publish(subject, b"", msg_id="now there is room")).seq == 11
     publisher.close()
@@ -107,13 +91,12 @@ async def test_a_repeat_after_silence_is_not_stored_twice(crashing: tuple[Embedd
     publisher = Publisher(bus.client, f"{bus.new_inbox()}.ack", again_after_s=0.1)
     await publisher.open()
     sent_before = bus.client.stats["out_msgs"]
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    await freeze(server)
     future = await publisher.submit(bus.subjects.inbox("x"), b"once", msg_id="1")
     async with asyncio.timeout(5):
-        while bus.client.stats["out_msgs"] < sent_before + 3:  # noqa: ASYNC110 (nats-py's counter)
+        while bus.client.stats["out_msgs"] < sent_before + 3:
             await asyncio.sleep(0.01)
-    os.kill(server.pid, signal.SIGCONT)
+    thaw(server)
     assert (await future).seq == 1
     assert (await bus.publish(bus.subjects.inbox("x"), b"", msg_id="2")).seq == 2
     publisher.close()
@@ -139,8 +122,7 @@ async def test_what_goes_out_once_fails_as_soon_as_the_connection_breaks(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, bus = crashing
-    assert server.pid is not None
-    os.kill(server.pid, signal.SIGSTOP)
+    await freeze(server)
     future = await bus.publisher.submit(bus.subjects.inbox("x"), b"", msg_id="1", again=False, timeout_s=30)
     server.kill()
     with pytest.raises(AckLost):
@@ -154,5 +136,5 @@ async def test_a_caller_that_gives_up_gives_its_room_back(bus: Bus) -> None:
     future.cancel()
     await bus.publish(bus.subjects.inbox("x"), b"", msg_id="2")
     async with asyncio.timeout(5):
-        while bus.publisher.in_flight:  # noqa: ASYNC110 (the sweep gives it back)
+        while bus.publisher.in_flight:
             await asyncio.sleep(0.01)

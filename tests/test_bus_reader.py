@@ -1,11 +1,9 @@
 import asyncio
-from pathlib import Path
 
 import pytest
 
 from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
 from bombus.errors import LogCorrupted
-from tests.conftest import SMALL_STREAMS
 
 
 async def fill(bus: Bus, count: int, size: int = 100) -> None:
@@ -135,17 +133,17 @@ async def test_what_is_read_ahead_is_bounded(bus: Bus) -> None:
         assert [stored.seq for stored in await take(reader, 29_999)] == list(range(2, 30_001))
 
 
-async def test_every_message_comes_once_and_in_order_over_crashes_of_the_server(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path)
-    await asyncio.to_thread(server.start)
+async def test_every_message_comes_once_and_in_order_over_crashes_of_the_server(
+    crashing: tuple[EmbeddedServer, Bus],
+) -> None:
+    server, writer = crashing
 
     def crash() -> None:
         server.kill()
         server.start()
 
     count = 6_000
-    async with await Bus.connect(server.url, "h") as writer, await Bus.connect(server.url, "h") as watcher:
-        await writer.ensure_streams(SMALL_STREAMS)
+    async with await Bus.connect(server.url, "h") as watcher:
         async with Reader(watcher, writer.subjects.calls_stream) as reader:
             filling = asyncio.create_task(fill(writer, count, size=500))
             found: list[Stored] = []
@@ -156,7 +154,6 @@ async def test_every_message_comes_once_and_in_order_over_crashes_of_the_server(
             await filling
         assert [stored.seq for stored in found] == list(range(1, count + 1))
         assert {stored.headers["Nats-Msg-Id"] for stored in found} == {str(n) for n in range(count)}
-    server.stop()
 
 
 async def delete_consumers(bus: Bus, stream: str) -> None:

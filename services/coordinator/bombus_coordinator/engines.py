@@ -27,6 +27,7 @@ from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
+BOOTED = "booted"  # the stage that `engine.booted` sets
 
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
@@ -288,13 +289,10 @@ def _everybody_loaded(engine: EngineState, live: Live) -> bool:
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
-    if engine.weights is not None and _everybody_loaded(engine, live):
-        yield Decision(
-            events=(
-                ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),
-                ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),
-            )
-        )
+    if _everybody_loaded(engine, live):
+        if engine.stage != BOOTED:
+            yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        yield _roll(engine, live)
         return
     limit_s = engine.collection.boot_s
     if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
@@ -337,23 +335,32 @@ def _draining(engine: EngineState, live: Live) -> Decisions:
         if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
             yield Decision(events=(aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED),))
         return
+    if engine.batch is not None:
+        yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        return
     selection = select(engine)
-    assert engine.active is not None
-    sealed: list[Event] = [
-        ev.BatchReady(
-            at_ns=live.now_ns,
-            engine=engine.name,
-            run=engine.run,
-            step=engine.step + 1,
-            groups=selection.groups,
-            config_digest=engine.active.config_digest,
-        ),
-        ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),
-    ]
     if selection.no_signal:
         dropped = [completed.episode for completed in selection.no_signal]
-        sealed.insert(0, _dropped(engine, live, DropReason.NO_SIGNAL, dropped))
-    yield Decision(events=tuple(sealed))
+        yield Decision(events=(_dropped(engine, live, DropReason.NO_SIGNAL, dropped),))
+    assert engine.active is not None
+    yield Decision(
+        events=(
+            ev.BatchReady(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                step=engine.step + 1,
+                groups=selection.groups,
+                config_digest=engine.active.config_digest,
+            ),
+        )
+    )
+
+
+def _roll(engine: EngineState, live: Live) -> Decision:
+    return Decision(
+        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
+    )
 
 
 def _syncing(engine: EngineState, live: Live) -> Decisions:
@@ -361,11 +368,9 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
         return
     bound = engine.version - engine.collection.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
-    rolling = ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version)
     if stale:
-        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale), rolling))
-    else:
-        yield Decision(events=(rolling,))
+        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+    yield _roll(engine, live)
 
 
 _SETTLE = {
@@ -379,7 +384,8 @@ _SETTLE = {
 def settle(engine: EngineState, live: Live) -> Decisions:
     """The transitions that are due, one after the other until none is.
 
-    Each can be derived again from the fold: one that a crash cuts off is made by the next leader.
+    Each is one event, and can be derived again from the fold: one that a crash cuts off is made by the next leader.
+    So none needs an atomic batch, which costs the server a sync of its disk.
     """
     while (rule := _SETTLE.get(engine.phase)) is not None:
         moved = False

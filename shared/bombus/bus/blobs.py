@@ -12,6 +12,7 @@ from bombus.bus.connection import Bus
 from bombus.bus.headers import ROLLUP
 from bombus.bus.reader import Reader
 from bombus.bus.streams import blob_stream
+from bombus.bus.wire import decode_purge
 from bombus.errors import LogCorrupted
 
 CHUNK_BYTES = 1 << 20
@@ -117,7 +118,8 @@ async def _find(bus: Bus, name: str) -> _Meta | None:
 
 async def _remove_chunks(bus: Bus, nuid: str) -> None:
     body = json.dumps({"filter": f"$O.{bus.subjects.blobs_bucket}.C.{nuid}"}).encode()
-    await bus.requests.ask(f"$JS.API.STREAM.PURGE.{blob_stream(bus.subjects)}", body)
+    stream = blob_stream(bus.subjects)
+    await bus.requests.api(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
 
 
 def _meta_subject(bus: Bus, name: str) -> str:

@@ -27,7 +27,6 @@ from bombus.bus.wire import (
     decode_get,
     decode_info,
     decode_purge,
-    error_of,
     stored_from_direct,
     stored_from_get,
 )
@@ -41,6 +40,7 @@ PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
 SECRET_BYTES = 32
+SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*$")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -183,24 +183,22 @@ class Bus:
     # ---- streams ----------------------------------------------------------------------------------------------
 
     async def ensure_streams(self, limits: StreamLimits | None = None) -> None:
-        """Create the hive's streams and buckets, or bring them to these limits. Several services may do it at once.
+        """Create the hive's streams and buckets. Several services may do it at once.
 
-        Raises `BusUnavailable` when the server lacks the storage for the limits.
+        With `limits`, streams that exist are brought to them; without, those are left as they are and what is
+        missing gets the defaults. Raises `BusUnavailable` when the server lacks the storage for the limits.
         """
         for config in stream_configs(self.subjects, limits or StreamLimits()):
-            body = json.dumps(config).encode()
-            what = f"stream {config['name']}"
-            reply = decode_info((await self.requests.ask(f"$JS.API.STREAM.CREATE.{config['name']}", body)).data)
-            if reply.error is not None and reply.error.err_code == NAME_IN_USE:
-                reply = decode_info((await self.requests.ask(f"$JS.API.STREAM.UPDATE.{config['name']}", body)).data)
-            if reply.error is not None:
-                raise error_of(reply.error, what)
+            name, body = config["name"], json.dumps(config).encode()
+            reply = await self.requests.api(
+                f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, accept=NAME_IN_USE
+            )
+            if reply.error is not None and limits is not None:
+                await self.requests.api(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body)
 
     async def state(self, stream: str) -> StreamState:
         """First and last sequence and fill of a stream, from its leader."""
-        reply = decode_info((await self.requests.ask(f"$JS.API.STREAM.INFO.{stream}")).data)
-        if reply.error is not None:
-            raise error_of(reply.error, f"stream {stream}")
+        reply = await self.requests.api(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info)
         found = reply.state
         return StreamState(
             found.first_seq,
@@ -220,10 +218,7 @@ class Bus:
         if seq <= 1:
             return 0  # the server reads a purge without a position as everything
         body = json.dumps({"seq": seq}).encode()
-        reply = decode_purge((await self.requests.ask(f"$JS.API.STREAM.PURGE.{stream}", body)).data)
-        if reply.error is not None:
-            raise error_of(reply.error, f"purge of {stream}")
-        return reply.purged
+        return (await self.requests.api(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)).purged
 
     async def last(self, stream: str, subject: str = ">") -> Stored | None:
         """The last message of a stream (of a subject in it), read from its leader: what is acknowledged is seen."""
@@ -268,8 +263,10 @@ class Bus:
         subject = f"$KV.{self.subjects.secrets_bucket}.{name}"
         if not _SAFE_SUBJECT.match(name):
             raise ValueError(f"{name!r} is no name for a secret")
-        stored = await self.last(secret_stream(self.subjects), subject)
-        if stored is None:
+        for _ in range(SECRET_ATTEMPTS):
+            stored = await self.last(secret_stream(self.subjects), subject)
+            if stored is not None:
+                return stored.data
             try:
                 await self.publish(
                     subject,
@@ -278,11 +275,8 @@ class Bus:
                     headers={EXPECTED_LAST_OF_SUBJECT: "0"},
                 )
             except WrongSequence:
-                pass  # somebody else was first, or our own first attempt was: either way one is there now
-            stored = await self.last(secret_stream(self.subjects), subject)
-        if stored is None:
-            raise LogCorrupted(f"the secret {name} was written and is not there")
-        return stored.data
+                await asyncio.sleep(0.05)  # somebody else is first; on three replicas theirs may still be on its way
+        raise BusUnavailable(f"the secret {name} could neither be read nor made")
 
     async def put_blob(self, name: str, data: bytes) -> None:
         """Store a large object under `name`, in place of an older one."""
@@ -317,12 +311,11 @@ class Bus:
         return lambda: self._on_back.discard(notify)
 
     async def _leader_get(self, stream: str, which: Mapping[str, object]) -> Stored | None:
-        answer = await self.requests.ask(f"$JS.API.STREAM.MSG.GET.{stream}", json.dumps(which).encode())
-        reply = decode_get(answer.data)
+        reply = await self.requests.api(
+            f"read from {stream}", f"STREAM.MSG.GET.{stream}", decode_get, json.dumps(which).encode(), NO_MESSAGE
+        )
         if reply.error is not None:
-            if reply.error.err_code == NO_MESSAGE:
-                return None
-            raise error_of(reply.error, f"read from {stream}")
+            return None
         if reply.message is None:
             raise LogCorrupted(f"{stream} answered a read with neither a message nor an error")
         return stored_from_get(reply.message)

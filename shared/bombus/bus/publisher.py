@@ -18,7 +18,7 @@ from nats.errors import (
 
 from bombus.bus.headers import MSG_ID
 from bombus.bus.window import Window
-from bombus.bus.wire import AckLost, PubAck, ReceivedMessage, ack_of
+from bombus.bus.wire import AckLost, NotNow, PubAck, ReceivedMessage, ack_of
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 SWEEP_S = 0.1
 HEADER_ROOM_BYTES = 4096  # the server counts headers into max_payload, the client library does not
 _OVERHEAD_BYTES = 256
+_NOBODY = "no stream takes this subject, or it has no leader now"
 
 
 class _Entry:
@@ -35,13 +36,13 @@ class _Entry:
         "again",
         "body",
         "deadline",
+        "failure",
         "future",
         "headers",
         "reply",
         "sent_at",
         "size",
         "subject",
-        "why",
     )
 
     def __init__(
@@ -65,7 +66,7 @@ class _Entry:
         self.sent_at = now
         self.deadline = now + timeout_s
         self.again = again
-        self.why = "no acknowledgement"
+        self.failure: BombusError = BusUnavailable(f"{subject}: no acknowledgement within {timeout_s:g} s")
 
 
 class Publisher:
@@ -220,15 +221,12 @@ class Publisher:
         entry = self._waiting.get(token)
         if entry is None:
             return  # given up, or the answer to a repeat
-        if message.data:
-            self._finish(token, entry, ack_of(message.data, entry.subject))
-            return
-        # No responders: the stream does not exist, or has no leader just now. Nothing was stored.
-        if entry.again:
-            entry.why = "no stream takes this subject, or it has no leader now"
-            entry.sent_at = self._loop.time() - self._again_after_s
+        result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NOBODY}")
+        if isinstance(result, NotNow) and entry.again:
+            entry.failure = result
+            entry.sent_at = self._loop.time() - self._again_after_s  # the next sweep sends it again
         else:
-            self._finish(token, entry, BusUnavailable(f"{entry.subject}: no stream takes this subject just now"))
+            self._finish(token, entry, result)
 
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
         if self._waiting.pop(token, None) is None:
@@ -249,7 +247,7 @@ class Publisher:
             if entry.future.cancelled():
                 self._finish(token, entry, BusUnavailable("cancelled"))
             elif entry.deadline <= now:
-                self._finish(token, entry, BusUnavailable(f"{entry.subject}: {entry.why} within the time allowed"))
+                self._finish(token, entry, entry.failure)
             elif entry.again and now - entry.sent_at >= self._again_after_s:
                 late.append((token, entry))
         if late and self._client.is_connected:

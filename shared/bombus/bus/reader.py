@@ -19,7 +19,6 @@ from bombus.bus.wire import (
     ReceivedMessage,
     Stored,
     decode_consumer,
-    error_of,
 )
 from bombus.errors import BombusError, BusUnavailable, LogCorrupted
 
@@ -191,8 +190,7 @@ class Reader:
                 await self._give_credit()
         except BombusError as error:
             self._fail(error)
-        except Exception as error:
-            # The task's edge: whoever reads must hear of it, nobody awaits the keeper.
+        except Exception as error:  # the task's edge: whoever reads must hear of it, nobody awaits the keeper
             logger.exception("reader of %s", self.stream)
             self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
         finally:
@@ -213,25 +211,21 @@ class Reader:
             "mem_storage": True,
             "num_replicas": 1,
         }
-        subject = f"$JS.API.CONSUMER.CREATE.{self.stream}.{name}"
+        subject = f"CONSUMER.CREATE.{self.stream}.{name}"
         if self._filter is not None:
             config["filter_subject"] = self._filter
             subject += f".{self._filter}"
         body = json.dumps({"stream_name": self.stream, "config": config}).encode()
         while True:
             try:
-                reply = decode_consumer((await self._bus.requests.ask(subject, body)).data)
-                if reply.error is None:
-                    await self._check_length()
-                    break
-                error = error_of(reply.error, f"reader of {self.stream}")
-                if not isinstance(error, BusUnavailable):
-                    raise error
+                await self._bus.requests.api(f"reader of {self.stream}", subject, decode_consumer, body)
+                await self._check_length()
+                break
             except BusUnavailable as unavailable:
                 if self._bus.is_closed:
                     raise
                 logger.warning("reader of %s waits: %s", self.stream, unavailable)
-            await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
         self._delivered = 0
         self._credit = 0
         self._heard = True

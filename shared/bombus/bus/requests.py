@@ -1,13 +1,15 @@
 """Questions to the server: its JetStream API and direct reads, asked again until they are answered or time is up."""
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error
 
-from bombus.bus.wire import ReceivedMessage
+from bombus.bus.wire import ApiReply, NotNow, ReceivedMessage, error_of
 from bombus.errors import BusUnavailable
 
+Reply = TypeVar("Reply", bound=ApiReply)
 _ATTEMPT_S = 2.0
 _PAUSE_S = 0.05
 
@@ -47,6 +49,23 @@ class Requests:
                 why = str(reason)
                 await asyncio.sleep(min(_PAUSE_S, deadline - now))
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
+
+    async def api(
+        self, what: str, subject: str, decode: Callable[[bytes], Reply], body: bytes = b"", accept: int = 0
+    ) -> Reply:
+        """JetStream's answer to `$JS.API.<subject>`, decoded. `accept` is an error code that the caller handles.
+
+        Raises what `error_of` makes of any other error, once it has lasted as long as an answer may take.
+        """
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            reply = decode((await self.ask(f"$JS.API.{subject}", body)).data)
+            if reply.error is None or reply.error.err_code == accept:
+                return reply
+            error = error_of(reply.error, what)
+            if not isinstance(error, NotNow) or asyncio.get_running_loop().time() > deadline:
+                raise error
+            await asyncio.sleep(_PAUSE_S)
 
     def connection_back(self) -> None:
         """Answers to what was asked before will not come any more."""

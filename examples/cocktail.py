@@ -1,0 +1,56 @@
+"""Two clients feed one engine: one adds with our SDK and threads, one counts over plain HTTP with asyncio.
+
+Neither knows of the other. They could as well be on two machines, in two languages, with two sets of dependencies.
+"""
+
+import asyncio
+import random
+import uuid
+
+import httpx
+from arithmetic_agent import NUM_REPEAT, agent, question
+from common import arguments, job
+
+from bombus import SwarmClient
+
+
+def adding(url: str, steps: int) -> None:
+    """The SDK: a group at a time until the engine has made its steps."""
+    with SwarmClient(url) as client:
+        while client.get_global_step() < steps:
+            outputs = client.run_group(question(), agent, NUM_REPEAT)
+            print("adding:  ", [round(output.reward, 2) for output in outputs if output])
+
+
+async def counting(url: str, steps: int) -> None:
+    """No SDK at all: three routes and the OpenAI protocol."""
+    me = str(uuid.uuid4())
+
+    async def episode(http: httpx.AsyncClient, letter: str) -> float:
+        body = {"client_uuid": me, "episode_type": "train", "discard_episode_timeout": 60.0}
+        while not (claim := (await http.post("/claim_episode", json=body)).json())["success"]:
+            await asyncio.sleep(1)  # `fail_cause` says why: no room just now, or new weights on their way
+        chat = {"model": "any", "messages": [{"role": "user", "content": f"{letter}="}], "max_tokens": 4}
+        key = {"Authorization": f"Bearer {claim['openai_api_key']}"}
+        reply = await http.post(f"{claim['openai_base_url']}/chat/completions", json=chat, headers=key)
+        said = reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+        output = {"reward": said.count(letter) / 4, "is_success": said == 4 * letter, "metadata": {}}
+        end = {"client_uuid": me, "episode_uuid": claim["episode_uuid"], "task_id": letter, "workflow_output": output}
+        (await http.post("/end_episode", json=end)).raise_for_status()
+        return float(output["reward"])
+
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        while (await http.get("/get_engine_status")).json()["global_step"] < steps:
+            letter = random.choice("abcdefgh")
+            print("counting:", await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT))))
+
+
+async def main() -> None:
+    asked = arguments(__doc__ or "")
+    with SwarmClient(asked.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(asked.model, batch_size=4, num_repeat=NUM_REPEAT))
+    await asyncio.gather(asyncio.to_thread(adding, asked.url, asked.steps), counting(asked.url, asked.steps))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

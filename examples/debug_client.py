@@ -1,0 +1,35 @@
+"""Look at what a model says without training it: every episode is aborted, so none of them reaches a batch.
+
+Runs beside other clients on the same engine; their training goes on undisturbed.
+"""
+
+from common import arguments, job
+from openai import OpenAI
+
+from bombus import SwarmClient
+
+
+def main() -> None:
+    asked = arguments(__doc__ or "")
+    with SwarmClient(asked.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(asked.model, batch_size=4, num_repeat=4))
+        for _ in range(asked.steps):
+            episode, credentials = client.begin_episode(discard_episode_timeout=60)
+            try:
+                model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
+                reply = model.chat.completions.create(
+                    model=credentials.model,
+                    messages=[{"role": "user", "content": "say hello"}],
+                    max_tokens=16,
+                    logprobs=True,
+                )
+                choice = reply.choices[0]
+                print(f"{episode} at step {client.get_global_step()}: {choice.message.content!r}")
+                for token in choice.logprobs.content or [] if choice.logprobs else []:
+                    print(f"    {token.logprob:8.3f}  {token.token!r}")
+            finally:
+                client.abort_episode(episode, detail="only looking")
+
+
+if __name__ == "__main__":
+    main()

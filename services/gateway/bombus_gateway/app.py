@@ -1,0 +1,104 @@
+"""Where the gateway's doors meet: `create_app(gateway)`."""
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
+from bombus_gateway.calls import Calls
+from bombus_gateway.context import Gateway
+from bombus_gateway.openai_docs import add_openai_paths
+from bombus_gateway.openai_door import OpenAIDoor
+from bombus_gateway.swarm import swarm_router
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER = {"Retry-After": "1"}
+
+
+class GatewayApp(FastAPI):
+    """FastAPI, with a table of paths that are answered before its middleware and routing.
+
+    A model call costs less than FastAPI's own work around it; everything else is FastAPI as one knows it.
+    """
+
+    calls: Calls
+    hot: dict[str, ASGIApp]
+    prefixes: list[str]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = self.hot.get(scope["path"]) if scope["type"] == "http" else None
+        if door is not None:
+            await door(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            for prefix in self.prefixes:
+                add_openai_paths(schema, prefix)
+        return super().openapi()
+
+
+def create_app(gateway: Gateway) -> GatewayApp:
+    """Every door of the gateway, at the root for the first engine and under `/e/<engine>` for each."""
+    app = GatewayApp(
+        title="bombus",
+        description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
+        docs_url="/docs",
+        redoc_url=None,
+    )
+    app.calls = calls = Calls(gateway)
+    app.hot = {}
+    app.prefixes = []
+    _add_error_handlers(app)
+
+    async def health() -> JSONResponse:
+        if gateway.ready:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "starting"}, status_code=503, headers=RETRY_AFTER)
+
+    engines = gateway.settings.engines
+    for prefix, engine in [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]:
+        openai = OpenAIDoor(gateway, calls, engine, any_engine=not prefix)
+        app.hot[f"{prefix}/v1/chat/completions"] = openai.chat
+        app.hot[f"{prefix}/v1/completions"] = openai.completions
+        app.hot[f"{prefix}/v1/models"] = openai.models
+        app.prefixes.append(prefix)
+        app.add_api_route(f"{prefix}/health", health, tags=["health"], summary="Whether this gateway takes requests")
+        app.include_router(swarm_router(gateway, engine), prefix=prefix)
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(Refused)
+    async def refused(_: Request, error: Refused) -> JSONResponse:
+        return _detail(error.code, error.why)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        places = [
+            f"{'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()[:5]
+        ]
+        unknown = any(problem["type"] == "extra_forbidden" for problem in error.errors())
+        return _detail(Code.UNKNOWN_FIELD if unknown else Code.MALFORMED, "; ".join(places))
+
+    @app.exception_handler(BusUnavailable)
+    async def bus_down(_: Request, error: BusUnavailable) -> JSONResponse:
+        return _detail(Code.BUS_DOWN, f"The log cannot be reached just now; try again. ({error})")
+
+    @app.exception_handler(EngineFault)
+    async def fault(_: Request, error: EngineFault) -> JSONResponse:
+        log.error("an engine cannot do what was asked", extra={"why": str(error)})
+        return _detail(Code.INTERNAL, str(error))
+
+
+def _detail(code: Code, why: str) -> JSONResponse:
+    status = STATUS[code]
+    headers = RETRY_AFTER if status == 503 else None
+    return JSONResponse({"detail": why, "code": str(code)}, status_code=status, headers=headers)

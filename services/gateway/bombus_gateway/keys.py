@@ -1,0 +1,62 @@
+"""Episode keys: `sk-bombus-`, what they are good for, an HMAC. Any gateway verifies them without a look-up."""
+
+import binascii
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+
+import msgspec
+
+from bombus.errors import Code, Refused
+
+PREFIX = "sk-bombus-"
+MAC_BYTES = 16
+KEY_CHARACTERS_MAX = 512
+SECRET_NAME = "episode-keys"  # of the secret on the bus
+
+
+class KeyClaims(msgspec.Struct, frozen=True, array_like=True):
+    """What a key says it is good for. `expires_ns` is in nanoseconds since the epoch."""
+
+    engine: str
+    run: int
+    episode: str
+    expires_ns: int
+
+
+_decoder = msgspec.msgpack.Decoder(KeyClaims)
+
+
+class Keys:
+    """Signs and verifies with one secret of the hive: HMAC-SHA256, cut to 16 bytes."""
+
+    def __init__(self, secret: bytes) -> None:
+        if len(secret) < MAC_BYTES:
+            raise ValueError(f"the secret that signs keys has {len(secret)} bytes: at least {MAC_BYTES} are needed")
+        self._secret = secret
+
+    def sign(self, engine: str, run: int, episode: str, expires_ns: int) -> str:
+        claims = msgspec.msgpack.encode(KeyClaims(engine, run, episode, expires_ns))
+        return PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
+
+    def verify(self, key: str, now_ns: int) -> KeyClaims:
+        """What the key is good for. Raises `Refused` BAD_KEY when it is not one of ours, KEY_EXPIRED when it was."""
+        if not key.startswith(PREFIX) or len(key) > KEY_CHARACTERS_MAX:
+            raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {PREFIX!r}. {_CLAIM}")
+        text = key[len(PREFIX) :]
+        try:
+            signed = urlsafe_b64decode(text + "=" * (-len(text) % 4))
+        except (binascii.Error, ValueError):
+            raise Refused(Code.BAD_KEY, f"This key is damaged. {_CLAIM}") from None
+        claims, mac = signed[:-MAC_BYTES], signed[-MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(claims)):
+            raise Refused(Code.BAD_KEY, f"This key was not signed by this hive. {_CLAIM}")
+        found = _decoder.decode(claims)
+        if now_ns >= found.expires_ns:
+            raise Refused(Code.KEY_EXPIRED, f"The key of episode {found.episode} has expired. {_CLAIM}")
+        return found
+
+    def _mac(self, claims: bytes) -> bytes:
+        return hmac.digest(self._secret, claims, "sha256")[:MAC_BYTES]
+
+
+_CLAIM = "Claim an episode and use the key that comes with it."

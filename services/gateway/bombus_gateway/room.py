@@ -1,0 +1,68 @@
+"""Room for calls: how many are open, and whether their records will fit into the log (R9, R20)."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bombus.bus import Bus
+from bombus.errors import BombusError, Code, Refused
+from bombus_gateway.settings import GatewaySettings
+
+log = logging.getLogger(__name__)
+
+_BYTES_PER_SAMPLED_TOKEN = 8  # an id and a logprob
+_RECORD_BYTES = 2048  # everything else of fixed size
+
+
+def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
+    """The most that a call's record can take: its request's text, its new prompt tokens, what may be sampled."""
+    return _RECORD_BYTES + 2 * body_bytes + 4 * new_tokens + (_BYTES_PER_SAMPLED_TOKEN + 8) * sampled_tokens
+
+
+class Room:
+    """Knows the fill of the `calls` stream as of the last look, and what open calls may still add to it."""
+
+    def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._used = 0
+        self._size = 0  # 0: not known, or no limit
+        self.reserved = 0
+        self.open_calls = 0
+
+    async def run(self) -> None:
+        """Look at the stream from time to time, until cancelled."""
+        while True:
+            try:
+                await self.look()
+            except BombusError as error:  # the calls themselves will say what is wrong
+                log.warning("the fill of the call log is not known", extra={"why": str(error)})
+            await asyncio.sleep(self._settings.fill_period_s)
+
+    async def look(self) -> None:
+        state = await self._bus.state(self._bus.subjects.calls_stream)
+        self._used, self._size = state.bytes, max(0, state.max_bytes)
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Room for one call of `size` bytes, until its record is stored. Raises `Refused` OVERLOADED."""
+        if self.open_calls >= self._settings.open_calls_max:
+            raise Refused(
+                Code.OVERLOADED, f"This gateway has {self.open_calls} calls open, its limit; try again in a moment."
+            )
+        limit = self._settings.calls_fill_max * self._size
+        if self._size and self._used + self.reserved + size > limit:
+            share = self._used / self._size
+            raise Refused(
+                Code.OVERLOADED,
+                f"The log of calls is {share:.0%} full; calls are taken again when the coordinator has trimmed it.",
+            )
+        self.reserved += size
+        self.open_calls += 1
+        try:
+            yield
+        finally:
+            self.reserved -= size
+            self._used += size  # until the next look
+            self.open_calls -= 1

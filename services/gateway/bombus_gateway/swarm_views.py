@@ -1,0 +1,118 @@
+"""What the swarm door tells of an engine: pure functions of its folded state, in the swarm contract's words."""
+
+from typing import Any
+
+import msgspec
+
+from bombus.collection import progress
+from bombus.records import CallRef
+from bombus.state import EngineState, Episode, Phase
+from bombus.status import detail_of, seconds_between
+
+View = dict[str, Any]  # a JSON object
+
+
+def engine_status(engine: EngineState, now_ns: int) -> View:
+    return {
+        "engine_status": engine.phase,
+        "engine_status_detail": engine.failure if _failed(engine) else detail_of(engine, now_ns),
+        "global_step": engine.global_step,
+        "policy_version": engine.version,
+        "run": engine.run,
+        "failure": engine.failure,
+        "model": model_of(engine),
+    }
+
+
+def _failed(engine: EngineState) -> bool:
+    return engine.phase == Phase.OFFLINE and bool(engine.failure)
+
+
+def model_of(engine: EngineState) -> str:
+    source = engine.active or engine.configured
+    return source.model if source is not None else ""
+
+
+def _latest_activity_ns(episode: Episode) -> int:
+    return max(episode.claimed_ns, episode.last_call_ns)
+
+
+def episode_buffer(engine: EngineState, base_url: str) -> View:
+    """Every open episode. Never a live key: whoever may look must not be able to speak as another client."""
+    return {
+        "buffer": [
+            {
+                "episode_uuid": episode.id,
+                "episode_status": "claimed",
+                "episode_type": episode.type,
+                "openai_base_url": base_url,
+                "openai_api_key": "",
+                "client_uuid": episode.client,
+                "zmq_listen_result_addr": "",
+                "latest_activity_timestamp": _latest_activity_ns(episode) / 1e9,
+                "discard_episode_timeout": episode.discard_timeout_s,
+                "llm_call_count": len(episode.calls),
+                "debug_log": [],
+                "optional_task_id": episode.task_hint,
+            }
+            for episode in engine.open.values()
+        ]
+    }
+
+
+def pool_information(engine: EngineState, now_ns: int) -> View:
+    rules = engine.collection
+    now = progress(engine, now_ns)
+    pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}
+    running = {
+        episode.id: {
+            "episode_status": "claimed",
+            "time_since_last_activity": f"{seconds_between(_latest_activity_ns(episode), now_ns):.1f}s",
+            "discard_episode_timeout": str(episode.discard_timeout_s),
+            "llm_call_count": str(len(episode.calls)),
+            "client_uuid": episode.client,
+            "optional_task_id": episode.task_hint,
+        }
+        for episode in engine.open.values()
+    }
+    return {
+        "sample_collection_method": rules.method,
+        "completed_episodes": now.episodes,
+        "completed_episode_target": rules.episode_target,
+        "completed_tasks": now.tasks,
+        "completed_task_target": rules.batch_size,
+        "completed_non_dummy_tasks": now.non_dummy_tasks,
+        "completed_non_dummy_task_target": rules.batch_size,
+        "task_expected_num_repeat": rules.num_repeat,
+        "completed_tasks_details": {task: [done.episode for done in group] for task, group in pool.items()},
+        "completed_tasks_rewards": {task: [done.reward for done in group] for task, group in pool.items()},
+        "completed_tasks_client_uuids": {task: [done.client for done in group] for task, group in pool.items()},
+        "running_episode_details": running or None,
+        "engine_status": engine.phase,
+        "global_step": engine.global_step,
+        "booting_start_time": engine.phase_since_ns / 1e9 if engine.phase == Phase.BOOTING else None,
+    }
+
+
+def experiment_dir(engine: EngineState) -> str:
+    source = engine.active or engine.configured
+    if source is None:
+        return ""
+    experiment = msgspec.json.decode(source.config, type=dict[str, Any]).get("experiment", {})
+    return str(experiment.get("dir", ""))
+
+
+def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
+    """The newest complete call of an episode, or of all that the fold still holds. Sequences only grow."""
+    refs: list[CallRef] = []
+    for episode in engine.open.values():
+        if episode_id in ("", episode.id):
+            refs += [call.ref for call in episode.trainable_calls()[-1:]]
+    for completed in engine.pool.values():
+        if episode_id in ("", completed.episode):
+            refs += completed.calls[-1:]
+    for group in engine.batch.groups if engine.batch is not None else ():
+        for sealed in group.episodes:
+            if episode_id in ("", sealed.episode):
+                refs += sealed.calls[-1:]
+    return max(refs, key=lambda ref: ref.seq, default=None)

@@ -1,0 +1,152 @@
+"""Text to token ids and back, with the light `tokenizers` library: the gateway never loads torch or transformers."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from tokenizers import Tokenizer as Fast
+
+from bombus.errors import EngineFault
+
+ENCODINGS_KEPT = 2048
+ENCODING_CHARACTERS_MAX = 8192  # longer texts are encoded each time
+# Special tokens that carry meaning for whoever parses the text; all others are left out of it.
+SHOWN_SPECIALS = frozenset(
+    {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
+)
+_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+class Tokenizer:
+    """One model's tokenizer. `pieces[id]` is what that token adds to the text, as bytes: `b""` for special tokens."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """From the files of a model's folder by name. Raises `EngineFault` when they cannot be used."""
+        if "tokenizer.json" not in files:
+            raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
+        try:
+            described: dict[str, Any] = json.loads(files["tokenizer.json"])
+            self._fast = Fast.from_str(files["tokenizer.json"].decode())
+        except (ValueError, UnicodeDecodeError) as error:
+            raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
+        self.config = _json_file(files, "tokenizer_config.json")
+        self.model_config = _json_file(files, "config.json")
+        self.generation_config = _json_file(files, "generation_config.json")
+        self.chat_template = _chat_template(files, self.config)
+        # Text is text: `<|im_end|>` in a user's message must not become the token that ends a turn.
+        self._fast.encode_special_tokens = True
+        self._cached = lru_cache(ENCODINGS_KEPT)(self._encode)
+        self.specials = {int(t["id"]): str(t["content"]) for t in described["added_tokens"] if t["special"]}
+        self.size = self._fast.get_vocab_size(with_added_tokens=True)
+        self.pieces = self._pieces(described)
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text: the name of a special token in it is spelled out, not turned into that token."""
+        if len(text) <= ENCODING_CHARACTERS_MAX:
+            return list(self._cached(text))
+        return list(self._encode(text))
+
+    def encode_marked_up(self, text: str) -> list[int]:
+        """Text of somebody who writes the template's special tokens by name."""
+        self._fast.encode_special_tokens = False
+        try:
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._fast.encode_special_tokens = True
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._fast.token_to_id(token)
+        return found
+
+    def decode(self, tokens: Iterable[int], with_specials: bool = False) -> str:
+        if with_specials:
+            return str(self._fast.decode(list(tokens), skip_special_tokens=False))
+        return self.bytes_of(tokens).decode("utf-8", "replace")
+
+    def bytes_of(self, tokens: Iterable[int]) -> bytes:
+        """Raises `EngineFault` for an id outside the vocabulary."""
+        pieces = self.pieces
+        try:
+            return b"".join([pieces[token] for token in tokens])
+        except IndexError:
+            raise EngineFault(f"a sampled token is outside the tokenizer's vocabulary of {len(pieces)}") from None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+
+    def _pieces(self, described: dict[str, Any]) -> list[bytes]:
+        to_bytes = _piece_reader(described.get("decoder"))
+        vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        added = {int(token["id"]): str(token["content"]) for token in described["added_tokens"]}
+        # A model's head may be padded beyond its vocabulary; what it samples there is no text.
+        size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
+        pieces = [b""] * size
+        for token, index in vocabulary.items():
+            if index not in added:
+                pieces[index] = to_bytes(token)
+            elif index not in self.specials or token in SHOWN_SPECIALS:
+                pieces[index] = token.encode()
+        return pieces
+
+
+def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(files.get(name) or b"{}")
+    except ValueError as error:
+        raise EngineFault(f"{name} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str:
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8", "replace")
+    template = config.get("chat_template")
+    return template if isinstance(template, str) else ""
+
+
+class _PieceReader:
+    """How one kind of decoder turns a token's name into bytes."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._bytes = _byte_level_alphabet() if kind == "ByteLevel" else {}
+
+    def __call__(self, token: str) -> bytes:
+        if self._kind == "ByteLevel":
+            known = self._bytes
+            if all(character in known for character in token):
+                return bytes([known[character] for character in token])
+            return token.encode()
+        if self._kind == "Metaspace":
+            byte = _BYTE_TOKEN.match(token)
+            return bytes([int(byte.group(1), 16)]) if byte else token.replace("▁", " ").encode()
+        return token.encode()
+
+
+def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
+    """The kinds of decoders whose tokens can be read one by one. Raises `EngineFault` for any other."""
+    kind = decoder.get("type") if decoder else None
+    if kind == "Sequence" and decoder:
+        kinds = {step.get("type") for step in decoder.get("decoders", ())}
+        if "ByteLevel" in kinds:
+            kind = "ByteLevel"
+        elif kinds <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
+            kind = "Metaspace"
+    if kind in ("ByteLevel", "Metaspace"):
+        return _PieceReader(kind)
+    if kind in (None, "Fuse"):
+        return _PieceReader("Plain")
+    raise EngineFault(
+        f"a tokenizer with a decoder of type {kind} is not supported: byte-level BPE and SentencePiece are"
+    )
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The characters by which byte-level BPE writes bytes: printable ones as they are, others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    hidden = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(hidden)})
+    return alphabet

@@ -1,0 +1,116 @@
+"""Tool calls as text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, read while they are being written."""
+
+import json
+from typing import Any
+
+import msgspec
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Text of the answer."""
+
+    text: str
+
+
+class Thought(msgspec.Struct, frozen=True):
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+class Called(msgspec.Struct, frozen=True):
+    """A whole tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str = ""  # when the model's format carries one
+
+
+Delta = Said | Thought | Called
+
+
+class PlainReader:
+    """A completion in which nothing is looked for."""
+
+    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
+        return [Said(text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+class ToolCallReader:
+    """Splits text into what is said and what is called.
+
+    White space before a call belongs to the format and is dropped. A call that is no valid JSON, names no tool or is
+    never closed was not made: it comes back as the text that it is, so that nothing the model wrote is hidden.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._inside = False
+        self._called = False
+
+    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
+        self._buffer += text
+        out: list[Delta] = []
+        while self._take_call(out) if self._inside else self._take_text(out):
+            pass
+        return out
+
+    def finish(self) -> list[Delta]:
+        rest = OPEN + self._buffer if self._inside else self._buffer
+        self._buffer, self._inside = "", False
+        return [Said(rest)] if rest and not (self._called and rest.isspace()) else []
+
+    def _take_text(self, out: list[Delta]) -> bool:
+        """Move text out; true when a call begins."""
+        place = self._buffer.find(OPEN)
+        text = self._buffer[:place].rstrip() if place >= 0 else self._buffer[: self._settled()]
+        self._buffer = self._buffer[place + len(OPEN) :] if place >= 0 else self._buffer[len(text) :]
+        if text:
+            out.append(Said(text))
+        self._inside = place >= 0
+        return self._inside
+
+    def _settled(self) -> int:
+        """How much of the buffer cannot be the beginning of a call, or white space before one."""
+        end = len(self._buffer)
+        for length in range(min(len(OPEN) - 1, end), 0, -1):
+            if OPEN.startswith(self._buffer[end - length :]):
+                end -= length
+                break
+        return len(self._buffer[:end].rstrip())
+
+    def _take_call(self, out: list[Delta]) -> bool:
+        """Move a closed call out; true when there was one."""
+        place = self._buffer.find(CLOSE)
+        if place < 0:
+            return False
+        body, self._buffer = self._buffer[:place], self._buffer[place + len(CLOSE) :]
+        call = read_call(body)
+        self._called = self._called or call is not None
+        out.append(call if call is not None else Said(OPEN + body + CLOSE))
+        self._inside = False
+        return True
+
+
+def read_call(body: str) -> Called | None:
+    """The call that a JSON text makes, None when it makes none."""
+    try:
+        found: Any = msgspec.json.decode(body.strip())
+    except msgspec.DecodeError:
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str) or not found["name"]:
+        return None
+    arguments = found.get("arguments", found.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments)
+        except msgspec.DecodeError:
+            return None
+    if not isinstance(arguments, dict):
+        return None
+    return Called(found["name"], json.dumps(arguments, ensure_ascii=False))

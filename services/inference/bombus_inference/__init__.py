@@ -1,0 +1,1 @@
+"""The inference replica: continuous batching over transformers' own decoder models, behind HTTP and the bus."""

@@ -1,0 +1,53 @@
+"""`bombus inference`: one replica of one engine."""
+
+import argparse
+import sys
+
+from pydantic import ValidationError
+
+from bombus import logs
+from bombus.cli import add_hive_arguments, add_torch_arguments
+from bombus.process import run_service
+from bombus_inference.settings import EngineSettings, InferenceSettings, ServerSettings
+
+MB = 1 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_hive_arguments(parser)
+    add_torch_arguments(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=0, help="0: any that is free (default: %(default)s)")
+    parser.add_argument("--advertise-url", default="", help="how gateways reach it, when that is another address")
+    parser.add_argument("--replica", default="", help="its name; made up when not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--kv-cache-mb", type=int, default=2048, help="memory for keys and values (%(default)s)")
+    parser.add_argument("--max-model-len", type=int, default=8192, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--max-running", type=int, default=128, help="sequences at once (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        settings = InferenceSettings(
+            hive=arguments.hive,
+            engine=arguments.engine,
+            bus_url=arguments.nats,
+            replica=arguments.replica,
+            advertise_url=arguments.advertise_url,
+            compute=EngineSettings(
+                dtype=arguments.dtype,
+                device=arguments.device,
+                threads=arguments.threads,
+                kv_cache_bytes=arguments.kv_cache_mb * MB,
+                max_model_len=arguments.max_model_len,
+                max_running=arguments.max_running,
+            ),
+            http=ServerSettings(host=arguments.host, port=arguments.port),
+        )
+    except ValidationError as error:
+        print(f"bombus inference: {error}", file=sys.stderr)
+        return 2
+    logs.configure("inference", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
+    from bombus_inference import service  # torch takes seconds to import: not before the arguments are right
+
+    return run_service(service.run(settings))

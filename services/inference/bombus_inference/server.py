@@ -1,0 +1,227 @@
+"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app: routing would cost more than a call."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from bombus import telemetry
+from bombus.errors import STATUS, Code
+from bombus.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
+from bombus_inference.settings import ServerSettings
+from bombus_inference.worker import Delivery, Worker
+
+log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
+
+
+class HungUp(Exception):
+    """The client closed the connection."""
+
+
+class _BodyTooLarge(Exception):
+    pass
+
+
+class _Reply:
+    """What has arrived for one request and was not sent yet."""
+
+    __slots__ = ("_chunks", "_hung_up", "_waiter", "done", "fault")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.fault: Fault | None = None
+        self._chunks: list[bytes] = []
+        self._hung_up = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, delivery: Delivery) -> None:
+        self._chunks.append(delivery.body)
+        self.done = delivery.done
+        self.fault = delivery.fault
+        self._wake()
+
+    def hang_up(self) -> None:
+        self._hung_up = True
+        self._wake()
+
+    async def take(self, whole: bool) -> bytes:
+        """All that is there, at least something; with `whole` not before the end. Raises `HungUp`."""
+        while not (self.done if whole else self._chunks):
+            if self._hung_up:
+                raise HungUp
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        body = b"".join(self._chunks)
+        self._chunks.clear()
+        return body
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class App:
+    """Serves one engine's worker. `run` and `version` are what it serves now, -1 for nothing."""
+
+    def __init__(self, settings: ServerSettings, engine: str, replica: str = "") -> None:
+        self.settings = settings
+        self.engine = engine
+        self.replica = replica
+        self.run = 0
+        self.version = -1
+        self.worker = Worker(self._deliver)
+        self.refused = 0
+        self.served = 0
+        self._open: dict[int, _Reply] = {}
+        self._next_ticket = 1
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._open)
+
+    async def close(self) -> None:
+        """End the engine's thread; what is still open is answered with a fault."""
+        await self.worker.stop()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        match scope["method"], scope["path"]:
+            case "POST", "/generate":
+                await self._generate(receive, send)
+            case "GET", "/health":
+                await _answer(send, 200 if self.version >= 0 else 503, b"application/json", self._health())
+            case "GET", "/metrics":
+                await _answer(send, 200, b"text/plain; version=0.0.4", self._metrics())
+            case _:
+                await _answer(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
+
+    def _deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            reply = self._open.get(delivery.ticket)
+            if reply is not None:  # else its client has gone
+                reply.put(delivery)
+
+    async def _generate(self, receive: Receive, send: Send) -> None:
+        try:
+            request = await self._request(receive)
+        except HungUp:
+            return
+        if isinstance(request, Fault):
+            self.refused += 1
+            await _refuse(send, request)
+            return
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        reply = self._open[ticket] = _Reply()
+        watch = asyncio.ensure_future(_watch(receive, reply))
+        self.worker.add(ticket, request)
+        try:
+            with telemetry.span("inference.generate", request.traceparent, call=request.id):
+                await self._send_frames(reply, request.stream, send)
+        except HungUp:
+            log.debug("a client hung up", extra={"call": request.id})
+        finally:
+            watch.cancel()
+            del self._open[ticket]
+            if not reply.done:
+                self.worker.abort(ticket)
+
+    async def _request(self, receive: Receive) -> Generate | Fault:
+        try:
+            request = decode_request(await self._body(receive))
+        except _BodyTooLarge:
+            why = f"the request is over {self.settings.body_bytes_max} bytes"
+            return Fault(why=why, code=Code.TOO_LARGE)
+        except msgspec.MsgspecError as error:
+            return Fault(why=f"the body is no msgpack Generate: {error}", code=Code.MALFORMED)
+        if request.engine != self.engine:
+            why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"
+            return Fault(why=why, code=Code.NO_REPLICA, retry=True)
+        if len(self._open) >= self.settings.requests_max:
+            why = f"{len(self._open)} requests are open here already"
+            return Fault(why=why, code=Code.OVERLOADED, retry=True)
+        return request
+
+    async def _body(self, receive: Receive) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise HungUp
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self.settings.body_bytes_max:
+                raise _BodyTooLarge
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return b"".join(chunks)
+
+    async def _send_frames(self, reply: _Reply, stream: bool, send: Send) -> None:
+        """Headers wait for the first frame, so that a refusal gets a status of its own."""
+        body = await reply.take(whole=not stream)
+        if reply.fault is not None:
+            self.refused += 1
+            await _refuse(send, reply.fault)
+            return
+        self.served += 1
+        if reply.done:
+            await _answer(send, 200, FRAMES_TYPE[1], body)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [FRAMES_TYPE]})
+        while True:
+            done = reply.done
+            await send({"type": "http.response.body", "body": body, "more_body": not done})
+            if done:
+                return
+            body = await reply.take(whole=False)
+
+    def _health(self) -> bytes:
+        status = "ok" if self.version >= 0 else "no weights"
+        known = {"status": status, "engine": self.engine, "replica": self.replica}
+        return json.dumps({**known, "run": self.run, "version": self.version}).encode()
+
+    def _metrics(self) -> bytes:
+        """Prometheus' text format."""
+        label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
+        values: dict[str, int] = {
+            "run": self.run,
+            "policy_version": self.version,
+            "requests_open": len(self._open),
+            "requests_served_total": self.served,
+            "requests_refused_total": self.refused,
+        }
+        stats = self.worker.stats
+        if stats is not None:
+            counters = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
+            values |= {f"{name}_total": getattr(stats, name) for name in counters}
+            gauges = ("running", "waiting", "blocks", "blocks_held")
+            values |= {name: getattr(stats, name) for name in gauges}
+        return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
+
+
+async def _watch(receive: Receive, reply: _Reply) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    reply.hang_up()
+
+
+async def _refuse(send: Send, fault: Fault) -> None:
+    status = STATUS.get(Code(fault.code), 500)
+    await _answer(send, status, FRAMES_TYPE[1], encode_frame(fault))
+
+
+async def _answer(send: Send, status: int, content_type: bytes, body: bytes) -> None:
+    headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

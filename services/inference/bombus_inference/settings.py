@@ -1,0 +1,61 @@
+"""What an operator may set for a replica. Nonsense is refused when the settings are made."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from bombus.subjects import check_name
+
+
+class EngineSettings(BaseModel):
+    """Limits and numerics of one engine.
+
+    float32 is the default because a CPU without bfloat16 instructions is slower in bfloat16 as soon as several
+    sequences run at once (bench/engine.py), and because its logprobs then agree with the trainer's to 1e-4.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    kv_cache_bytes: int = Field(default=2 << 30, ge=1 << 12, le=1 << 42)
+    block_tokens: int = Field(default=8, ge=1, le=256, description="short: a group shares its prompt by whole blocks")
+    max_model_len: int = Field(default=8192, ge=2, le=1 << 20, description="tokens; the model's own limit if less")
+    max_running: int = Field(default=128, ge=1, le=4096, description="sequences in one decode step")
+    max_waiting: int = Field(default=4096, ge=1, le=1 << 20, description="sequences that wait for a place")
+    prefill_tokens_max: int = Field(default=1024, ge=1, le=1 << 20, description="prompt tokens in one step")
+    choices_max: int = Field(default=128, ge=1, le=4096, description="n of one request")
+    threads: int = Field(default=0, ge=0, le=1024, description="torch's threads; 0: one for each core")
+
+
+class ServerSettings(BaseModel):
+    """Where a replica listens, and how much it takes in."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535, description="0: any free one")
+    requests_max: int = Field(default=1024, ge=1, le=1 << 20, description="open at once; more are answered 503")
+    body_bytes_max: int = Field(default=16 << 20, ge=1 << 10, le=1 << 30)
+    drain_s: float = Field(default=5.0, ge=0, le=600, description="how long a stopping replica finishes requests")
+
+
+class InferenceSettings(BaseModel):
+    """A replica on the bus."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hive: str = "main"
+    engine: str = "main"
+    replica: str = Field(default="", description="its name on the log; empty: made up at start")
+    bus_url: str = "nats://127.0.0.1:4222"
+    advertise_url: str = Field(default="", description="how gateways reach it; empty: where it listens")
+    alive_every_s: float = Field(default=1.0, gt=0, le=60)
+    load_retry_s: float = Field(default=1.0, gt=0, le=60, description="between attempts to load weights")
+    compute: EngineSettings = EngineSettings()
+    http: ServerSettings = ServerSettings()
+
+    @field_validator("hive", "engine")
+    @classmethod
+    def _is_a_name(cls, name: str, info: ValidationInfo) -> str:
+        return check_name(name, info.field_name or "")

@@ -1,0 +1,77 @@
+"""Advantages of the episodes of one group, from their rewards alone."""
+
+from collections.abc import Sequence
+from math import sqrt
+
+from bombus_trainer.settings import Estimator
+
+EPSILON = 1e-6  # rewards that differ by less say nothing
+
+
+def group_advantages(
+    rewards: Sequence[float],
+    lengths: Sequence[int],
+    estimator: Estimator = Estimator.GRPO,
+    normalise_std: bool = True,
+) -> list[float]:
+    """One advantage for each of n samples of a group, from its reward r_i and its count of sampled tokens l_i.
+
+    - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
+      `normalise_std`; without it this is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+    - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
+    - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
+
+    A group of one, or of equal rewards, has nothing to compare: zeros.
+    """
+    count = len(rewards)
+    if count < 2 or max(rewards) - min(rewards) < EPSILON:
+        return [0.0] * count
+    mean = sum(rewards) / count
+    if estimator == Estimator.RLOO:
+        return [(reward - mean) * count / (count - 1) for reward in rewards]
+    if estimator == Estimator.OPO:
+        weighted = sum(reward * length for reward, length in zip(rewards, lengths, strict=True))
+        baseline = weighted / max(sum(lengths), 1)
+        return [reward - baseline for reward in rewards]
+    centred = [reward - mean for reward in rewards]
+    if not normalise_std:
+        return centred
+    std = sqrt(sum(value * value for value in centred) / (count - 1))
+    return [value / (std + EPSILON) for value in centred]
+
+
+def call_advantages(
+    rewards: Sequence[float],
+    call_rewards: Sequence[Sequence[float] | None],
+    lengths: Sequence[Sequence[int]],
+    estimator: Estimator = Estimator.GRPO,
+    normalise_std: bool = True,
+) -> list[list[float]]:
+    """One advantage for each call of each episode of a group; `lengths` are the calls' counts of sampled tokens.
+
+    Without call rewards every call has its episode's advantage. As soon as one episode brings them, each call is
+    compared with all calls of the group: the baseline (and deviation) is over calls, not over episodes, so long
+    episodes weigh more in it, and calls at different turns share one. An episode without call rewards then gives
+    its reward to each of its calls.
+
+    Raises `ValueError` when an episode has not one reward for each of its calls.
+    """
+    for given, calls in zip(call_rewards, lengths, strict=True):
+        if given is not None and len(given) != len(calls):
+            raise ValueError(f"{len(given)} call rewards for {len(calls)} calls")
+    if all(given is None for given in call_rewards):
+        whole = group_advantages(rewards, [sum(calls) for calls in lengths], estimator, normalise_std)
+        return [[advantage] * len(calls) for advantage, calls in zip(whole, lengths, strict=True)]
+    spread = [
+        list(given) if given is not None else [reward] * len(calls)
+        for reward, given, calls in zip(rewards, call_rewards, lengths, strict=True)
+    ]
+    flat = iter(
+        group_advantages(
+            [reward for episode in spread for reward in episode],
+            [length for calls in lengths for length in calls],
+            estimator,
+            normalise_std,
+        )
+    )
+    return [[next(flat) for _ in episode] for episode in spread]

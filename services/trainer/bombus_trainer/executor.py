@@ -1,0 +1,171 @@
+"""Runs training steps: the one place where model, optimizer and batches meet. Knows nothing of the bus."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bombus.errors import EngineFault
+from bombus.events import Weights
+from bombus.models import load_tokenizer_files
+from bombus_trainer import checkpoint
+from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.checkpoint import Checkpoint, Facts, Saved
+from bombus_trainer.export import export
+from bombus_trainer.losses import policy_loss
+from bombus_trainer.model import PolicyModel
+from bombus_trainer.optim import Optimizer, learning_rate
+from bombus_trainer.packing import Bin, Item, pack
+from bombus_trainer.sequences import Floats
+from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tally import Tally, reward_metrics
+
+PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
+
+
+class Interrupted(Exception):
+    """The step was told to stop between two micro-batches. It has left gradients and perhaps updates behind."""
+
+
+class Executor:
+    """One model in training. Not thread-safe: one call at a time.
+
+    A step that raises may have made some of its updates: make a new executor, or `restore` a checkpoint, before
+    the next one.
+    """
+
+    def __init__(self, folder: Path, settings: TrainerSettings) -> None:
+        """Load the model in `folder` as step 0. Raises `EngineFault` when it cannot be loaded or trained."""
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.files = load_tokenizer_files(folder)
+        self.model = PolicyModel.load(folder, settings)
+        self.optimizer = Optimizer(self.model.trainable(), settings)
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """Train on a batch and return the step's metrics.
+
+        A batch without any signal changes nothing. Raises `EngineFault` on a loss or gradient that is not finite
+        (nothing is updated by it), `Interrupted` when `interrupted()` says so between two micro-batches.
+        """
+        tally = Tally()
+        with tally.phase("merge"):
+            batch = prepare(groups, self.settings, self.model.vocab_size)
+        old = self._old_logprobs(batch, step, tally, interrupted)
+        rate = learning_rate(step, self.settings)
+        for epoch in range(self.settings.ppo_epochs):
+            for items in mini_batches(batch, self.settings, step, epoch):
+                self._update(items, rate, old, tally, interrupted)
+        return {**tally.metrics(), "lr": rate, **_batch_metrics(groups, batch), **staleness(batch, step)}
+
+    def _update(
+        self,
+        items: list[Item],
+        rate: float,
+        old: Floats | None,
+        tally: Tally,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for packed in self._bins(items, tally, interrupted):
+            with tally.phase("forward_backward"):
+                loss += self._forward_backward(packed, old, tally)
+        with tally.phase("optimizer"):
+            norm = self.optimizer.step(rate)
+        tally.note_update(loss, norm)
+
+    def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
+        """Add a bin's gradients to the others of its update and return its share of the loss."""
+        settings, device = self.settings, self.model.device
+        scored = self.model.score(packed)
+        terms = packed.terms
+        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
+        sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(device)
+        result = policy_loss(
+            scored.logprobs_N,
+            old_N,
+            sampler_N,
+            torch.from_numpy(terms.advantages_N).to(device),
+            torch.from_numpy(terms.weights_N).to(device),
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            importance_cap=settings.importance_cap,
+            reference_logprobs_N=self.model.score_reference(packed) if settings.kl_coef > 0.0 else None,
+            kl_coef=settings.kl_coef,
+        )
+        loss = float(result.loss.detach())
+        if not isfinite(loss):
+            self.optimizer.zero_grad()
+            raise EngineFault(f"the loss is not finite ({loss})")
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        tally.note_terms(result, old_N, sampler_N, scored.entropy_N, settings.importance_cap)
+        return loss
+
+    def _old_logprobs(
+        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
+    ) -> Floats | None:
+        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        parts = mini_batches(batch, self.settings, step, epoch=0)
+        if len(parts) * self.settings.ppo_epochs <= 1:
+            return None
+        old = np.zeros(batch.terms, dtype=np.float32)
+        items = [item for part in parts for item in part]
+        for packed in self._bins(items, None, interrupted):
+            with tally.phase("old_logprobs"), torch.no_grad():
+                old[packed.terms.ids_N] = self.model.score(packed).logprobs_N.cpu().numpy()
+        return old
+
+    def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
+        settings = self.settings
+        bins = pack(items, settings.bin_tokens, settings.share_prefixes, settings.shared_tokens_min)
+        if tally is not None:
+            tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
+        for packed in bins:
+            if interrupted():
+                raise Interrupted
+            yield packed
+
+    # ---- what outlives the process ----------------------------------------------------------------------------
+
+    def save(self, root: Path, facts: Facts) -> Saved:
+        """Write a checkpoint below `root`; see `checkpoint.save`."""
+        tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
+        tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
+        tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
+        return checkpoint.save(root, facts, tensors)
+
+    def restore(self, saved: Checkpoint) -> None:
+        """Go on from a checkpoint. Raises `EngineFault` when it is of another model."""
+        self.model.restore(_under(PARAMETER, saved.tensors))
+        self.optimizer.restore(_under(MOMENT, saved.tensors))
+        self.optimizer.zero_grad()
+        torch.set_rng_state(saved.tensors[RNG])
+
+    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
+        """Write the model as it is now as a policy version; see `export.export`. Training is not disturbed."""
+        return export(root, version, trainer_epoch, self.model, self.files, tokenizer)
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
+    return {
+        **reward_metrics(groups),
+        "groups": float(len(groups)),
+        "groups_without_signal": float(sum(not group.signal for group in batch.groups)),
+        "episodes": float(sum(len(group.episodes) for group in groups)),
+        "episodes_left_out": float(len(batch.left_out)),
+        "calls": float(batch.calls),
+        "merged_share": batch.merged_calls / max(batch.calls, 1),
+        "tokens_trained": float(batch.terms),
+    }

@@ -1,0 +1,104 @@
+"""Logprobs of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
+
+Full logits of a batch are the largest tensor in training by far. Here they exist for a few rows at once, and in the
+backward pass once more only if the output matrix itself is trained.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeadPlan:
+    """Which of U hidden states predicts each of N targets (`head_of_term_N` never decreases), at which temperature."""
+
+    head_of_term_N: Tensor
+    targets_N: Tensor
+    temperatures_U: Tensor
+    rows_max: int
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """Slices of heads, each with its slice of terms."""
+        heads = len(self.temperatures_U)
+        starts = torch.arange(0, heads, self.rows_max, device=self.head_of_term_N.device)
+        edges = [*torch.searchsorted(self.head_of_term_N, starts).tolist(), len(self.targets_N)]
+        return [
+            (slice(start, min(start + self.rows_max, heads)), slice(edges[index], edges[index + 1]))
+            for index, start in enumerate(starts.tolist())
+        ]
+
+
+def chosen_logprobs(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N] (no gradient).
+
+    Computed in float32 whatever the inputs are.
+    """
+    logprobs_N, entropy_U = _ChosenLogprobs.apply(hidden_UH, weight_VH, head)  # type: ignore[no-untyped-call]
+    return logprobs_N, entropy_U[head.head_of_term_N]
+
+
+def _logits(hidden_UH: Tensor, weight_VH: Tensor, temperatures_U: Tensor) -> Tensor:
+    return (hidden_UH @ weight_VH.t()).float() / temperatures_U[:, None]
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """d logprob_n / d hidden_u = (W[target_n] - p_u W) / temperature_u, so p_u W is all that backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan) -> tuple[Tensor, Tensor]:
+        wide_VH = _wide(weight_VH)
+        logprobs_N = torch.empty(len(head.targets_N), dtype=torch.float32, device=hidden_UH.device)
+        entropy_U = torch.empty(len(hidden_UH), dtype=torch.float32, device=hidden_UH.device)
+        needs_hidden = ctx.needs_input_grad[0]
+        expected_UH = torch.empty(hidden_UH.shape if needs_hidden else (0,), device=hidden_UH.device)
+        for heads, terms in head.slices():
+            logits_UV = _logits(hidden_UH[heads].to(wide_VH.dtype), wide_VH, head.temperatures_U[heads])
+            total_U = logits_UV.logsumexp(dim=1)
+            at_N = head.head_of_term_N[terms] - heads.start
+            logprobs_N[terms] = logits_UV[at_N, head.targets_N[terms]] - total_U[at_N]
+            probs_UV = torch.softmax(logits_UV, dim=1)
+            entropy_U[heads] = total_U - (probs_UV * logits_UV).sum(dim=1)
+            if needs_hidden:
+                expected_UH[heads] = (probs_UV.to(wide_VH.dtype) @ wide_VH).float()
+        ctx.save_for_backward(hidden_UH, weight_VH, expected_UH)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropy_U)
+        return logprobs_N, entropy_U
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden_UH, weight_VH, expected_UH = ctx.saved_tensors
+        head: HeadPlan = ctx.head
+        at_N, targets_N = head.head_of_term_N, head.targets_N
+        grad_U = grad_N.new_zeros(len(hidden_UH)).index_add_(0, at_N, grad_N)
+        grad_hidden = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            chosen_NH = weight_VH[targets_N].float() * grad_N[:, None]
+            pulled_UH = torch.zeros_like(expected_UH).index_add_(0, at_N, chosen_NH)
+            pulled_UH -= grad_U[:, None] * expected_UH
+            grad_hidden = (pulled_UH / head.temperatures_U[:, None]).to(hidden_UH.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grad_N, grad_U)
+        return grad_hidden, grad_weight, None
+
+
+def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grad_N: Tensor, grad_U: Tensor) -> Tensor:
+    wide_VH = _wide(weight_VH)
+    total_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
+    for heads, terms in head.slices():
+        slice_UH = hidden_UH[heads].to(wide_VH.dtype)
+        logits_UV = _logits(slice_UH, wide_VH, head.temperatures_U[heads])
+        grads_UV = torch.softmax(logits_UV, dim=1).mul_(-grad_U[heads, None])
+        at_N = head.head_of_term_N[terms] - heads.start
+        grads_UV.index_put_((at_N, head.targets_N[terms]), grad_N[terms], accumulate=True)
+        grads_UV /= head.temperatures_U[heads, None]
+        total_VH += (grads_UV.to(wide_VH.dtype).t() @ slice_UH).float()
+    return total_VH.to(weight_VH.dtype)
+
+
+def _wide(weight_VH: Tensor) -> Tensor:
+    """float32 on a CPU, where it costs nothing and saves logits from bfloat16's three digits."""
+    return weight_VH.float() if weight_VH.device.type == "cpu" else weight_VH

@@ -1,0 +1,89 @@
+"""The optimizer: AdamW over named parameters, gradient clipping, and the learning rate of each step."""
+
+from collections.abc import Mapping
+from math import cos, isfinite, pi
+
+import torch
+from torch import Tensor, nn
+
+from bombus.errors import EngineFault
+from bombus_trainer.settings import Schedule, TrainerSettings
+
+
+def learning_rate(step: int, settings: TrainerSettings) -> float:
+    """The rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
+
+    Warm-up step k of w has k / w of the rate; decay begins behind it and ends at `total_steps`.
+    """
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if step <= warmup:
+        return peak * step / warmup
+    if settings.schedule == Schedule.CONSTANT or settings.total_steps == 0:
+        return peak
+    span = max(settings.total_steps - warmup, 1)
+    progress = min((step - warmup - 1) / span, 1.0)
+    if settings.schedule == Schedule.LINEAR:
+        return peak * (1.0 - progress)
+    return peak * 0.5 * (1.0 + cos(pi * progress))
+
+
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2017, arXiv:1711.05101). Matrices decay, vectors (norms, biases) do not."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], settings: TrainerSettings) -> None:
+        self.parameters = dict(parameters)
+        self._settings = settings
+        matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adam = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            fused=True,
+        )
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad(set_to_none=True)
+
+    def step(self, rate: float) -> float:
+        """Clip, update at this learning rate, forget the gradients. Returns the gradients' norm before clipping.
+
+        Raises `EngineFault`, and changes nothing, when a gradient is not finite.
+        """
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.grad_clip))
+        if not isfinite(norm):
+            self.zero_grad()
+            raise EngineFault(f"the gradients are not finite (their norm is {norm})")
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        self._adam.step()
+        self.zero_grad()
+        return norm
+
+    def state(self) -> dict[str, Tensor]:
+        """`<parameter>.<moment>` -> tensor. Empty before the first update."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            for key, value in self._adam.state.get(parameter, {}).items():
+                tensors[f"{name}.{key}"] = value
+        return tensors
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave. Raises `EngineFault` when it belongs to other parameters."""
+        self._adam.state.clear()
+        if not tensors:
+            return
+        for name, parameter in self.parameters.items():
+            moments = {key: tensors.get(f"{name}.{key}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            average = moments["exp_avg"]
+            if any(value is None for value in moments.values()) or average is None:
+                raise EngineFault(f"the checkpoint has no optimizer state for {name}")
+            if average.shape != parameter.shape:
+                raise EngineFault(f"the checkpoint's {name} has shape {tuple(average.shape)}")
+            self._adam.state[parameter] = {
+                key: value.to(parameter.device) for key, value in moments.items() if value is not None
+            }

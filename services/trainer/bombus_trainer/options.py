@@ -1,0 +1,32 @@
+"""What a trainer process is told when it starts: whose steps it makes, and what its machine can bear."""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from bombus.subjects import check_name
+
+
+class TrainerOptions(BaseModel):
+    """`folder` holds checkpoints and weights; the replicas must see it under the same path."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    engine: str = "main"
+    folder: Path
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
+    allow_download: bool = False
+    retry_s: float = Field(default=1.0, gt=0.0, le=600.0, description="after the first failure of a step")
+    retry_s_max: float = Field(default=30.0, gt=0.0, le=3600.0)
+
+    @field_validator("engine")
+    @classmethod
+    def _engine_is_a_name(cls, engine: str) -> str:
+        return check_name(engine, "engine")
+
+    @field_validator("folder")
+    @classmethod
+    def _folder_is_absolute(cls, folder: Path) -> Path:
+        """The log names files in it: they must be found from any working directory."""
+        return folder.absolute()

@@ -1,0 +1,72 @@
+"""Reads the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bombus.bus import Bus
+from bombus.errors import LogCorrupted
+from bombus.events import BatchEpisode, BatchReady
+from bombus.records import CallRecord, CallRef, decode_record
+from bombus_trainer.batch import EpisodeCalls, Group
+
+ANCESTORS_MAX = 4096
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """`lost` says of each episode that was left out why."""
+
+    groups: tuple[Group, ...]
+    lost: dict[str, str]
+
+
+async def read_batch(bus: Bus, batch: BatchReady) -> ReadBatch:
+    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`."""
+    try:
+        refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
+        known = await _read(bus, refs)
+    except LogCorrupted:
+        known = {}  # one of them is bad: read episode by episode to see which
+    groups: list[Group] = []
+    lost: dict[str, str] = {}
+    for group in batch.groups:
+        kept: list[EpisodeCalls] = []
+        for episode in group.episodes:
+            try:
+                kept.append(await _episode(bus, episode, known))
+            except LogCorrupted as error:
+                lost[episode.episode] = str(error)
+        groups.append(Group(group.task, tuple(kept)))
+    return ReadBatch(tuple(groups), lost)
+
+
+async def _episode(bus: Bus, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
+    missing = [ref for ref in episode.calls if ref not in known]
+    found = known | await _read(bus, missing) if missing else known
+    records = tuple(found[ref] for ref in episode.calls)
+    return EpisodeCalls(
+        episode=episode.episode,
+        reward=episode.reward,
+        records=records,
+        call_rewards=episode.call_rewards,
+        context=await _ancestors(bus, records),
+    )
+
+
+async def _ancestors(bus: Bus, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
+    """Parents that do not belong to the episode (cut off, or late), and theirs."""
+    have = {record.id for record in records}
+    context: list[CallRecord] = []
+    frontier: Sequence[CallRecord] = records
+    while wanted := {record.parent for record in frontier if record.parent and record.parent.id not in have}:
+        if len(context) + len(wanted) > ANCESTORS_MAX:
+            raise LogCorrupted(f"an episode has more than {ANCESTORS_MAX} parents that are not its own calls")
+        frontier = list((await _read(bus, sorted(wanted, key=lambda ref: ref.seq))).values())
+        context += frontier
+        have |= {record.id for record in frontier}
+    return tuple(context)
+
+
+async def _read(bus: Bus, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
+    stored = await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in refs])
+    return {ref: decode_record(message.data, ref) for ref, message in zip(refs, stored, strict=True)}

@@ -1,0 +1,120 @@
+"""What the trainer can be told, checked at birth."""
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from bombus.errors import EngineFault
+from bombus.run_config import RunConfig
+
+
+class Precision(StrEnum):
+    """Of the exported weights, and of the frozen base under LoRA.
+
+    `auto` exports in the precision that the model came in and, on a CPU, computes in float32: without AMX a CPU
+    multiplies bfloat16 matrices at a quarter of the speed. Weights that are trained are always kept in float32: a
+    step is often smaller than bfloat16 can tell apart.
+    """
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Schedule(StrEnum):
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class Estimator(StrEnum):
+    GRPO = "grpo"
+    RLOO = "rloo"
+    OPO = "opo"
+
+
+class Aggregation(StrEnum):
+    EPISODE = "episode"
+    TOKEN = "token"
+
+
+class TrainerSettings(BaseModel):
+    """Everything that decides what a step computes. Token counts are per micro-batch unless they say otherwise."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    precision: Precision = Precision.AUTO
+    gradient_checkpointing: bool = False
+
+    lora_rank: int = Field(default=0, ge=0, le=1024, description="0: full fine-tuning")
+    lora_alpha: float = Field(default=16.0, gt=0.0, le=65_536.0)
+    lora_targets: tuple[str, ...] = Field(default=(), description="names of linear layers; none: all of them")
+
+    learning_rate: float = Field(default=1e-6, ge=0.0, le=1.0)
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
+    schedule: Schedule = Schedule.CONSTANT
+    total_steps: int = Field(default=0, ge=0, le=10_000_000, description="where decay ends; 0: no decay")
+    weight_decay: float = Field(default=0.01, ge=0.0, le=1.0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    grad_clip: float = Field(default=1.0, gt=0.0, le=1e6)
+
+    mini_batch_num: int = Field(default=1, ge=1, le=1024, description="updates for each pass over a batch")
+    ppo_epochs: int = Field(default=1, ge=1, le=64, description="passes over a batch")
+    estimator: Estimator = Estimator.GRPO
+    normalise_std: bool = True
+    aggregation: Aggregation = Aggregation.EPISODE
+    clip_low: float = Field(default=0.2, ge=0.0, lt=1.0)
+    clip_high: float = Field(default=0.2, ge=0.0, le=10.0)
+    importance_cap: float = Field(default=2.0, ge=0.0, le=100.0, description="0: no correction for the sampler")
+    kl_coef: float = Field(default=0.0, ge=0.0, le=100.0)
+
+    bin_tokens: int = Field(default=4096, ge=16, le=1 << 24)
+    share_prefixes: bool = True
+    shared_tokens_min: int = Field(default=16, ge=1, le=4096)
+    logits_bytes_max: int = Field(default=128 << 20, ge=1 << 16, le=1 << 36, description="the largest slice of logits")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates for each batch."""
+        return self.mini_batch_num * self.ppo_epochs
+
+    @classmethod
+    def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 4096) -> Self:
+        """What a job asks of this trainer. `bin_tokens_max` is this machine's: a bin has to fit its memory.
+
+        Raises `EngineFault` for what only another backend can do.
+        """
+        asked = job.trainer
+        if asked.backend != "torch":
+            raise EngineFault(f"trainer.backend {asked.backend!r} is not this trainer: it is the torch backend")
+        everything = asked.target_modules in ("all-linear", "all")
+        names = () if everything else tuple(name.strip() for name in asked.target_modules.split(","))
+        return cls(
+            seed=job.model.seed,
+            device=device,
+            precision=Precision(job.model.dtype),
+            gradient_checkpointing=asked.gradient_checkpointing,
+            lora_rank=asked.lora_rank,
+            lora_alpha=asked.lora_alpha,
+            lora_targets=names,
+            learning_rate=asked.lr,
+            warmup_steps=asked.warmup_steps,
+            schedule=Schedule(asked.lr_schedule),
+            total_steps=asked.total_steps,
+            weight_decay=asked.weight_decay,
+            betas=asked.betas,
+            grad_clip=asked.grad_clip,
+            mini_batch_num=asked.mini_batch_num,
+            ppo_epochs=asked.ppo_epochs,
+            estimator=Estimator(asked.adv_estimator),
+            normalise_std=asked.normalise_by_std,
+            aggregation=Aggregation(asked.loss_aggregation),
+            clip_low=asked.clip_low,
+            clip_high=asked.clip_high,
+            importance_cap=asked.tis_clip,
+            kl_coef=asked.kl_coef,
+            bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),
+        )

@@ -1,0 +1,112 @@
+"""Writes safetensors files in one pass, hashing what is written: no second copy in memory, no second read.
+
+The format: a little-endian uint64, that many bytes of JSON (name -> dtype, shape, byte range), then the data.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ALIGN = 8
+CHUNK_BYTES = 16 << 20
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.uint8: "U8",
+}
+
+
+@dataclass(frozen=True)
+class Written:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A tensor that will be written: its dtype and shape, before its values are made."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for extent in self.size:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+def write_tensors(
+    path: Path,
+    shapes: Mapping[str, Shape],
+    tensors: Iterable[tuple[str, Tensor]],
+    durable: bool,
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write `tensors` in the order of `shapes`, each made only when its turn comes. `durable`: fsync the file."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, shape in shapes.items():
+        header[name] = {
+            "dtype": _NAMES[shape.dtype],
+            "shape": list(shape.size),
+            "data_offsets": [end, end + shape.bytes],
+        }
+        end += shape.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGN)
+    seal = sha256()
+    size = 0
+    expected = iter(shapes.items())
+    with path.open("wb", buffering=0) as file:
+        for part in (struct.pack("<Q", len(text)), text):
+            seal.update(part)
+            size += file.write(part)
+        for name, tensor in tensors:
+            wanted, shape = next(expected)
+            if name != wanted or tensor.dtype != shape.dtype or tuple(tensor.shape) != shape.size:
+                raise ValueError(f"tensor {name} is not the {wanted} that was announced")
+            data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                seal.update(chunk)
+                size += _write_all(file.fileno(), chunk)
+        if next(expected, None) is not None:
+            raise ValueError("fewer tensors than announced")
+        if durable:
+            os.fsync(file.fileno())
+    return Written(size, seal.hexdigest())
+
+
+def _write_all(descriptor: int, data: memoryview) -> int:
+    done = 0
+    while done < len(data):
+        done += os.write(descriptor, data[done:])
+    return done
+
+
+def file_sha256(path: Path) -> str:
+    seal = sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(CHUNK_BYTES):
+            seal.update(chunk)
+    return seal.hexdigest()
+
+
+def fsync_folder(path: Path) -> None:
+    """Make names in a folder durable: a rename is only as safe as the folder that records it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,5 @@
+import sys
+
+from bombus.cli import main
+
+sys.exit(main())

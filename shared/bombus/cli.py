@@ -1,0 +1,96 @@
+"""The `bombus` command: each subcommand lives with what it runs, and is imported only when it is asked for."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+DEFAULT_NATS = "nats://127.0.0.1:4222"
+
+
+class Command(msgspec.Struct, frozen=True):
+    module: str
+    help: str
+    extra: str
+
+
+COMMANDS = {
+    "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
+    "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
+    "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
+    "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
+    "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),
+    "gateway": Command("bombus_gateway.cli", "run a gateway alone", "gateway"),
+    "trainer": Command("bombus_trainer.cli", "run a trainer alone", "trainer"),
+    "inference": Command("bombus_inference.cli", "run an inference replica alone", "inference"),
+}
+
+
+class Module(Protocol):
+    """What a subcommand's module has: its arguments, and what runs them (returning the exit code)."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
+    """Where the hive is: what every service and tool needs to know."""
+    parser.add_argument(
+        "--nats",
+        metavar="URL",
+        default=os.environ.get("BOMBUS_NATS", DEFAULT_NATS),
+        help="the bus (default: $BOMBUS_NATS or %(default)s)",
+    )
+    parser.add_argument("--hive", default=os.environ.get("BOMBUS_HIVE", "main"), help="its name (default: %(default)s)")
+    add_log_argument(parser)
+
+
+def add_log_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", default="main", help="the engine it works for (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: one for each core")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="bombus", description="A swarm server for agentic reinforcement learning of language models."
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
+    parser.epilog = "commands: " + "; ".join(f"{name}: {command.help}" for name, command in COMMANDS.items())
+    first, rest = words[:1], words[1:]
+    known = parser.parse_args(first)
+    if known.version:
+        from importlib.metadata import version
+
+        print(version("bombus"))
+        return 0
+    if known.command is None:
+        parser.print_help()
+        return 2
+    return _run(known.command, rest)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    command = COMMANDS[name]
+    try:
+        module: Module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        print(f"bombus {name} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
+        return 1
+    parser = argparse.ArgumentParser(prog=f"bombus {name}", description=f"{command.help.capitalize()}.")
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(words))
+    except KeyboardInterrupt:
+        return 130

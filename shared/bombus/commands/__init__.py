@@ -1,0 +1,1 @@
+"""Subcommands of `bombus` that belong to no service."""

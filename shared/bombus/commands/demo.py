@@ -1,0 +1,119 @@
+"""`bombus demo`: a hive, a model that learns in it, and a picture of how."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from bombus.demo.games import Game, Letters
+from bombus.demo.training import Curve, Plan
+from bombus.errors import BombusError
+from bombus.sdk.job import Job
+
+BEGAN = time.monotonic()
+TINY_THRESHOLDS = (0.5, 0.8, 0.9)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tiny", action="store_true", help="a model of 0.4 M parameters, from scratch, in a minute")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=None, help="of training at most (default: 5, or 2 if --tiny)")
+    parser.add_argument("--out", type=Path, default=None, help="where everything is kept (default: runs/demo-<time>)")
+    parser.add_argument("--turns", type=int, choices=(1, 2), default=None, help="only this form of the tiny task")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = arguments.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        if arguments.tiny:
+            turns = [arguments.turns] if arguments.turns else [1, 2]
+            return max(_tiny(out, form, arguments.seed, arguments.minutes or 2.0) for form in turns)
+        return _main(out, arguments.seed, arguments.minutes or 5.0)
+    except BombusError as error:
+        print(f"bombus demo: {error}", file=sys.stderr)
+        return 1
+
+
+# ---- the tiny model ---------------------------------------------------------------------------------------------
+
+
+def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
+    began = BEGAN if turns == 1 else time.monotonic()
+    game = Letters(turns)
+    plan = Plan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes, stop_at=0.9)
+    job = Job(
+        model="tiny",
+        batch_size=plan.batch_size,
+        num_repeat=plan.num_repeat,
+        max_prompt_length=256,
+        max_response_length=200,
+        max_response_length_in_one_turn=64,
+        max_model_len=512,
+        lr=2e-3,
+        bombus={"model": {"seed": seed}, "trainer": {"weight_decay": 0.0}},
+    )
+    curve, _ = asyncio.run(_train(out / f"tiny-{turns}", game, job, plan, began, measure=False, threads=1))
+
+    def shown(curve: Curve, threshold: float) -> str:
+        seconds = curve.seconds_to(threshold, lambda step: step.wall_s)
+        trained = curve.seconds_to(threshold, lambda step: step.training_s)
+        if seconds is None or trained is None:
+            return f"reward {threshold}: not reached"
+        return f"reward {threshold}: {seconds:5.1f} s from the start, {trained:5.1f} s of training"
+
+    print(f"\n{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
+    for threshold in TINY_THRESHOLDS:
+        print("  " + shown(curve, threshold))
+    steps, seconds = len(curve.steps), curve.steps[-1].training_s
+    episodes = sum(step.episodes for step in curve.steps)
+    print(f"  {steps} steps, {episodes} episodes, {episodes / seconds:.0f} episodes per second of training")
+    return 0 if curve.smoothed() >= plan.stop_at else 1
+
+
+# ---- the bundled model ------------------------------------------------------------------------------------------
+
+
+def _main(out: Path, seed: int, minutes: float) -> int:
+    raise NotImplementedError
+
+
+# ---- both -------------------------------------------------------------------------------------------------------
+
+
+async def _train(
+    out: Path, game: Game, job: Job, plan: Plan, began: float, measure: bool, threads: int = 0
+) -> tuple[Curve, Path]:
+    """Start a hive, train in it, keep its weights. Returns the curve and the folder of the newest weights."""
+    from bombus.demo import hive
+    from bombus.demo.display import Display
+    from bombus.demo.player import Player
+    from bombus.demo.training import Training
+    from bombus.sdk.aio import AsyncSwarmClient
+
+    with Display(game.title, plan.train_s, every=10 if not measure else 1) as display:
+        display.say("starting the hive")
+        async with hive.running(out, threads) as url, AsyncSwarmClient(url) as client:
+            display.say("loading the model")
+            await client.auto_sync_train_config_and_start_engine(job)
+            player = Player(client, game)
+            training = Training(player, plan, display, began)
+            try:
+                curve = await training.run(measure)
+            finally:
+                await player.close()
+            (out / "curve.json").write_text(json.dumps(curve.to_json()))
+            weights = _keep_weights(out)
+    return curve, weights
+
+
+def _keep_weights(out: Path) -> Path:
+    """Copy the newest weights out of the hive's folder, where only two versions are kept."""
+    newest = max((out / "hive" / "engines").rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    kept = out / "model"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(newest.parent, kept)
+    return kept

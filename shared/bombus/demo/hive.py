@@ -1,0 +1,71 @@
+"""A hive for the length of a demo: `bombus up` as a child process."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bombus.errors import BombusError
+
+READY_S = 180.0
+STOP_S = 60.0
+
+
+class HiveFailed(BombusError):
+    """The hive did not come up; the end of its log says why."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def running(folder: Path, threads: int = 0, port: int = 0) -> AsyncIterator[str]:
+    """Start a hive whose data is under `folder`; give its URL; stop it and wait until it is gone.
+
+    Raises `HiveFailed` when it is not ready in time. Its log is `folder/hive.log`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = port or free_port()
+    command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", str(folder / "hive")]
+    command += ["--threads", str(threads)]
+    log_path = folder / "hive.log"
+    with log_path.open("ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, "BOMBUS_PARENT": str(os.getpid())},
+            start_new_session=True,
+        )
+    try:
+        yield await _url(process, log_path)
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+
+
+async def _url(process: asyncio.subprocess.Process, log_path: Path) -> str:
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(READY_S):
+            while line := await process.stdout.readline():
+                if line.startswith(b"ready "):
+                    return line.split()[1].decode()
+    except TimeoutError:
+        pass
+    tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
+    raise HiveFailed(f"the hive did not come up; {log_path} ends with:\n{tail}")

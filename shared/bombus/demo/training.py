@@ -1,0 +1,189 @@
+"""The training loop of a client: play, report, wait for the next weights; and now and then, measure."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.demo.games import Played, Question
+from bombus.demo.player import Player
+
+PLAYED_AT_ONCE_MAX = 128
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out questions, greedily. `training_s` is the time spent on training before, evaluation left out."""
+
+    version: int
+    training_s: float
+    reward: float
+    exact: float
+    answers: tuple[str, ...] = ()
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch of training episodes, played by policy version `version`."""
+
+    version: int
+    training_s: float
+    wall_s: float
+    reward: float
+    exact: float
+    episodes: int
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Train until `steps` are made or `train_s` is over or `stop_at` is reached by the last ten batches' mean."""
+
+    batch_size: int
+    num_repeat: int
+    seed: int = 0
+    steps: int = 1_000_000
+    train_s: float = 300.0
+    stop_at: float = 2.0
+    measure_every_s: float = 60.0
+
+
+class Curve(msgspec.Struct, kw_only=True):
+    steps: list[Stepped] = []
+    measured: list[Measured] = []
+
+    def smoothed(self) -> float:
+        """Mean reward of the last ten batches; 0 before there are ten."""
+        last = self.steps[-10:]
+        return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
+
+    def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
+        """When the mean of ten batches first reached `reward`."""
+        for index in range(9, len(self.steps)):
+            if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
+                return of(self.steps[index])
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "steps": [msgspec.to_builtins(step) for step in self.steps],
+            "measured": [msgspec.to_builtins(point) for point in self.measured],
+        }
+
+
+class Watcher:
+    """What a display implements. This one shows nothing."""
+
+    def measuring(self, done: int, total: int) -> None: ...
+
+    def measured(self, point: Measured) -> None: ...
+
+    def stepped(self, step: Stepped) -> None: ...
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+class Clock:
+    """Seconds that ran between `go` and `pause`."""
+
+    def __init__(self) -> None:
+        self._before = 0.0
+        self._since: float | None = None
+
+    def go(self) -> None:
+        self._since = self._since if self._since is not None else time.monotonic()
+
+    def pause(self) -> None:
+        self._before, self._since = self.seconds, None
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (time.monotonic() - self._since if self._since is not None else 0.0)
+
+
+class Training:
+    """`began` is when the command started, on the monotonic clock."""
+
+    def __init__(self, player: Player, plan: Plan, watcher: Watcher, began: float) -> None:
+        self.player = player
+        self.plan = plan
+        self.watcher = watcher
+        self.curve = Curve()
+        self.trained = Clock()
+        self._began = began
+        self._rng = random.Random(plan.seed)
+
+    async def run(self, measure: bool = True) -> Curve:
+        """Measure, train, measure in between, and measure again."""
+        plan = self.plan
+        if measure:
+            await self.measure()
+        next_measure = plan.measure_every_s
+        for _ in range(plan.steps):
+            if self.trained.seconds >= plan.train_s or self.curve.smoothed() >= plan.stop_at:
+                break
+            await self.step()
+            if measure and next_measure <= self.trained.seconds < plan.train_s:
+                next_measure += plan.measure_every_s
+                await self.measure()
+        if measure:
+            await self.measure()
+        return self.curve
+
+    async def step(self) -> None:
+        """Play one batch: `batch_size` questions, `num_repeat` episodes each.
+
+        The hive trains as soon as it is complete; the next claim waits for the weights, on the same clock.
+        """
+        self.trained.go()
+        played: list[Played] = []
+        left = [question for question in self._draw() for _ in range(self.plan.num_repeat)]
+        version = -1
+        while left:
+            claimed = await self.player.claim(min(len(left), PLAYED_AT_ONCE_MAX))
+            if version < 0:
+                version = await self.player.client.get_global_step()
+            part = await self.player.play(claimed, left[: len(claimed)])
+            played += part
+            # Episodes that were lost to infrastructure are played again: a batch wants its exact number.
+            left = left[len(part) :]
+        step = Stepped(
+            version=version,
+            training_s=self.trained.seconds,
+            wall_s=time.monotonic() - self._began,
+            reward=mean([result.reward for result in played]),
+            exact=mean([result.exact for result in played]),
+            episodes=len(played),
+        )
+        self.curve.steps.append(step)
+        self.watcher.stepped(step)
+
+    def _draw(self) -> list[Question]:
+        """Different questions for one batch: a task's episodes are one group."""
+        drawn: dict[str, Question] = {}
+        while len(drawn) < self.plan.batch_size:
+            question = self.player.game.training(self._rng)
+            drawn.setdefault(question.id, question)
+        return list(drawn.values())
+
+    async def measure(self) -> None:
+        """Play the held-out questions greedily, as evaluation episodes. The training clock stands still."""
+        questions = self.player.game.held_out()
+        played: list[Played] = []
+        version = 0
+        for start in range(0, len(questions), PLAYED_AT_ONCE_MAX):
+            part = questions[start : start + PLAYED_AT_ONCE_MAX]
+            claimed = await self.player.claim(len(part), "eval")
+            self.trained.pause()  # the step before it is trained and loaded, or nothing could be claimed
+            self.watcher.measuring(start, len(questions))
+            version = await self.player.client.get_global_step()
+            played += await self.player.play(claimed, part, temperature=0.0)
+        point = Measured(
+            version=version,
+            training_s=self.trained.seconds,
+            reward=mean([result.reward for result in played]),
+            exact=mean([result.exact for result in played]),
+            answers=tuple(result.answer for result in played),
+        )
+        self.curve.measured.append(point)
+        self.watcher.measured(point)

@@ -1,0 +1,236 @@
+"""Reads a job's document: AgentJet's YAML (`ajet:`) and our own block (`bombus:`), and writes it.
+
+What is wrong with one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from bombus.errors import Code, Refused
+from bombus.run_config import GROUPS, RolloutConfig, RunConfig, Tree, shown, validated
+
+__all__ = [
+    "AJET_KEYS",
+    "LENGTHS",
+    "RunConfig",
+    "Tree",
+    "derive_lengths",
+    "parse_job",
+    "read_document",
+    "read_job_file",
+    "to_yaml",
+]
+
+JOB_BYTES_MAX = 256 << 10
+IGNORED_MAX = 200
+
+# Where AgentJet keeps what we know too: its key below `ajet.` and our own.
+AJET_KEYS: dict[str, str] = {
+    "project_name": "experiment.project_name",
+    "experiment_name": "experiment.experiment_name",
+    "experiment_dir": "experiment.dir",
+    "model.path": "model.path",
+    "data.train_batch_size": "collection.batch_size",
+    "data.max_prompt_length": "rollout.max_prompt_length",
+    "data.max_response_length": "rollout.max_response_length",
+    "rollout.num_repeat": "rollout.num_repeat",
+    "rollout.max_env_worker": "rollout.max_env_worker",
+    "rollout.max_response_length_in_one_turn": "rollout.max_response_length_in_one_turn",
+    "rollout.max_model_len": "rollout.max_model_len",
+    "rollout.temperature": "rollout.temperature",
+    "rollout.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_bin",
+    "swarm_mode_sample_collection_method": "collection.method",
+    "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
+    "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
+    "trainer_common.mini_batch_num": "trainer.mini_batch_num",
+    "trainer_common.ppo_epochs": "trainer.ppo_epochs",
+    "trainer_common.kl_loss_coef": "trainer.kl_coef",
+    "trainer_common.optim.lr": "trainer.lr",
+    "trainer_common.optim.weight_decay": "trainer.weight_decay",
+    "trainer_common.optim.betas": "trainer.betas",
+    "trainer_common.optim.grad_clip": "trainer.grad_clip",
+    "trainer_common.optim.lr_scheduler_type": "trainer.lr_schedule",
+    "trainer_common.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "trainer_common.optim.total_training_steps": "trainer.total_steps",
+    "lora.lora_rank": "trainer.lora_rank",
+    "lora.lora_alpha": "trainer.lora_alpha",
+    "lora.target_modules": "trainer.target_modules",
+}
+_KL_SWITCH = "trainer_common.use_kl_loss"  # the coefficient counts only while this is not off
+_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
+LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
+
+
+def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
+    """The configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
+
+    Keys below `ajet` are AgentJet's; the groups below `bombus` are ours, by our names, and win. Of the four
+    lengths any may be given: the rest follows. Raises `Refused(BAD_CONFIG)`.
+    """
+    tree = read_document(document) if isinstance(document, str) else document
+    given: Tree = {}
+    names: dict[str, str] = {}  # our path -> as the document has it
+    ignored: list[str] = []
+    kl_is_on = True
+    for path, value in _leaves(tree.get("ajet"), "ajet"):
+        target = AJET_KEYS.get(path)
+        unset = target in _MINUS_ONE_IS_UNSET and value == -1
+        if path == _KL_SWITCH:
+            kl_is_on = value is not False
+        elif target is None and not (path == "backbone" and value == "torch"):
+            ignored.append(f"ajet.{path}")
+        elif target is not None and value is not None and not unset:
+            group, _, field = target.partition(".")
+            given.setdefault(group, {})[field] = value
+            names[target] = f"ajet.{path}"
+    if not kl_is_on:
+        given.get("trainer", {}).pop("kl_coef", None)
+    for group, fields in _own_block(tree.get("bombus")).items():
+        for field, value in fields.items():
+            given.setdefault(group, {})[field] = value
+            names[f"{group}.{field}"] = f"bombus.{group}.{field}"
+    ignored += [str(key) for key in tree if key not in ("ajet", "bombus", "hydra", "defaults")]
+    _derive_lengths(given.setdefault("rollout", {}))
+    config = validated(given, names)
+    return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+
+
+def read_document(text: str) -> Tree:
+    """The mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
+
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`.
+    """
+    if len(text) > JOB_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"a job of {len(text)} characters is over the limit of {JOB_BYTES_MAX}")
+    try:
+        tree = _json_or_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise Refused(Code.BAD_CONFIG, f"the job is not valid YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise Refused(Code.BAD_CONFIG, "the job must be a mapping with `ajet:` or `bombus:` at its top")
+    return tree
+
+
+def _json_or_yaml(text: str) -> object:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass  # a flow mapping of YAML may begin like that too
+    try:
+        import yaml
+    except ImportError:
+        raise Refused(
+            Code.BAD_CONFIG, "reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON"
+        ) from None
+    try:
+        return cast(object, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
+    """The keys of AgentJet's block, as dotted paths. A subtree without anything we know comes as one leaf."""
+    if tree is None:
+        return
+    if not isinstance(tree, Mapping):
+        raise Refused(Code.BAD_CONFIG, f"{name} must be a mapping, not {shown(tree)}")
+    inner = {".".join(key.split(".")[:depth]) for key in AJET_KEYS for depth in range(1, key.count(".") + 1)}
+    todo: list[tuple[str, Mapping[object, object]]] = [("", tree)]
+    while todo:
+        stem, branch = todo.pop()
+        for key, value in branch.items():
+            path = f"{stem}{key}"
+            if path in inner and isinstance(value, Mapping):
+                todo.append((f"{path}.", value))
+            elif path in inner and value is not None:
+                raise Refused(Code.BAD_CONFIG, f"{name}.{path} must be a mapping, not {shown(value)}")
+            else:
+                yield path, value
+
+
+def _own_block(tree: object) -> dict[str, Mapping[str, object]]:
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise Refused(Code.BAD_CONFIG, f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
+    block: dict[str, Mapping[str, object]] = {}
+    for group, fields in tree.items():
+        if group not in GROUPS:
+            raise Refused(Code.BAD_CONFIG, f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
+        if not isinstance(fields, Mapping):
+            raise Refused(Code.BAD_CONFIG, f"bombus.{group} must be a mapping, not {shown(fields)}")
+        block[group] = fields
+    return block
+
+
+def _derive_lengths(rollout: Tree) -> None:
+    """Fill in, from the lengths that were given, those that were not."""
+    given = {name: rollout[name] for name in LENGTHS if type(rollout.get(name)) is int}
+    if not given or any(name in rollout and name not in given for name in LENGTHS):
+        return
+    rollout.update(derive_lengths(given))
+
+
+def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
+    """All four lengths: those `given` as they are, the rest from `base` (the defaults) as far as it fits.
+
+    What does not fit at all is left for the configuration to refuse.
+    """
+    base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
+    turn = given.get("max_response_length_in_one_turn")
+    prompt = given.get("max_prompt_length")
+    response = given.get("max_response_length")
+    total = given.get("max_model_len")
+    if total is not None:
+        if prompt is None:
+            room = total - response if response is not None else total // 2
+            prompt = min(base["max_prompt_length"], room)
+        if response is None:
+            response = total - prompt
+    else:
+        prompt = base["max_prompt_length"] if prompt is None else prompt
+        response = max(base["max_response_length"], turn or 0) if response is None else response
+        total = prompt + response
+    if turn is None:
+        turn = min(base["max_response_length_in_one_turn"], response)
+    return dict(zip(LENGTHS, (prompt, response, turn, total), strict=True))
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+_PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9_]*$")
+
+
+def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
+    """YAML of nested mappings of scalars and short lists, without a library."""
+    lines = []
+    for key, value in tree.items():
+        head = " " * indent + (key if _PLAIN_KEY.match(key) else _scalar(key)) + ":"
+        if isinstance(value, Mapping) and value:
+            lines.append(head + "\n" + to_yaml(value, indent + 2))
+        else:
+            lines.append(f"{head} {_scalar(value)}\n")
+    return "".join(lines)
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, float):  # YAML 1.1 takes an exponent for a number only behind a decimal point
+        text = json.dumps(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
+
+
+def read_job_file(path: str | Path) -> Tree:
+    """The document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refused(Code.BAD_CONFIG, f"cannot read the job file {path}: {error}") from error
+    return read_document(text)

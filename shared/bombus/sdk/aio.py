@@ -1,0 +1,246 @@
+"""`AsyncSwarmClient`: the same client for asyncio. Each method is that of `SwarmClient`, which documents it."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import httpx
+
+from bombus.sdk import running, transport
+from bombus.sdk.core import Core, EpisodeEnd, Lost, Plan, Reply, Send
+from bombus.sdk.errors import SwarmError
+from bombus.sdk.job import JobLike, job_document
+from bombus.sdk.progress import Progress
+from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+
+log = logging.getLogger("bombus")
+
+T = TypeVar("T")
+
+
+class AsyncSwarmClient:
+    """`SwarmClient` with `await`; many tasks of one event loop may share it."""
+
+    def __init__(
+        self,
+        server_url: str,
+        verbose: bool = True,
+        *,
+        engine: str | None = None,
+        admin_key: str | None = None,
+        retry_s: float = 120.0,
+        traceparent: transport.Traceparent | None = None,
+        transport_: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        url = transport.base_url(server_url, engine)
+        self.server_url = server_url.rstrip("/")
+        self.verbose = verbose
+        self._core = Core(
+            self.server_url, time.monotonic, random.random, retry_s=retry_s, admin_key=transport.admin_key(admin_key)
+        )
+        self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(url))
+        self._traceparent = traceparent
+        self._sleep = sleep
+
+    @property
+    def client_uuid(self) -> str:
+        return self._core.client_uuid
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def __aenter__(self) -> "AsyncSwarmClient":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _run(self, plan: Plan[T]) -> T:
+        came: Reply | Lost | None = None
+        while True:
+            try:
+                wanted = plan.send(came)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            if isinstance(wanted, Send):
+                came = await self._send(wanted)
+            else:
+                await self._sleep(wanted.seconds)
+                came = None
+
+    async def _send(self, send: Send) -> Reply | Lost:
+        try:
+            response = await self._http.request(**transport.request_options(send, self._traceparent))
+        except httpx.TransportError as error:
+            return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+        return transport.reply_of(response)
+
+    # ---- episodes ---------------------------------------------------------------------------------------------
+
+    async def begin_episode(
+        self,
+        discard_episode_timeout: float = 240.0,
+        episode_type: EpisodeKind = "train",
+        throttle_policy: ThrottlePolicy | None = None,
+        *,
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> tuple[str, Credentials]:
+        return await self._run(
+            self._core.begin_episode(
+                discard_episode_timeout, episode_type, throttle_policy, max_wait_s, max_episode_time
+            )
+        )
+
+    async def begin_episodes(
+        self,
+        n: int,
+        discard_episode_timeout: float = 240.0,
+        episode_type: EpisodeKind = "train",
+        *,
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> list[Credentials]:
+        return await self._run(
+            self._core.begin_episodes(n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time)
+        )
+
+    async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
+        await self._run(self._core.end_episodes([(task, episode_uuid, workflow_output)]))
+
+    async def end_episodes(self, ends: Sequence[EpisodeEnd]) -> None:
+        await self._run(self._core.end_episodes(ends))
+
+    async def abort_episode(self, episode_uuid: str, *, infra: bool = False, detail: str = "") -> None:
+        await self._run(self._core.abort_episodes([episode_uuid], infra, detail))
+
+    async def abort_episodes(self, episode_uuids: Sequence[str], *, infra: bool = False, detail: str = "") -> None:
+        await self._run(self._core.abort_episodes(episode_uuids, infra, detail))
+
+    async def can_continue_episode(self, episode_uuid: str) -> bool:
+        return await self._run(self._core.can_continue_episode(episode_uuid))
+
+    async def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
+        return await self._run(self._core.touch_episodes(episode_uuids))
+
+    @asynccontextmanager
+    async def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> AsyncIterator[None]:
+        async def beat() -> None:
+            while True:
+                await asyncio.sleep(every_s)
+                try:
+                    await self.touch_episodes(episode_uuids)
+                except SwarmError as error:
+                    log.warning("a sign of life was not heard: %s", error)
+
+        beating = asyncio.create_task(beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+
+    # ---- the engine -------------------------------------------------------------------------------------------
+
+    async def get_engine_status(self) -> tuple[str, dict[str, Any]]:
+        return await self._run(self._core.get_engine_status())
+
+    async def get_global_step(self) -> int:
+        return int((await self._run(self._core.get_json("/get_engine_status")))["global_step"])
+
+    async def get_rollout_stat(self) -> PoolInformation:
+        return await self._run(self._core.get_rollout_stat())
+
+    async def sync_train_config(self, agent_jet_job: JobLike) -> None:
+        await self._run(self._core.sync_train_config(job_document(agent_jet_job)))
+
+    async def start_engine(self) -> None:
+        await self._run(self._core.start_engine())
+
+    async def stop_engine(self) -> None:
+        await self._run(self._core.stop_engine())
+
+    async def auto_sync_train_config_and_start_engine(
+        self, agent_jet_job: JobLike, force_restart: bool = False
+    ) -> None:
+        await self._run(self._core.auto_start(job_document(agent_jet_job), force_restart))
+
+    async def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> None:
+        await self._run(self._core.wait_for_status(wanted, timeout_s))
+
+    async def agree_sync_weight(self) -> None:
+        await self._run(self._core.agree_sync_weight())
+
+    async def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
+        return await self._run(self._core.post_json("/replay_latest_llm_call", {"episode_uuid": episode_uuid}))
+
+    # ---- running many ------------------------------------------------------------------------------------------
+
+    async def run_episodes_until_all_complete(
+        self,
+        tasks: Sequence[Task],
+        func: Callable[[Task], Awaitable[T]],
+        max_workers: int | None = None,
+        auto_retry: bool = True,
+    ) -> list[T | None]:
+        results: list[T | None] = [None] * len(tasks)
+        failures: dict[int, Exception] = {}
+        room = asyncio.Semaphore(running.workers_for(len(tasks), max_workers))
+
+        async def attempt(index: int) -> None:
+            delays = running.retry_delays(auto_retry)
+            async with room:
+                while True:
+                    try:
+                        results[index] = await func(tasks[index])
+                        break
+                    except Exception as error:  # the caller's code: whatever it raises must not stop the others
+                        delay = next(delays, None)
+                        log.warning("task %s failed%s: %r", tasks[index].task_id, running.again(delay), error)
+                        if delay is None:
+                            failures[index] = error
+                            break
+                    await self._sleep(delay)
+            progress.step(failed=index in failures)
+
+        with Progress(len(tasks), "episodes", shown=None if self.verbose else False) as progress:
+            async with asyncio.TaskGroup() as group:
+                for index in range(len(tasks)):
+                    group.create_task(attempt(index))
+        return running.all_or_raise(results, failures)
+
+    async def run_group(
+        self,
+        task: Task,
+        func: running.AsyncAgent,
+        n: int,
+        *,
+        discard_episode_timeout: float = 240.0,
+        episode_type: EpisodeKind = "train",
+    ) -> list[WorkflowOutput | None]:
+        claimed = await self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id)
+        outcome = running.GroupOutcome(task, claimed)
+
+        async def attempt(index: int) -> None:
+            try:
+                outcome.scored(index, await func(task, claimed[index]))
+            except Exception as error:  # the caller's code: the rest of the group goes on
+                outcome.failed(index, error)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(n):
+                    group.create_task(attempt(index))
+        except BaseException:
+            await self.abort_episodes([one.episode_uuid for one in claimed], detail="the client was interrupted")
+            raise
+        for episode, infra, detail in outcome.aborts():
+            await self.abort_episode(episode, infra=infra, detail=detail)
+        await self.end_episodes(outcome.ends())
+        return outcome.result()

@@ -1,0 +1,392 @@
+"""The client without its I/O: every operation is a plan, a generator that yields what is to be done.
+
+A driver (`client.py`, `aio.py`) carries out each `Send` and `Sleep` and sends back what came of it, so the logic of
+retries, waiting and deadlines is here once and tests without a network.
+"""
+
+import itertools
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from pydantic import BaseModel
+
+from bombus.errors import Code
+from bombus.sdk.errors import (
+    EngineOffline,
+    NoEpisode,
+    ServerBusy,
+    ServerFault,
+    ServerUnreachable,
+    SwarmError,
+    WrongPhase,
+    error_for,
+)
+from bombus.sdk.throttle import should_throttle
+from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+
+log = logging.getLogger("bombus")
+
+CLAIM_WAIT_S = 20.0  # how long the server holds one claim
+CLAIM_PAUSE_S = 1.0  # before the next one, where the server did not wait
+THROTTLE_PAUSE_S = 2.0
+POLL_S = 0.5
+GENERAL_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 600.0
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
+LIFETIMES = 2.0  # an episode may last this many times its idle limit, unless told otherwise
+BEGUN_MAX = 100_000
+
+OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
+ROLLING_POST, WEIGHT_SYNCING = "ENGINE.ROLLING_POST", "ENGINE.WEIGHT_SYNCING"
+CANNOT_CONNECT = "ENGINE.CANNOT_CONNECT"
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to make. The driver answers it with a `Reply` or a `Lost`."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: dict[str, str] = {}
+    timeout_s: float = GENERAL_TIMEOUT_S
+
+
+class Sleep(msgspec.Struct, frozen=True):
+    seconds: float
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    status: int
+    body: bytes
+    retry_after_s: float = 0.0
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """There was no reply: whether the request was carried out is not known."""
+
+    why: str
+
+
+T = TypeVar("T")
+Plan = Generator[Send | Sleep, Reply | Lost | None, T]
+Json = dict[str, Any]
+EpisodeEnd = tuple[Task, str, WorkflowOutput]
+
+
+class Core:
+    """One client's knowledge: who it is, and which episodes it has begun. Safe to use from many threads.
+
+    `server_url` is the hive's, without an engine's prefix. `clock` gives seconds that only grow, `jitter` numbers
+    from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+        *,
+        retry_s: float = 120.0,
+        admin_key: str = "",
+        client_uuid: str = "",
+    ) -> None:
+        self.server_url = server_url.rstrip("/")
+        self.client_uuid = client_uuid or str(uuid.uuid4())
+        self._clock = clock
+        self._jitter = jitter
+        self._retry_s = retry_s
+        self._admin_key = admin_key
+        self._lock = threading.Lock()
+        self._begun: dict[str, float] = {}  # episode: when its time is over
+        self._started_tasks: list[str] = []  # for throttling: those that this client has begun
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = GENERAL_TIMEOUT_S
+    ) -> Plan[Json]:
+        """Send until there is an answer, backing off while there is none. One id for all attempts, so a command
+        whose answer was lost is not carried out twice."""
+        headers = {"Content-Type": "application/json"}
+        if method == "POST":
+            headers["Idempotency-Key"] = uuid.uuid4().hex
+        if self._admin_key:
+            headers["Authorization"] = f"Bearer {self._admin_key}"
+        encoded = msgspec.json.encode(body or {}) if method == "POST" else b""
+        request = Send(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
+        began = self._clock()
+        for attempt in itertools.count():
+            reply = yield request
+            assert reply is not None
+            if isinstance(reply, Reply) and reply.status < 400:
+                return _object(reply)
+            error = _error_of(reply, path)
+            if not isinstance(error, ServerBusy | ServerUnreachable):
+                raise error
+            pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, Reply) else 0.0)
+            if self._clock() - began + pause > self._retry_s:
+                raise error
+            yield Sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _backoff(self, attempt: int, at_least_s: float) -> float:
+        """Twice as long each time, and up to half of it random, so that clients do not come back all at once."""
+        pause: float = min(BACKOFF_FIRST_S * 2 ** min(attempt, 20), BACKOFF_MAX_S)
+        return max(pause, at_least_s) * (1 + self._jitter() / 2)
+
+    # ---- claiming ---------------------------------------------------------------------------------------------
+
+    def begin_episodes(
+        self,
+        count: int,
+        discard_episode_timeout: float = 240.0,
+        episode_type: EpisodeKind = "train",
+        task_id: str = "",
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> Plan[list[Credentials]]:
+        """Claim `count` episodes, all or none, waiting as long as it takes or `max_wait_s`.
+
+        Raises `EngineOffline` when no engine runs, `NoEpisode` after `max_wait_s`.
+        """
+        claim_id = uuid.uuid4().hex
+        began = self._clock()
+        while True:
+            asked = self._clock()
+            left = CLAIM_WAIT_S if max_wait_s is None else began + max_wait_s - asked
+            wait_s = max(0.0, min(CLAIM_WAIT_S, left))
+            body = {
+                "client_uuid": self.client_uuid,
+                "claim_id": claim_id,
+                "count": count,
+                "episode_type": episode_type,
+                "discard_episode_timeout": float(discard_episode_timeout),
+                "wait_s": wait_s,
+                "waited_s": asked - began,
+                "task_id": task_id,
+            }
+            try:
+                reply = yield from self._request("POST", "/claim_episodes", body, wait_s + GENERAL_TIMEOUT_S)
+            except SwarmError as error:
+                if error.code != Code.OTHER_CLAIM:
+                    raise
+                claim_id = uuid.uuid4().hex  # its answer was lost for so long that its episodes went back
+                continue
+            if reply.get("success"):
+                return self._credentials(reply, max_episode_time or LIFETIMES * discard_episode_timeout)
+            why = str(reply.get("fail_cause", ""))
+            if reply.get("engine_status") == OFFLINE:
+                raise EngineOffline(why, str(reply.get("code", "")), 200)
+            now = self._clock()
+            if max_wait_s is not None and now >= began + max_wait_s:
+                raise NoEpisode(why, str(reply.get("code", "")), 200)
+            if now - asked < wait_s / 2:
+                yield Sleep(CLAIM_PAUSE_S * (1 + self._jitter()))
+
+    def _credentials(self, reply: Json, lifetime_s: float) -> list[Credentials]:
+        model = str(reply.get("model", ""))
+        claimed = [
+            Credentials(
+                base_url=self.server_url + urlsplit(episode["openai_base_url"]).path,
+                api_key=episode["openai_api_key"],
+                model=model,
+                episode_uuid=episode["episode_uuid"],
+            )
+            for episode in reply["episodes"]
+        ]
+        over_at = self._clock() + lifetime_s
+        with self._lock:
+            for one in claimed:
+                self._begun[one.episode_uuid] = over_at
+            while len(self._begun) > BEGUN_MAX:
+                del self._begun[next(iter(self._begun))]
+        return claimed
+
+    def begin_episode(
+        self,
+        discard_episode_timeout: float = 240.0,
+        episode_type: EpisodeKind = "train",
+        throttle_policy: ThrottlePolicy | None = None,
+        max_wait_s: float | None = None,
+        max_episode_time: float | None = None,
+    ) -> Plan[tuple[str, Credentials]]:
+        task_id = ""
+        if throttle_policy is not None and episode_type == "train":
+            task_id = throttle_policy.current_task_id
+            yield from self._throttled(throttle_policy)
+        claimed = yield from self.begin_episodes(
+            1, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time
+        )
+        return claimed[0].episode_uuid, claimed[0]
+
+    def _throttled(self, policy: ThrottlePolicy) -> Plan[None]:
+        """Wait until this client may start the policy's task, and note that it has."""
+        while True:
+            stat = yield from self.get_rollout_stat()
+            with self._lock:
+                if not should_throttle(policy, stat, self.client_uuid, self._started_tasks):
+                    if policy.current_task_id not in self._started_tasks:
+                        self._started_tasks.append(policy.current_task_id)
+                        kept = 3 * policy.expected_batch_size * policy.expected_num_repeat
+                        del self._started_tasks[:-kept]
+                    return
+            yield Sleep(THROTTLE_PAUSE_S)
+
+    # ---- ending -----------------------------------------------------------------------------------------------
+
+    def end_episodes(self, ends: Sequence[EpisodeEnd]) -> Plan[None]:
+        """End episodes, all or none; those that have lasted too long are aborted instead, with a warning."""
+        late = [episode for _, episode, _ in ends if self._is_late(episode)]
+        if late:
+            log.warning(
+                "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
+                "discard_episode_timeout, or give max_episode_time.",
+                ", ".join(late),
+            )
+            yield from self.abort_episodes(late, detail="over max_episode_time")
+        body = [_end_body(task, episode, output) for task, episode, output in ends if episode not in late]
+        if body:
+            yield from self._request("POST", "/end_episodes", {"client_uuid": self.client_uuid, "episodes": body})
+        with self._lock:
+            for _, episode, _ in ends:
+                self._begun.pop(episode, None)
+
+    def _is_late(self, episode: str) -> bool:
+        with self._lock:
+            over_at = self._begun.get(episode)
+        return over_at is not None and self._clock() > over_at
+
+    def abort_episodes(self, episodes: Sequence[str], infra: bool = False, detail: str = "") -> Plan[None]:
+        """Give episodes up. Those that are over already stay as they are."""
+        if not episodes:
+            return
+        body = {
+            "client_uuid": self.client_uuid,
+            "episode_uuids": list(episodes),
+            "infra": infra,
+            "detail": detail[:1000],
+        }
+        yield from self._request("POST", "/abort_episodes", body)
+        with self._lock:
+            for episode in episodes:
+                self._begun.pop(episode, None)
+
+    def touch_episodes(self, episodes: Sequence[str]) -> Plan[list[str]]:
+        """Signs of life; returns those of them that are over."""
+        body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
+        reply = yield from self._request("POST", "/touch_episodes", body)
+        return list(reply["over"])
+
+    def can_continue_episode(self, episode_uuid: str) -> Plan[bool]:
+        body = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
+        reply = yield from self._request("POST", "/can_continue_episode", body)
+        return bool(reply["can_continue"])
+
+    # ---- the engine -------------------------------------------------------------------------------------------
+
+    def get_engine_status(self) -> Plan[tuple[str, Json]]:
+        """The phase and the whole reply; `ENGINE.CANNOT_CONNECT` when the server does not answer."""
+        try:
+            reply = yield from self._request("GET", "/get_engine_status", timeout_s=10.0)
+        except (ServerUnreachable, ServerBusy) as error:
+            return CANNOT_CONNECT, {"engine_status_detail": error.why}
+        return str(reply["engine_status"]), reply
+
+    def get_rollout_stat(self) -> Plan[PoolInformation]:
+        reply = yield from self._request("GET", "/get_current_batch_rollout_pool_information")
+        return PoolInformation.model_validate(reply)
+
+    def sync_train_config(self, job: Mapping[str, Any] | str) -> Plan[None]:
+        """Give the engine its job; it must be OFFLINE. Raises `BadConfig`, `WrongPhase`."""
+        text = job if isinstance(job, str) else msgspec.json.encode(job).decode()
+        yield from self._request("POST", "/sync_train_config", {"yaml_as_string": text})
+
+    def start_engine(self, timeout_s: float = 3600.0) -> Plan[None]:
+        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
+        reply = yield from self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
+        if not reply.get("success"):
+            raise WrongPhase(str(reply.get("error", "the engine did not start")), str(reply.get("code", "")), 200)
+        yield from self.wait_for_status(ROLLING, timeout_s)
+
+    def stop_engine(self) -> Plan[None]:
+        reply = yield from self._request("POST", "/stop_engine", timeout_s=START_TIMEOUT_S)
+        if not reply.get("success"):
+            raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
+        yield from self.wait_for_status(OFFLINE)
+
+    def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> Plan[None]:
+        """Wait until the engine is in this phase. Raises `EngineOffline` when it went OFFLINE, `TimeoutError`."""
+        began = self._clock()
+        while True:
+            status, reply = yield from self.get_engine_status()
+            if status == wanted:
+                return
+            if status == OFFLINE:
+                why = reply.get("failure") or "it was stopped"
+                raise EngineOffline(f"The engine went OFFLINE while {wanted} was waited for: {why}")
+            if self._clock() - began > timeout_s:
+                raise TimeoutError(f"The engine was not {wanted} within {timeout_s:g} s; it is {status}.")
+            yield Sleep(POLL_S)
+
+    def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> Plan[None]:
+        """See `SwarmClient.auto_sync_train_config_and_start_engine`."""
+        if force_restart:
+            yield from self.stop_engine()
+        status, reply = yield from self.get_engine_status()
+        if status == CANNOT_CONNECT:
+            raise ServerUnreachable(f"No hive answers at {self.server_url}: {reply['engine_status_detail']}")
+        if status == OFFLINE:
+            try:
+                yield from self.sync_train_config(job)
+                yield from self.start_engine()
+                return
+            except WrongPhase as error:
+                if isinstance(error, EngineOffline):
+                    raise
+                # Another client was quicker; its job runs.
+                log.info("the engine is being started by another client (%s)", error.why)
+        if status not in (ROLLING, ROLLING_POST):
+            yield from self.wait_for_status(ROLLING)
+
+    def agree_sync_weight(self) -> Plan[None]:
+        """Say that this client has sampled enough for this batch. Raises `WrongPhase`."""
+        reply = yield from self._request("POST", "/agree_sync_weight", {"client_uuid": self.client_uuid})
+        if not reply.get("success"):
+            raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
+
+    def get_json(self, path: str) -> Plan[Json]:
+        return (yield from self._request("GET", path))
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> Plan[Json]:
+        return (yield from self._request("POST", path, body))
+
+
+def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> Json:
+    if not task.task_id:
+        raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
+    dumped = output.model_dump()
+    dumped["metadata"] = {**dumped["metadata"], "task_id": task.task_id}
+    return {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
+
+
+def _object(reply: Reply) -> Json:
+    try:
+        return msgspec.json.decode(reply.body, type=Json)
+    except msgspec.MsgspecError as error:
+        raise ServerFault(f"The server's reply is no JSON object: {error}", "", reply.status) from error
+
+
+def _error_of(reply: Reply | Lost, path: str) -> SwarmError:
+    if isinstance(reply, Lost):
+        return ServerUnreachable(f"{path}: {reply.why}")
+    try:
+        body = msgspec.json.decode(reply.body, type=Json)
+    except msgspec.MsgspecError:
+        body = {"detail": reply.body[:300].decode(errors="replace")}
+    why = body.get("detail", body)
+    return error_for(reply.status, str(body.get("code", "")), why if isinstance(why, str) else str(why))

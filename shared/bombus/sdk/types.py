@@ -1,0 +1,69 @@
+"""What a client passes around: tasks, outcomes, and what it gets for an episode."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+EpisodeKind = Literal["train", "eval"]
+
+
+class Task(BaseModel):
+    """One thing for an agent to do. Episodes of the same `task_id` are compared with each other."""
+
+    main_query: str = ""
+    init_messages: list[dict[str, Any]] = []
+    task_id: str = ""
+    env_type: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+
+class WorkflowOutput(BaseModel):
+    """How an episode went. `reward` is one number, or one for each completed model call, in order."""
+
+    reward: float | list[float] | None = None
+    is_success: bool | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    log_metrics: dict[str, float | list[float]] = Field(default_factory=dict)
+
+
+class Credentials(BaseModel):
+    """What a harness needs to talk to the model in this episode."""
+
+    model_config = ConfigDict(frozen=True)
+
+    base_url: str
+    api_key: str
+    model: str
+    episode_uuid: str
+
+
+class ThrottlePolicy(BaseModel):
+    """Keeps one client's share of a batch: it starts no further task while `ratio` x `expected_batch_size` of its own
+    tasks are running or done."""
+
+    ratio: float = Field(default=1.5, gt=0)
+    expected_batch_size: int = Field(ge=1)
+    expected_num_repeat: int = Field(default=1, ge=1)
+    current_task_id: str = Field(min_length=1)
+
+
+class PoolInformation(BaseModel):
+    """How far the next batch is."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    sample_collection_method: str = ""
+    completed_episodes: int = 0
+    completed_episode_target: int = 0
+    completed_tasks: int = 0
+    completed_task_target: int = 0
+    completed_non_dummy_tasks: int = 0
+    completed_non_dummy_task_target: int = 0
+    task_expected_num_repeat: int = 0
+    completed_tasks_details: dict[str, list[str]] = {}
+    completed_tasks_rewards: dict[str, list[float]] = {}
+    completed_tasks_client_uuids: dict[str, list[str]] = {}
+    running_episode_details: dict[str, dict[str, str]] | None = None
+    engine_status: str | None = None
+    global_step: int | None = None
+    booting_start_time: float | None = None

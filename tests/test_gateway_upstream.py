@@ -1,0 +1,86 @@
+"""Which replica answers, and how a request's limits become sampling parameters."""
+
+from collections import Counter
+
+import pytest
+
+from bombus.errors import Code, Refused
+from bombus.events import EpisodeType
+from bombus.job import parse_job
+from bombus.state import EngineState, Replica
+from bombus_gateway.admission import check_episode, check_sampling, heard_of, sampling_of
+from bombus_gateway.keys import KeyClaims
+from bombus_gateway.openai_wire import Ask
+from bombus_gateway.upstream import BUSIER_BY, best, fitting
+from tests.gateway_hive import TEXT
+
+ROLLOUT = {"max_prompt_length": 100, "max_response_length": 900, "max_response_length_in_one_turn": 50}
+JOB = parse_job({"bombus": {"rollout": {**ROLLOUT, "temperature": 0.9}}})
+ASK = Ask(chat=True, model="m")
+
+
+def replica(run: int = 1, version: int = 4, capacity: int = 16) -> Replica:
+    return Replica(url="http://r", capacity=capacity, joined_ns=0, run=run, version=version)
+
+
+def test_an_episode_stays_with_its_replica_until_that_is_busier_than_others() -> None:
+    replicas = {name: replica() for name in ("a", "b", "c")}
+    idle: Counter[str] = Counter()
+    homes = {episode: best(replicas, idle, episode)[0] for episode in map(str, range(60))}
+    assert set(homes.values()) == set(replicas)
+    assert all(best(replicas, idle, episode)[0] == home for episode, home in homes.items())
+    home = homes["0"]
+    busy = Counter({home: BUSIER_BY + 1})
+    assert best(replicas, busy, "0")[0] != home
+    fewer = {name: one for name, one in replicas.items() if name != home}
+    moved = [episode for episode, was in homes.items() if was != home and best(fewer, idle, episode)[0] != was]
+    assert moved == []  # only the episodes of the replica that left move
+
+
+def test_a_full_replica_is_not_asked() -> None:
+    replicas = {"a": replica(capacity=2), "b": replica(capacity=64)}
+    assert best(replicas, Counter({"a": 2, "b": 9}), "any")[0] == "b"
+
+
+def test_only_replicas_with_the_newest_weights_of_this_run_serve_a_synchronous_job() -> None:
+    state = EngineState(name="main", run=1, version=4)
+    state.replicas = {
+        "old": replica(version=3),
+        "other run": replica(run=2),
+        "none": replica(version=-1),
+        "good": replica(),
+    }
+    assert list(fitting(state)) == ["good"]
+
+
+def test_what_may_be_sampled_is_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
+    sampling = sampling_of(ASK, JOB, TEXT, 90, True)
+    assert (sampling.max_tokens, sampling.temperature) == (50, 0.9)
+    assert sampling_of(Ask(chat=True, model="m", max_tokens=7), JOB, TEXT, 90, True).max_tokens == 7
+    assert sampling_of(ASK, JOB, TEXT, 990, False).max_tokens == 10
+
+
+@pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
+def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> None:
+    with pytest.raises(Refused) as refused:
+        sampling_of(ASK, JOB, TEXT, tokens, is_first)
+    assert refused.value.code == Code.PROMPT_TOO_LONG
+
+
+def test_a_job_may_allow_what_biases_the_gradient() -> None:
+    ask = Ask(chat=True, model="m", top_p=0.9)
+    with pytest.raises(Refused, match="top_p"):
+        check_sampling(ask, JOB, EpisodeType.TRAIN)
+    check_sampling(ask, JOB, EpisodeType.EVAL)
+    allowing = parse_job({"bombus": {"rollout": {"allow_biased_sampling": True}}})
+    check_sampling(ask, allowing, EpisodeType.TRAIN)
+
+
+def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet() -> None:
+    state = EngineState(name="main", run=2, next_episode=5)
+    state.open = {}
+    with pytest.raises(Refused, match="run 1 of engine main has ended"):
+        check_episode(state, KeyClaims("main", 1, "main-1-1", 0))
+    later = KeyClaims("main", 3, "main-3-1", 0)
+    check_episode(state, later)
+    assert not heard_of(state, later)

@@ -1,0 +1,210 @@
+"""The whole thing: `bombus up` with its processes, driven from outside as a user would."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import AuthenticationError, OpenAI, PermissionDeniedError
+
+from bombus import Job, SwarmClient, Task, WorkflowOutput
+
+ROOT = Path(__file__).parent.parent
+READY_S = 120.0
+EXAMPLE_S = 150.0
+
+
+class Up:
+    """A running `bombus up`. `lines` is what it printed, `log` what it logged."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.log = folder / "up.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bombus", "up", "--port", str(_free_port()), "--data-dir", str(folder / "data"),
+                 "--threads", "1", *arguments],
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+                env={**os.environ, "BOMBUS_CACHE": str(folder.parent / "cache")},
+            )  # fmt: skip
+        self.url = self._ready()
+
+    def _ready(self) -> str:
+        assert self.process.stdout is not None
+        timer = threading.Timer(READY_S, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ready "):
+                    return line.split()[1]
+        finally:
+            timer.cancel()
+        raise AssertionError(f"bombus up did not become ready:\n{self.log.read_text()}")
+
+    def service(self, name: str) -> psutil.Process:
+        for child in psutil.Process(self.process.pid).children():
+            words = child.cmdline()
+            if "bombus" in words and name in words:
+                return child
+        raise AssertionError(f"no {name} among the children")
+
+    @property
+    def nats(self) -> str:
+        words = self.service("coordinator").cmdline()
+        return words[words.index("--nats") + 1]
+
+    def interrupt(self) -> list[psutil.Process]:
+        """Ctrl-C; returns those of its processes that are still there afterwards."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        assert family
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    running = Up(tmp_path_factory.mktemp("hive"))
+    yield running
+    assert running.interrupt() == [], "Ctrl-C leaves nothing behind"
+
+
+def example(up: Up, name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, name, "--url", up.url, *arguments],
+        cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stderr}\n{up.log.read_text()[-4000:]}"
+    return done.stdout
+
+
+def stop(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.stop_engine()
+
+
+def test_a_hive_trains_a_model_through_every_service_and_serves_the_new_weights(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+        job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus={"rollout": LENGTHS})
+        client.auto_sync_train_config_and_start_engine(job)
+        tasks = [Task(task_id="a", main_query="a="), Task(task_id="b", main_query="b=")]
+
+        def agent(task: Task, credentials: "object") -> WorkflowOutput:
+            model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)  # type: ignore[attr-defined]
+            messages = [{"role": "user", "content": task.main_query}]
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4, logprobs=True)  # type: ignore[arg-type]
+            assert reply.choices[0].logprobs is not None
+            return WorkflowOutput(reward=float((reply.choices[0].message.content or "").count(task.task_id)))
+
+        for _ in range(2):
+            client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 4))
+        client.wait_for_status("ENGINE.ROLLING")
+        assert client.get_global_step() == 2
+        episode, credentials = client.begin_episode(episode_type="eval")
+        agent(tasks[0], credentials)
+        client.end_episode(tasks[0], episode, WorkflowOutput(reward=0.5))
+        late = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=0)
+        with pytest.raises(PermissionDeniedError, match="has been ended"):
+            late.chat.completions.create(model="any", messages=[{"role": "user", "content": "c="}], max_tokens=2)
+        forged = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key[:-2] + "xx", max_retries=0)
+        with pytest.raises(AuthenticationError):
+            forged.chat.completions.create(model="any", messages=[{"role": "user", "content": "c="}], max_tokens=2)
+    stop(up)
+
+
+LENGTHS = {
+    "max_prompt_length": 256,
+    "max_response_length": 200,
+    "max_response_length_in_one_turn": 64,
+    "max_model_len": 512,
+}
+
+
+def test_the_weights_of_a_step_load_with_transformers(up: Up) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    newest = max((up.folder / "data/engines").rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    model = AutoModelForCausalLM.from_pretrained(newest.parent)
+    tokens = AutoTokenizer.from_pretrained(newest.parent)("a=", return_tensors="pt")
+    assert model(**tokens).logits.shape[-1] == model.config.vocab_size
+
+
+def test_the_arithmetic_agent_runs(up: Up) -> None:
+    assert "step 1: mean reward" in example(up, "arithmetic_agent.py", "--model", "tiny", "--steps", "2")
+    stop(up)
+
+
+def test_the_tool_agent_runs_and_its_turns_merge(up: Up) -> None:
+    example(up, "tool_agent.py", "--model", "tiny", "--steps", "1")
+    stop(up)
+
+
+def test_the_debug_client_leaves_no_episode_behind(up: Up) -> None:
+    example(up, "debug_client.py", "--model", "tiny", "--steps", "1")
+    with SwarmClient(up.url) as client:
+        assert client.get_rollout_stat().completed_episodes == 0
+    stop(up)
+
+
+def test_two_clients_share_an_engine_in_the_cocktail(up: Up) -> None:
+    example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+    stop(up)
+
+
+def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
+    program = (ROOT / "examples/readme.py").read_text()
+    for written, here in {"http://127.0.0.1:10086": up.url, '"smollm2"': '"tiny"', "range(10)": "range(1)"}.items():
+        assert written in program
+        program = program.replace(written, here)
+    (tmp_path / "readme.py").write_text(program)
+    done = subprocess.run([sys.executable, tmp_path / "readme.py"], capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert done.returncode == 0, done.stderr
+    stop(up)
+
+
+def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
+    command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "engine main" in text
+    data = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
+    )
+    assert "main" in json.dumps(data)
+
+
+def test_a_service_that_dies_is_started_again_and_the_hive_goes_on(up: Up) -> None:
+    for name in ("coordinator", "gateway"):
+        before = up.service(name)
+        before.kill()
+        before.wait(10)
+        with SwarmClient(up.url) as client:  # its commands wait until somebody decides and answers
+            client.sync_train_config(Job(model="tiny"))
+        assert up.service(name).pid != before.pid
+
+
+def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    bad = tmp_path / "job.yaml"
+    bad.write_text("ajet: {rollout: {num_repeat: -1}}")
+    for arguments, words in ((["--hive", "No Good"], "hive"), (["--config", str(bad)], "num_repeat")):
+        done = subprocess.run(
+            [sys.executable, "-m", "bombus", "up", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        assert re.search(words, done.stderr)

@@ -1,0 +1,147 @@
+"""A replica on a real bus: it loads what the log names, says so, and serves nothing else."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import pytest
+from transformers import PreTrainedModel
+
+from bombus import events as ev
+from bombus.bus import Bus, Reader
+from bombus.generation import FrameReader, encode_request
+from bombus.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
+from bombus_inference import service
+from bombus_inference.settings import EngineSettings, InferenceSettings
+from tests.inference_given import Answer, another, llama, request, worst_difference
+
+M = TypeVar("M", bound=AnyMessage)
+COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+
+
+def weights(folder: Path, model: PreTrainedModel) -> ev.Weights:
+    model.save_pretrained(folder)
+    body = (folder / "model.safetensors").read_bytes()
+    return ev.Weights(where=str(folder), bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+
+
+class Hive:
+    """Plays the coordinator: writes events, and reads what a replica says."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.inbox = Reader(bus, bus.subjects.inbox_stream)
+        self._count = 0
+
+    async def say(self, *events: ev.Event) -> None:
+        for event in events:
+            self._count += 1
+            subject = self.bus.subjects.event("main", ev.kind_of(event))
+            await self.bus.publish(subject, ev.encode_event(event), msg_id=f"event-{self._count}")
+
+    async def hears(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
+        """The next message of this kind for which `holds` is true; others are let pass."""
+        async with asyncio.timeout(20):
+            while True:
+                for stored in await self.inbox.read():
+                    message = decode_message(stored.data)
+                    if isinstance(message, kind) and holds(message):
+                        return message
+
+
+def started(run: int) -> ev.EngineStarted:
+    return ev.EngineStarted(engine="main", run=run, config_digest="d")
+
+
+def ready(run: int, version: int, what: ev.Weights) -> ev.WeightsReady:
+    return ev.WeightsReady(engine="main", run=run, version=version, weights=what)
+
+
+@pytest.fixture
+async def play(bus: Bus) -> AsyncIterator[Hive]:
+    hive = Hive(bus)
+    yield hive
+    await hive.inbox.close()
+
+
+@asynccontextmanager
+async def replica(nats_url: str, hive: str) -> AsyncIterator[None]:
+    settings = InferenceSettings(
+        hive=hive, bus_url=nats_url, replica="r1", alive_every_s=0.05, load_retry_s=0.2, compute=COMPUTE
+    )
+    running = asyncio.create_task(service.run(settings))
+    try:
+        yield
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def ask(url: str, run: int, prompt: list[int]) -> Answer:
+    answer = Answer()
+    async with httpx.AsyncClient(timeout=20) as client:
+        response = await client.post(f"{url}/generate", content=encode_request(request(prompt, run=run)))
+    for frame in FrameReader().feed(response.content):
+        answer.take(frame)
+    return answer
+
+
+async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(play, nats_url, hive, tmp_path):
+    old, new = llama(), another(llama())
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", old)))
+    async with replica(nats_url, hive):
+        loaded = await play.hears(WeightsLoadedFact)
+        assert (loaded.run, loaded.version, loaded.replica) == (1, 0, "r1")
+        alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        assert worst_difference(old, [1, 2, 3], made) < 1e-4
+
+        await play.say(ready(1, 1, weights(tmp_path / "v1", new)))
+        assert (await play.hears(WeightsLoadedFact)).version == 1
+        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        assert made.versions == [1] * 12
+        assert worst_difference(new, [1, 2, 3], made) < 1e-4
+    assert (await play.hears(ReplicaLeaves)).replica == "r1"
+
+
+async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, nats_url, hive, tmp_path):
+    first = weights(tmp_path / "v0", llama())
+    await play.say(started(1), ready(1, 0, first))
+    async with replica(nats_url, hive):
+        await play.hears(WeightsLoadedFact)
+        await play.say(ev.EngineStopped(engine="main", run=1))
+        alive = await play.hears(ReplicaAlive, lambda message: message.version == -1)
+        refused = (await ask(alive.url, 1, [1])).fault
+        assert refused is not None
+        assert refused.retry
+        await play.say(started(2), ready(2, 0, first))
+        loaded = await play.hears(WeightsLoadedFact)
+        assert (loaded.run, loaded.version) == (2, 0)
+        assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
+
+
+async def test_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):
+    good = weights(tmp_path / "v0", llama())
+    bad = ev.Weights(where=good.where, sha256="0" * 64)
+    await play.say(started(1), ready(1, 0, good), ready(1, 1, bad))
+    async with replica(nats_url, hive):
+        broke = await play.hears(EngineBroke)
+        assert "sha256" in broke.reason
+        assert broke.run == 1
+        await play.say(ready(1, 2, good))  # the replica itself is as good as before
+        assert (await play.hears(WeightsLoadedFact)).version == 2
+
+
+async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(play, nats_url, hive, tmp_path):
+    good = weights(tmp_path / "v2", llama())
+    gone = ev.Weights(where=str(tmp_path / "v1"), sha256="0" * 64)
+    await play.say(started(1), ready(1, 1, gone))
+    async with replica(nats_url, hive):
+        await play.hears(ReplicaAlive)
+        await play.say(ready(1, 2, good))
+        assert (await play.hears(WeightsLoadedFact | EngineBroke)).version == 2

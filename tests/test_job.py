@@ -1,0 +1,292 @@
+"""A job: what is read from AgentJet's YAML and from our own block, and what is refused."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bombus import Job
+from bombus.errors import Code, Refused
+from bombus.events import Collection, Method
+from bombus.job import RunConfig, derive_lengths, parse_job, to_yaml
+from bombus.sdk.job import KEYWORDS
+
+AGENTJET = """
+ajet:
+  project_name: math
+  backbone: verl
+  model: {path: /models/qwen}
+  task_reader: {type: random_dummy, nested: {deep: [1, 2]}}
+  data: {train_batch_size: 16, max_prompt_length: 1000, max_response_length: 2000}
+  rollout: {num_repeat: 8, max_env_worker: 64, max_response_length_in_one_turn: 500, max_model_len: 3000, name: vllm}
+  trainer_common:
+    logger: tensorboard
+    algorithm: {adv_estimator: grpo, use_kl_in_reward: false}
+    mini_batch_num: 2
+    ppo_epochs: 3
+    optim: {lr: 1e-5, lr_warmup_steps: -1, total_training_steps: -1, betas: [0.8, 0.9], optimizer: AdamW}
+  lora: {lora_rank: 16, lora_alpha: 32, target_modules: all-linear, load_format: auto}
+  swarm_mode_sample_collection_method: rollout_until_finish_enough_non_dummy_tasks
+  swarm_mode_sample_collection_max_cached_episodes: 500
+hydra: {run: {dir: somewhere}}
+defaults: [verl_default, ajet_default, _self_]
+"""
+
+
+def refusal(job: Any) -> str:
+    with pytest.raises(Refused) as caught:
+        parse_job(job)
+    assert caught.value.code == Code.BAD_CONFIG
+    return caught.value.why
+
+
+def test_an_empty_job_has_the_contracts_defaults() -> None:
+    config = parse_job({})
+    assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
+    assert config.collection.method == Method.ENOUGH_TASKS
+    assert (config.collection.batch_size, config.rollout.num_repeat, config.rollout.max_env_worker) == (32, 4, 128)
+    lengths = config.rollout
+    assert (lengths.max_prompt_length, lengths.max_response_length) == (3000, 15000)
+    assert (lengths.max_response_length_in_one_turn, lengths.max_model_len) == (4096, 18000)
+    assert (config.trainer.lr, config.trainer.mini_batch_num, config.trainer.ppo_epochs) == (1e-6, 1, 1)
+    assert (config.trainer.lora_rank, config.trainer.lora_alpha) == (0, 16)
+    assert config.collection.max_cached_episodes == 9999
+
+
+def test_agentjets_yaml_is_read() -> None:
+    config = parse_job(AGENTJET)
+    assert config.experiment.project_name == "math"
+    assert config.model.path == "/models/qwen"
+    assert config.collection.method == Method.ENOUGH_NON_DUMMY_TASKS
+    assert config.collection.batch_size == 16
+    assert config.collection.max_cached_episodes == 500
+    assert (config.rollout.num_repeat, config.rollout.max_model_len) == (8, 3000)
+    assert config.trainer.lr == 1e-5  # text to YAML 1.1
+    assert config.trainer.betas == (0.8, 0.9)
+    assert (config.trainer.warmup_steps, config.trainer.total_steps) == (0, 0)  # -1 is "not set" there
+    assert (config.trainer.lora_rank, config.trainer.lora_alpha) == (16, 32)
+
+
+@pytest.mark.parametrize(("switch", "wanted"), [(None, 0.002), (True, 0.002), (False, 0.0)])
+def test_agentjets_kl_coefficient_counts_while_its_switch_is_on(switch: bool | None, wanted: float) -> None:
+    common = {"kl_loss_coef": 0.002} | ({} if switch is None else {"use_kl_loss": switch})
+    config = parse_job({"ajet": {"trainer_common": common}})
+    assert config.trainer.kl_coef == wanted
+    assert config.ignored == ()
+
+
+def test_what_means_nothing_here_is_listed_and_not_refused() -> None:
+    ignored = parse_job(AGENTJET).ignored
+    assert "ajet.task_reader" in ignored
+    assert "ajet.rollout.name" in ignored
+    assert "ajet.backbone" in ignored
+    assert not any(path.startswith(("ajet.model", "hydra", "defaults")) for path in ignored)
+
+
+def test_our_own_block_wins() -> None:
+    config = parse_job({"ajet": {"model": {"path": "a"}}, "bombus": {"model": {"path": "tiny", "dtype": "float32"}}})
+    assert (config.model.path, config.model.dtype) == ("tiny", "float32")
+
+
+@pytest.mark.parametrize("name", ["enough_episodes", "finish_enough_episodes", "rollout_until_finish_enough_episodes"])
+def test_short_names_of_methods_are_taken(name: str) -> None:
+    job = {"ajet": {"swarm_mode_sample_collection_method": name}}
+    assert parse_job(job).collection.method == Method.ENOUGH_EPISODES
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"ajet": {"rollout": {"num_repeat": 0}}}, ["ajet.rollout.num_repeat = 0", "at least 1", "at most 4096"]),
+        ({"ajet": {"rollout": {"num_repeat": True}}}, ["ajet.rollout.num_repeat = true", "whole number"]),
+        ({"ajet": {"rollout": {"num_repeat": "4"}}}, ["ajet.rollout.num_repeat", "whole number"]),
+        ({"ajet": {"rollout": {"num_repeat": 4.5}}}, ["4.5"]),
+        ({"ajet": {"trainer_common": {"optim": {"lr": "fast"}}}}, ["ajet.trainer_common.optim.lr", '"fast"']),
+        ({"ajet": {"model": 3}}, ["ajet.model must be a mapping"]),
+        ({"ajet": []}, ["ajet must be a mapping"]),
+        ({"bombus": {"trainer": {"lrr": 1}}}, ["bombus.trainer.lrr is unknown", "trainer.lr"]),
+        ({"bombus": {"train": {}}}, ["bombus.train is unknown"]),
+        ({"bombus": {"ignored": ["x"]}}, ["bombus.ignored is unknown"]),
+        ({"bombus": {"trainer": {"lr": float("nan")}}}, ["bombus.trainer.lr = NaN"]),
+        ({"bombus": {"collection": {"method": "never"}}}, ["bombus.collection.method", "enough_tasks"]),
+        ({"bombus": {"trainer": {"betas": [0.9]}}}, ["bombus.trainer.betas"]),
+        ({"bombus": {"trainer": {"backend": "jax"}}}, ["torch, verl"]),
+        ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
+        ("- 1", ["must be a mapping"]),
+        ("a: [", ["not valid YAML"]),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_value_and_its_range(job: Any, words: list[str]) -> None:
+    why = refusal(job)
+    assert all(word in why for word in words), why
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    why = refusal(
+        {"ajet": {"data": {"max_prompt_length": 10, "max_response_length": 10}, "rollout": {"max_model_len": 15}}}
+    )
+    assert "max_model_len 15" in why
+
+
+def test_a_yaml_bomb_does_not_go_off() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    bomb = "\n".join([*lines, "ajet: {model: {path: *a11}, lora: *a11}"])
+    assert "must be" in refusal(bomb)
+
+
+def test_an_endless_job_is_refused() -> None:
+    with pytest.raises(Refused) as caught:
+        parse_job("a: " + "x" * 300_000)
+    assert caught.value.code == Code.TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"max_model_len": 600}, (300, 300, 300, 600)),
+        ({"max_model_len": 9000}, (3000, 6000, 4096, 9000)),
+        ({"max_prompt_length": 200}, (200, 15000, 4096, 15200)),
+        ({"max_response_length": 100}, (3000, 100, 100, 3100)),
+        ({"max_response_length_in_one_turn": 64}, (3000, 15000, 64, 18000)),
+        ({"max_model_len": 512, "max_response_length": 128}, (384, 128, 128, 512)),
+        ({"max_model_len": 512, "max_prompt_length": 128}, (128, 384, 384, 512)),
+        ({"max_prompt_length": 1, "max_response_length": 2, "max_model_len": 9}, (1, 2, 2, 9)),
+    ],
+)
+def test_some_lengths_give_the_others(given: dict[str, int], wanted: tuple[int, ...]) -> None:
+    assert tuple(derive_lengths(given).values()) == wanted
+
+
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "max_prompt_length": st.integers(1, 1000),
+            "max_response_length_in_one_turn": st.integers(1, 1000),
+            "max_model_len": st.integers(2000, 4000),
+        },
+    )
+)
+def test_lengths_that_can_fit_always_do(lengths: dict[str, int]) -> None:
+    rollout = parse_job({"bombus": {"rollout": lengths}}).rollout
+    assert all(getattr(rollout, name) == value for name, value in lengths.items())
+
+
+def test_a_configuration_survives_json_and_yaml() -> None:
+    config = parse_job(AGENTJET).model_copy(update={"ignored": ()})
+    assert RunConfig.from_json(config.to_json()) == config
+    assert parse_job(to_yaml(config.to_yaml_mapping())) == config
+    assert yaml.safe_load(to_yaml(config.to_yaml_mapping())) == config.to_yaml_mapping()
+
+
+def test_the_digest_is_that_of_what_counts() -> None:
+    assert parse_job(AGENTJET).digest == parse_job(AGENTJET + "something: else\n").digest
+    assert parse_job(AGENTJET).digest != parse_job({}).digest
+    assert len(parse_job({}).digest) == 32
+
+
+def test_the_coordinators_rules_come_from_the_job() -> None:
+    rules = parse_job(
+        {"bombus": {"collection": {"batch_size": 3, "drain_s": 7}, "rollout": {"num_repeat": 5}}}
+    ).to_collection()
+    assert rules == Collection(batch_size=3, num_repeat=5, drain_s=7.0)
+    assert parse_job({}).to_collection() == Collection()
+
+
+@given(
+    st.dictionaries(
+        st.text(),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | st.text(st.characters(exclude_categories=("Cs", "Cc"))),
+    )
+)
+def test_yaml_is_written_so_that_a_library_reads_it_back(tree: dict[str, Any]) -> None:
+    written = {"a": tree, "empty": {}, "list": [1, 2.5, "x"]}
+    assert yaml.safe_load(to_yaml(written)) == written
+
+
+def test_json_needs_no_yaml_library_and_yaml_says_which_one() -> None:
+    script = """
+import json, sys
+sys.modules["yaml"] = None  # as if it were not installed
+from bombus.job import parse_job
+from bombus.errors import Refused
+assert parse_job(json.dumps({"ajet": {"model": {"path": "tiny"}}})).model.path == "tiny"
+try:
+    parse_job("ajet: {model: {path: tiny}}")
+except Refused as error:
+    print(error.why)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "pip install 'bombus[yaml]'" in done.stdout
+
+
+# ---- Job ------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_takes_agentjets_keywords() -> None:
+    job = Job(
+        model="tiny",
+        batch_size=4,
+        num_repeat=2,
+        lr=1e-3,
+        lora_rank=8,
+        n_gpu=2,
+        swarm_mode_sample_collection_method="enough_tasks",
+    )
+    assert (job.run.model.path, job.run.collection.batch_size, job.run.trainer.lr) == ("tiny", 4, 1e-3)
+    assert job.batch_size == 4  # type: ignore[attr-defined]
+    ajet = job.config.to_dict()["ajet"]
+    assert ajet["data"]["train_batch_size"] == 4
+    assert ajet["trainer_common"]["n_gpus_per_node"] == 2
+    assert ajet["backbone"] == "verl"
+    assert ajet["rollout"]["max_model_len"] == 18000
+
+
+def test_every_keyword_has_its_place_in_the_document() -> None:
+    tree = Job().config.to_dict()["ajet"]
+    for path in KEYWORDS.values():
+        value: Any = tree
+        for key in path.split("."):
+            value = value[key]
+
+
+def test_one_length_is_enough_for_a_job() -> None:
+    job = Job(model="tiny", max_model_len=600)
+    assert job.run.rollout.max_response_length == 300
+
+
+def test_a_job_file_is_written_read_and_changed(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "job.yaml"
+    job = Job(model="tiny", lr=1e-6, bombus={"trainer": {"lr_schedule": "cosine", "total_steps": 10}})
+    assert job.dump_job_as_yaml(str(path)) == str(path)
+    assert yaml.safe_load(path.read_text()) == job.config.to_dict()
+    again = Job.build_job_from_yaml(path)
+    assert again.run == job.run
+    changed = Job(base_yaml_config=path, lr=0.5, max_prompt_length=100)
+    assert changed.run.trainer.lr == 0.5
+    assert changed.run.trainer.lr_schedule == "cosine"
+    assert changed.run.rollout.max_prompt_length == 100
+
+
+def test_a_keyword_wins_over_a_files_own_block(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"bombus": {"trainer": {"lr": 0.1}, "rollout": {"max_model_len": 600}}}))
+    assert Job(path, lr=0.2).run.trainer.lr == 0.2
+    assert Job(path, lr=0.2, bombus={"trainer": {"lr": 0.3}}).run.trainer.lr == 0.3
+    assert Job(path, max_model_len=1200).run.rollout.max_model_len == 1200
+
+
+def test_a_job_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"nothing\.yaml"):
+        Job(tmp_path / "nothing.yaml")

@@ -1,0 +1,239 @@
+"""Both clients against a whole hive behind a real HTTP server: real bus, coordinator and gateway."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
+from bombus.bus import Bus
+from bombus.events import AbortReason
+from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, Unauthorized
+from bombus.sdk.progress import Progress
+from bombus.state import Phase
+from tests.swarm_hive import PlayedHive, played_hive
+
+JOB = Job(model="tiny", batch_size=2, num_repeat=2, max_env_worker=8)
+TASK = Task(task_id="t1", main_query="1+1")
+
+
+@pytest.fixture
+async def played(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus) as played:
+        yield played
+
+
+@pytest.fixture
+async def url(played: PlayedHive) -> AsyncIterator[str]:
+    await played.start()
+    async with played.served() as url:
+        yield url
+
+
+async def test_a_client_starts_an_engine_and_runs_an_episode(played: PlayedHive) -> None:
+    async with played.served() as url:
+        with SwarmClient(url) as client:
+            starting = asyncio.create_task(asyncio.to_thread(client.auto_sync_train_config_and_start_engine, JOB))
+            await played.phase(Phase.BOOTING)
+            await played.boot()
+            await starting
+            assert played.engine.collection.batch_size == 2
+
+            episode, credentials = await asyncio.to_thread(client.begin_episode)
+            assert credentials.base_url == f"{url}/v1"
+            assert credentials.api_key.startswith("sk-bombus-")
+            assert credentials.model == "tiny"
+            assert await asyncio.to_thread(client.can_continue_episode, episode)
+            output = WorkflowOutput(reward=1.0, is_success=True, log_metrics={"length": [1.0, 3.0]})
+            await asyncio.to_thread(client.end_episode, TASK, episode, output)
+            stat = await asyncio.to_thread(client.get_rollout_stat)
+            assert stat.completed_tasks_rewards == {"t1": [1.0]}
+            assert await asyncio.to_thread(client.get_global_step) == 0
+            await asyncio.to_thread(client.stop_engine)
+            assert (await asyncio.to_thread(client.get_engine_status))[0] == "ENGINE.OFFLINE"
+
+
+async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
+    async with played.served() as url, AsyncSwarmClient(url) as client:
+        starting = asyncio.create_task(client.auto_sync_train_config_and_start_engine(JOB))
+        await played.phase(Phase.BOOTING)
+        await played.boot()
+        await starting
+        episode, credentials = await client.begin_episode()
+        assert credentials.base_url == f"{url}/v1"
+        async with client.keep_alive(episode, every_s=0.01):
+            await played.heard(lambda message: episode in getattr(message, "episodes", ()))
+        await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+        await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+        with pytest.raises(OtherOutcome):
+            await client.end_episode(TASK, episode, WorkflowOutput(reward=0.0))
+        assert await client.touch_episodes([episode]) == [episode]
+        with pytest.raises(EpisodeGone):
+            await client.end_episode(TASK, "main-1-99", WorkflowOutput(reward=0.0))
+
+
+async def test_another_clients_episode_cannot_be_ended(url: str) -> None:
+    async with AsyncSwarmClient(url) as one, AsyncSwarmClient(url, engine="main") as two:
+        episode, _ = await one.begin_episode()
+        with pytest.raises(NotYourEpisode):
+            await two.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+
+
+async def test_a_prefix_stays_in_the_base_url(url: str) -> None:
+    async with AsyncSwarmClient(url, engine="main") as client:
+        _, credentials = await client.begin_episode()
+    assert credentials.base_url == f"{url}/e/main/v1"
+
+
+async def test_control_needs_the_admin_key(bus: Bus) -> None:
+    async with played_hive(bus, admin_key="k") as played, played.served() as url:
+        async with AsyncSwarmClient(url) as client:
+            with pytest.raises(Unauthorized, match="admin key"):
+                await client.sync_train_config(JOB)
+        async with AsyncSwarmClient(url, admin_key="k") as client:
+            await client.sync_train_config(JOB)
+
+
+# ---- running many ---------------------------------------------------------------------------------------------
+
+
+async def test_a_group_is_claimed_and_ended_in_one_request_each(url: str, played: PlayedHive) -> None:
+    tasks_met = threading.Barrier(2, timeout=10)  # both episodes run at once
+
+    def agent(task: Task, credentials: Credentials) -> float:
+        tasks_met.wait()
+        return float(credentials.episode_uuid.endswith("1"))
+
+    with SwarmClient(url) as client:
+        outputs = await asyncio.to_thread(client.run_group, TASK, agent, 2)
+    assert {output.reward for output in outputs if output} == {0.0, 1.0}
+    assert len(played.engine.pool) == 2
+
+
+async def test_a_broken_environment_costs_its_group_one_episode_and_no_blame(url: str, played: PlayedHive) -> None:
+    async def agent(task: Task, credentials: Credentials) -> float:
+        if credentials.episode_uuid.endswith("-1"):
+            raise InfraError("the browser crashed")
+        return 1.0
+
+    async with AsyncSwarmClient(url) as client:
+        outputs = await client.run_group(TASK, agent, 2)
+        assert outputs[0] is None
+        assert outputs[1] is not None
+        assert played.engine.closed["main-1-1"].aborted == AbortReason.INFRA
+        assert len(played.engine.pool) == 1
+
+        async def broken(task: Task, credentials: Credentials) -> float:
+            raise ValueError("a bug")
+
+        with pytest.raises(EpisodesFailed, match="a bug"):
+            await client.run_group(TASK, broken, 2)
+    assert played.engine.closed["main-1-3"].aborted == AbortReason.CLIENT
+    assert not played.engine.open
+
+
+async def test_a_run_that_fails_is_tried_again_after_a_while(url: str) -> None:
+    slept: list[float] = []
+    tries: dict[str, int] = {}
+
+    def sometimes(task: Task) -> str:
+        tries[task.task_id] = tries.get(task.task_id, 0) + 1
+        if task.task_id == "bad" or (task.task_id == "shaky" and tries["shaky"] < 3):
+            raise RuntimeError(task.task_id)
+        return task.task_id.upper()
+
+    tasks = [Task(task_id=name) for name in ("good", "shaky", "bad")]
+    with SwarmClient(url, verbose=False, sleep=slept.append) as client:
+        with pytest.raises(EpisodesFailed) as caught:
+            client.run_episodes_until_all_complete(tasks, sometimes)
+        assert caught.value.results == ["GOOD", "SHAKY", None]
+        assert list(caught.value.failures) == [2]
+        assert tries == {"good": 1, "shaky": 3, "bad": 3}
+        assert len(slept) == 4
+        tries.clear()
+        with pytest.raises(EpisodesFailed):
+            client.run_episodes_until_all_complete(tasks, sometimes, auto_retry=False)
+        assert tries == {"good": 1, "shaky": 1, "bad": 1}
+
+
+async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None:
+    with SwarmClient(url, verbose=False) as client:
+
+        def rollout(task: Task) -> str:
+            episode, _ = client.begin_episode()
+            client.end_episode(task, episode, WorkflowOutput(reward=0.5))
+            return episode
+
+        tasks = [Task(task_id="same") for _ in range(24)]
+        episodes = await asyncio.to_thread(client.run_episodes_until_all_complete, tasks, rollout, 12)
+    assert len(set(episodes)) == 24
+    assert len(played.engine.pool) == 24
+
+
+async def test_async_runs_are_tried_again_too() -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def always(task: Task) -> None:
+        raise RuntimeError("no")
+
+    async with AsyncSwarmClient("http://nowhere", verbose=False, sleep=sleep) as client:
+        with pytest.raises(EpisodesFailed):
+            await client.run_episodes_until_all_complete([TASK], always)
+    assert len(slept) == 2
+    assert slept[1] > slept[0]
+
+
+# ---- the transport --------------------------------------------------------------------------------------------
+
+
+def test_a_broken_connection_is_tried_again_and_the_trace_goes_along() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if len(seen) == 1:
+            raise httpx.ConnectError("refused")
+        if len(seen) == 2:
+            return httpx.Response(503, json={"detail": "later", "code": "overloaded"}, headers={"Retry-After": "3"})
+        return httpx.Response(200, json={"success": True})
+
+    slept: list[float] = []
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    client = SwarmClient(
+        "http://hive", transport_=httpx.MockTransport(answer), sleep=slept.append, traceparent=lambda: trace
+    )
+    client.abort_episode("e1")
+    assert slept[1] >= 3.0
+    assert {request.headers["traceparent"] for request in seen} == {trace}
+    assert len({request.headers["idempotency-key"] for request in seen}) == 1
+
+
+def test_a_server_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="http://"):
+        SwarmClient("localhost:10086")
+
+
+def test_progress_is_one_line_that_counts() -> None:
+    progress = Progress(4, "episodes", shown=False)
+    progress.step()
+    progress.step(failed=True)
+    assert "2/4 episodes, 1 failed" in progress.line()
+
+
+@pytest.mark.parametrize("name", ["SwarmClient", "AsyncSwarmClient", "Job", "Task"])
+def test_the_client_needs_no_server_library(name: str) -> None:
+    script = f"""
+import sys, bombus
+assert "httpx" not in sys.modules and "pydantic" not in sys.modules, "import bombus is not lazy"
+bombus.{name}
+print([module for module in ("nats", "torch", "fastapi", "yaml", "transformers") if module in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

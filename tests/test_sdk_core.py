@@ -1,0 +1,322 @@
+"""The client's plans, driven by hand: what is sent, what is waited for, and what becomes of each answer."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from bombus.errors import Code
+from bombus.sdk.core import BACKOFF_MAX_S, CLAIM_WAIT_S, Core, Lost, Plan, Reply, Send, Sleep
+from bombus.sdk.errors import (
+    BadConfig,
+    BadReward,
+    EngineOffline,
+    EpisodeGone,
+    NoEpisode,
+    NotYourEpisode,
+    OtherOutcome,
+    ServerBusy,
+    ServerFault,
+    ServerUnreachable,
+    SwarmError,
+    Unauthorized,
+    WrongPhase,
+    error_for,
+)
+from bombus.sdk.types import PoolInformation, Task, ThrottlePolicy, WorkflowOutput
+
+EPISODE = {"episode_uuid": "e1", "openai_base_url": "http://inside:1/e/main/v1", "openai_api_key": "sk-1"}
+GRANTED = {"success": True, "episodes": [EPISODE], "model": "tiny"}
+FULL = {
+    "success": False,
+    "fail_cause": "No available episodes to claim.",
+    "code": "no_episodes",
+    "engine_status": "ENGINE.ROLLING",
+}
+SYNCING = {"success": False, "fail_cause": "Engine is syncing weights", "engine_status": "ENGINE.WEIGHT_SYNCING"}
+OFFLINE = {"success": False, "fail_cause": "it is off", "engine_status": "ENGINE.OFFLINE"}
+
+
+def ok(body: object) -> Reply:
+    return Reply(status=200, body=json.dumps(body).encode())
+
+
+def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) -> Reply:
+    return Reply(status=status, body=json.dumps({"detail": detail, "code": code}).encode(), retry_after_s=retry_after_s)
+
+
+class Driver:
+    """Answers a plan from a list, on a clock that moves only with what it sleeps and what a server waits."""
+
+    def __init__(self, replies: Iterable[Reply | Lost], server_waits: bool = True, **options: Any) -> None:
+        self.now = 1000.0
+        self.core = Core("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
+        self.replies = list(replies)
+        self.sent: list[Send] = []
+        self.slept: list[float] = []
+        self._server_waits = server_waits
+
+    def run(self, plan: Plan[Any]) -> Any:
+        came: Reply | Lost | None = None
+        while True:
+            try:
+                wanted = plan.send(came)
+            except StopIteration as done:
+                return done.value
+            if isinstance(wanted, Sleep):
+                self.slept.append(wanted.seconds)
+                self.now += wanted.seconds
+                came = None
+            else:
+                self.sent.append(wanted)
+                came = self.replies.pop(0)
+                if (
+                    self._server_waits
+                    and wanted.path == "/claim_episodes"
+                    and b'"success": false' in getattr(came, "body", b"")
+                ):
+                    self.now += self.body(-1)["wait_s"]
+
+    def body(self, index: int) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.sent[index].body)
+        return body
+
+
+# ---- requests -------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_reply_is_asked_for_again_under_the_same_id() -> None:
+    driver = Driver([Lost("reset"), no(503, "bus_down"), ok({"success": True})])
+    driver.run(driver.core.abort_episodes(["e1"]))
+    assert len({send.headers["Idempotency-Key"] for send in driver.sent}) == 1
+    assert len(driver.sent) == 3
+
+
+def test_two_commands_have_two_ids() -> None:
+    driver = Driver([ok({"success": True})] * 2)
+    driver.run(driver.core.abort_episodes(["e1"]))
+    driver.run(driver.core.abort_episodes(["e1"]))
+    assert len({send.headers["Idempotency-Key"] for send in driver.sent}) == 2
+
+
+def test_backoff_grows_to_a_limit_and_honours_retry_after() -> None:
+    driver = Driver([Lost("x")] * 8 + [no(503, "overloaded", retry_after_s=30.0), ok({"success": True})])
+    driver.run(driver.core.abort_episodes(["e1"]))
+    assert driver.slept[:7] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, BACKOFF_MAX_S]
+    assert driver.slept[-1] == 30.0
+
+
+@pytest.mark.parametrize(("reply", "kind"), [(Lost("x"), ServerUnreachable), (no(503, "bus_down"), ServerBusy)])
+def test_it_gives_up_when_its_time_is_over(reply: Reply | Lost, kind: type[SwarmError]) -> None:
+    driver = Driver([reply] * 100, retry_s=10.0)
+    with pytest.raises(kind):
+        driver.run(driver.core.abort_episodes(["e1"]))
+    assert sum(driver.slept) <= 10.0
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (400, Code.BAD_CONFIG, BadConfig),
+        (400, Code.BAD_REWARD, BadReward),
+        (401, Code.BAD_KEY, Unauthorized),
+        (400, Code.WRONG_PHASE, WrongPhase),
+        (400, Code.UNKNOWN_EPISODE, EpisodeGone),
+        (404, Code.NOT_YOUR_EPISODE, NotYourEpisode),
+        (409, Code.OTHER_OUTCOME, OtherOutcome),
+        (500, Code.INTERNAL, ServerFault),
+        (502, "", ServerBusy),
+    ],
+)
+def test_each_refusal_has_its_class_code_and_sentence(status: int, code: str, kind: type[SwarmError]) -> None:
+    error = error_for(status, code, "a sentence")
+    assert type(error) is kind
+    assert (error.status, error.code, error.why) == (status, code, "a sentence")
+
+
+def test_a_refusal_is_not_tried_again() -> None:
+    driver = Driver([no(409, "other_outcome", "it ended otherwise")])
+    with pytest.raises(OtherOutcome, match="ended otherwise"):
+        driver.run(driver.core.end_episodes([(Task(task_id="t"), "e1", WorkflowOutput(reward=1.0))]))
+    assert driver.slept == []
+
+
+def test_a_reply_from_something_else_is_a_fault() -> None:
+    driver = Driver([Reply(status=200, body=b"<html>")])
+    with pytest.raises(ServerFault):
+        driver.run(driver.core.get_rollout_stat())
+
+
+# ---- claiming -------------------------------------------------------------------------------------------------
+
+
+def test_credentials_keep_the_servers_path_behind_our_address() -> None:
+    driver = Driver([ok(GRANTED)])
+    episode, credentials = driver.run(driver.core.begin_episode())
+    assert episode == credentials.episode_uuid == "e1"
+    assert credentials.base_url == "http://hive:10086/e/main/v1"
+    assert (credentials.api_key, credentials.model) == ("sk-1", "tiny")
+
+
+def test_one_claim_keeps_its_id_and_says_how_long_it_has_waited() -> None:
+    driver = Driver([ok(FULL), Lost("x"), ok(SYNCING), ok(GRANTED)])
+    driver.run(driver.core.begin_episode())
+    bodies = [driver.body(index) for index in range(4)]
+    assert len({body["claim_id"] for body in bodies}) == 1
+    assert bodies[0]["waited_s"] == 0
+    assert bodies[3]["waited_s"] > 2 * CLAIM_WAIT_S
+    assert driver.slept == [0.25]  # only for the lost reply: the server did the waiting
+
+
+def test_a_server_that_does_not_wait_is_not_hammered() -> None:
+    driver = Driver([ok(FULL), ok(GRANTED)], server_waits=False)
+    driver.run(driver.core.begin_episode())
+    assert driver.slept == [1.0]
+
+
+def test_a_claim_whose_episodes_went_back_begins_anew() -> None:
+    driver = Driver([no(409, "other_claim"), ok(GRANTED)])
+    driver.run(driver.core.begin_episode())
+    assert driver.body(0)["claim_id"] != driver.body(1)["claim_id"]
+
+
+def test_a_claim_at_an_engine_that_is_off_says_why() -> None:
+    driver = Driver([ok(OFFLINE)])
+    with pytest.raises(EngineOffline, match="it is off"):
+        driver.run(driver.core.begin_episode())
+
+
+def test_a_claim_waits_no_longer_than_it_may() -> None:
+    driver = Driver([ok(FULL)] * 3)
+    with pytest.raises(NoEpisode, match="No available episodes"):
+        driver.run(driver.core.begin_episodes(2, max_wait_s=30.0))
+    assert [driver.body(index)["wait_s"] for index in range(2)] == [20.0, 10.0]
+
+
+# ---- ending ---------------------------------------------------------------------------------------------------
+
+
+def ended(driver: Driver, episode: str = "e1") -> None:
+    driver.run(driver.core.end_episodes([(Task(task_id="t"), episode, WorkflowOutput(reward=1.0))]))
+
+
+def test_an_end_carries_the_task_in_its_metadata_too() -> None:
+    driver = Driver([ok({"success": True})])
+    output = WorkflowOutput(reward=[1.0, 0.5], metadata={"a": 1})
+    driver.run(driver.core.end_episodes([(Task(task_id="t7"), "e1", output)]))
+    (end,) = driver.body(0)["episodes"]
+    assert end["task_id"] == "t7"
+    assert end["workflow_output"]["metadata"] == {"a": 1, "task_id": "t7"}
+    assert end["workflow_output"]["reward"] == [1.0, 0.5]
+    assert output.metadata == {"a": 1}
+
+
+def test_a_task_without_an_id_is_refused_before_anything_is_sent() -> None:
+    driver = Driver([])
+    with pytest.raises(ValueError, match="task_id"):
+        driver.run(driver.core.end_episodes([(Task(), "e1", WorkflowOutput(reward=1.0))]))
+
+
+def test_an_episode_that_lasted_too_long_is_aborted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True})])
+    driver.run(driver.core.begin_episode(discard_episode_timeout=60.0))
+    driver.now += 121.0
+    ended(driver)
+    assert driver.sent[-1].path == "/abort_episodes"
+    assert "max_episode_time" in caplog.text
+
+
+def test_an_episode_that_is_in_time_is_ended() -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True})])
+    driver.run(driver.core.begin_episode(discard_episode_timeout=60.0))
+    driver.now += 119.0
+    ended(driver)
+    assert driver.sent[-1].path == "/end_episodes"
+
+
+def test_its_longest_time_can_be_said() -> None:
+    driver = Driver([ok(GRANTED), ok({"success": True})])
+    driver.run(driver.core.begin_episode(discard_episode_timeout=60.0, max_episode_time=1000.0))
+    driver.now += 900.0
+    ended(driver)
+    assert driver.sent[-1].path == "/end_episodes"
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------
+
+
+def status(phase: str, **more: object) -> Reply:
+    return ok({"engine_status": phase, "engine_status_detail": "", "global_step": 0, **more})
+
+
+@pytest.mark.parametrize("phase", ["ENGINE.ROLLING", "ENGINE.ROLLING_POST"])
+def test_an_engine_that_runs_is_left_alone(phase: str) -> None:
+    driver = Driver([status(phase)])
+    driver.run(driver.core.auto_start({}))
+    assert len(driver.sent) == 1
+
+
+@pytest.mark.parametrize("phase", ["ENGINE.BOOTING", "ENGINE.WEIGHT_SYNCING"])
+def test_an_engine_that_is_on_its_way_is_waited_for(phase: str) -> None:
+    driver = Driver([status(phase), status(phase), status("ENGINE.ROLLING")])
+    driver.run(driver.core.auto_start({}))
+    assert {send.path for send in driver.sent} == {"/get_engine_status"}
+
+
+def test_an_engine_that_is_off_is_configured_and_started() -> None:
+    done = ok({"success": True})
+    driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")])
+    driver.run(driver.core.auto_start({"ajet": {"model": {"path": "tiny"}}}))
+    assert [send.path for send in driver.sent[:3]] == ["/get_engine_status", "/sync_train_config", "/start_engine"]
+    assert json.loads(driver.body(1)["yaml_as_string"]) == {"ajet": {"model": {"path": "tiny"}}}
+
+
+def test_a_client_that_comes_second_waits_for_the_engine_of_the_first() -> None:
+    refused = no(400, "wrong_phase", "ENGINE.BOOTING")
+    driver = Driver([status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")])
+    driver.run(driver.core.auto_start({}))
+
+
+def test_an_engine_that_fails_while_it_boots_says_why() -> None:
+    done = ok({"success": True})
+    failed = status("ENGINE.OFFLINE", failure="no such model")
+    driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), failed])
+    with pytest.raises(EngineOffline, match="no such model"):
+        driver.run(driver.core.auto_start({}))
+
+
+def test_a_server_that_does_not_answer_is_a_status_of_its_own() -> None:
+    driver = Driver([Lost("refused")] * 50, retry_s=1.0)
+    assert driver.run(driver.core.get_engine_status())[0] == "ENGINE.CANNOT_CONNECT"
+
+
+# ---- throttling -----------------------------------------------------------------------------------------------
+
+
+def running(**tasks: str) -> PoolInformation:
+    details = {f"e{i}": {"optional_task_id": task, "client_uuid": who} for i, (task, who) in enumerate(tasks.items())}
+    return PoolInformation(running_episode_details=details)
+
+
+def test_a_client_with_its_share_of_tasks_waits_before_the_next() -> None:
+    policy = ThrottlePolicy(ratio=0.5, expected_batch_size=4, expected_num_repeat=2, current_task_id="t3")
+    full, free = running(t1="c1", t2="c1"), running(t1="c1")
+    driver = Driver([ok(full.model_dump()), ok(free.model_dump()), ok(GRANTED)])
+    driver.run(driver.core.begin_episode(throttle_policy=policy))
+    assert driver.slept == [2.0]
+    assert driver.body(-1)["task_id"] == "t3"
+
+
+def test_a_task_that_is_under_way_may_go_on() -> None:
+    policy = ThrottlePolicy(ratio=0.5, expected_batch_size=2, current_task_id="t1")
+    driver = Driver([ok(running(t1="c1", t2="c1").model_dump()), ok(GRANTED)])
+    driver.run(driver.core.begin_episode(throttle_policy=policy))
+    assert driver.slept == []
+
+
+def test_tasks_of_other_clients_do_not_count() -> None:
+    policy = ThrottlePolicy(ratio=0.5, expected_batch_size=2, current_task_id="t3")
+    driver = Driver([ok(running(t1="c2", t2="c2").model_dump()), ok(GRANTED)])
+    driver.run(driver.core.begin_episode(throttle_policy=policy))
+    assert driver.slept == []
