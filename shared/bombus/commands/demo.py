@@ -8,7 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from bombus.demo.games import Game, Letters
+from bombus.demo import chart
+from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, Plan
 from bombus.errors import BombusError
 from bombus.sdk.job import Job
@@ -78,7 +79,40 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
 
 
 def _main(out: Path, seed: int, minutes: float) -> int:
-    raise NotImplementedError
+    game = Needle()
+    plan = Plan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
+    job = Job(
+        model="smollm2",
+        batch_size=plan.batch_size,
+        num_repeat=plan.num_repeat,
+        max_prompt_length=256,
+        max_response_length=32,
+        max_response_length_in_one_turn=32,
+        max_model_len=512,
+        lr=3e-4,
+        lora_rank=16,
+        lora_alpha=32,
+        lora_load_format="safetensors",
+        bombus={
+            "model": {"seed": seed},
+            "trainer": {"weight_decay": 0.0, "warmup_steps": 3, "loss_aggregation": "token"},
+        },
+    )
+    reply, constant = game.constant_reply()
+    curve, weights = asyncio.run(_train(out, game, job, plan, BEGAN, measure=True))
+    picture = out / "reward.png"
+    chart.draw(curve, picture, f"SmolLM2-135M-Instruct: {game.title}", constant)
+    first, last = curve.measured[0], curve.measured[-1]
+    print(f"\n{game.title}, seed {seed}")
+    print(f"{len(game.held_out())} held-out questions; none of their names occurs in training")
+    print(f"  {'':28}  reward  exact")
+    print(f"  {'base model':28}  {first.reward:6.3f}  {first.exact:5.3f}")
+    print(f"  {f'best constant reply ({reply})':28}  {constant:6.3f}  {1 / len(game.held_out()):5.3f}")
+    for point in curve.measured[1:]:
+        print(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
+    print("\n" + game.in_words(first.kinds, last.kinds))
+    print(f"\n{len(curve.steps)} optimizer steps. Picture: {picture}\nWeights (load them with transformers): {weights}")
+    return 0
 
 
 # ---- both -------------------------------------------------------------------------------------------------------

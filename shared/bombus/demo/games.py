@@ -1,8 +1,10 @@
 """What is trained on: where questions come from, how one episode is played, and what it is worth."""
 
+import hashlib
 import random
 import string
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import msgspec
@@ -24,13 +26,20 @@ class Played(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: float
     exact: bool
-    answer: str = ""
+    kind: str = ""  # which kind of answer it was, for the words at the end
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """What the model said; `ended` when it stopped by itself."""
+
+    text: str
+    ended: bool
 
 
 class Chat(Protocol):
     """The model, inside one episode."""
 
-    def __call__(self, messages: Messages, max_tokens: int) -> Awaitable[str]: ...
+    def __call__(self, messages: Messages, max_tokens: int) -> Awaitable[Reply]: ...
 
 
 class Game(Protocol):
@@ -92,7 +101,7 @@ class Letters:
         for turn, letter in enumerate(question.answer):
             role = "user" if turn == 0 else "tool"
             messages.append({"role": role, "content": f"{letter}="})
-            reply = await chat(messages, self.SHARE)
+            reply = (await chat(messages, self.SHARE)).text
             messages.append({"role": "assistant", "content": reply})
             share += reply[: self.SHARE].count(letter) / self.SHARE
         reward = share / self.turns
@@ -106,3 +115,113 @@ class Letters:
         }
         best = max(means, key=lambda letter: means[letter])
         return best * self.SHARE, means[best]
+
+
+class Needle:
+    """reasoning-gym's `needle_haystack`: three sentences, and a question which of three people it is about.
+
+    Held-out questions use names that no training question uses: what is learned cannot be the answers.
+    """
+
+    title = "find the right one of three names in a short text (reasoning-gym needle_haystack)"
+    SYSTEM = "Reply with the answer only."
+    STATEMENTS = 3
+    MAX_TOKENS = 8
+    HELD_OUT = 128
+    SIZE = 1_000_000  # of the generator's stream: entries are made when they are asked for
+    TRAINING_SEED, HELD_OUT_SEED = 1, 900_000_000
+    RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
+
+    @staticmethod
+    def _is_held_out(name: str) -> bool:
+        """A fixed quarter of all names."""
+        return hashlib.sha256(name.lower().encode()).digest()[0] % 4 == 0
+
+    def _dataset(self, seed: int) -> Any:
+        from reasoning_gym import create_dataset
+
+        number = self.STATEMENTS
+        return create_dataset(
+            "needle_haystack", size=self.SIZE, seed=seed, min_num_statements=number, max_num_statements=number
+        )
+
+    @cached_property
+    def _training(self) -> Any:
+        return self._dataset(self.TRAINING_SEED)
+
+    def _question(self, entry: dict[str, Any], id: str) -> Question:
+        sentences = entry["question"].split("\n")[0].split(". ")
+        names = [sentence.split()[0] for sentence in sentences if sentence.strip()]
+        return Question(id=id, prompt=entry["question"], answer=entry["answer"], entry={"names": names})
+
+    def training(self, rng: random.Random) -> Question:
+        while True:
+            index = rng.randrange(self.SIZE)
+            question = self._question(self._training[index], f"needle-{index}")
+            if not any(map(self._is_held_out, question.entry["names"])):
+                return question
+
+    def _held_out(self) -> Iterator[Question]:
+        dataset = self._dataset(self.HELD_OUT_SEED)
+        for index in range(self.SIZE):
+            question = self._question(dataset[index], f"held-out-{index}")
+            names = question.entry["names"]
+            if all(map(self._is_held_out, names)) and len(set(names)) == self.STATEMENTS:
+                yield question
+
+    @cached_property
+    def _questions(self) -> list[Question]:
+        held_out = self._held_out()
+        return [next(held_out) for _ in range(self.HELD_OUT)]
+
+    def held_out(self) -> Sequence[Question]:
+        return self._questions
+
+    @staticmethod
+    def reward(reply: Reply, answer: str) -> float:
+        """0.9 for the name alone, less the more there is around it, a little for its beginning; 0.1 for stopping."""
+        said = reply.text.strip().lower()
+        wanted = answer.lower()
+        if wanted in said:
+            share = len(wanted) / len(said)
+        else:
+            common = 0
+            while common < min(len(said), len(wanted)) and said[common] == wanted[common]:
+                common += 1
+            share = 0.3 * common / len(wanted)
+        return 0.9 * share + 0.1 * reply.ended
+
+    async def play(self, chat: Chat, question: Question) -> Played:
+        messages: Messages = [
+            {"role": "system", "content": self.SYSTEM},
+            {"role": "user", "content": question.prompt},
+        ]
+        reply = await chat(messages, self.MAX_TOKENS)
+        said = reply.text.strip().lower()
+        exact = said == question.answer.lower()
+        named = said in [name.lower() for name in question.entry["names"]]
+        kind = self.RIGHT if exact else self.OTHER if named else self.NONE
+        return Played(reward=self.reward(reply, question.answer), exact=exact, kind=kind)
+
+    def constant_reply(self) -> tuple[str, float]:
+        questions = self.held_out()
+        means = {
+            said: sum(self.reward(Reply(said, True), question.answer) for question in questions) / len(questions)
+            for said in {question.answer for question in questions}
+        }
+        best = max(sorted(means), key=lambda said: means[said])
+        return best, means[best]
+
+    def in_words(self, before: dict[str, float], after: dict[str, float]) -> str:
+        """What was learned: the form of an answer, and how often the choice among the names is right."""
+
+        def named(kinds: dict[str, float]) -> float:
+            return kinds.get(self.RIGHT, 0.0) + kinds.get(self.OTHER, 0.0)
+
+        chosen = after.get(self.RIGHT, 0.0) / named(after) if named(after) else 0.0
+        lines = [
+            f"Form: {named(before):.0%} of the answers were a name of the text before, {named(after):.0%} are now.",
+            f"Skill: of those, {chosen:.0%} are the right one; picking one of {self.STATEMENTS} blindly "
+            f"would give {1 / self.STATEMENTS:.0%}.",
+        ]
+        return "\n".join(lines)

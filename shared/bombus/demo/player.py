@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import httpx
 
-from bombus.demo.games import Game, Messages, Played, Question
+from bombus.demo.games import Game, Messages, Played, Question, Reply
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
@@ -55,7 +55,7 @@ class Player:
         url = f"{credentials.base_url}/chat/completions"
         headers = {"authorization": f"Bearer {credentials.api_key}"}
 
-        async def chat(messages: Messages, max_tokens: int) -> str:
+        async def chat(messages: Messages, max_tokens: int) -> Reply:
             body: dict[str, Any] = {
                 "model": credentials.model,
                 "messages": messages,
@@ -69,7 +69,8 @@ class Player:
                     break
                 await asyncio.sleep(0.5 * 2**attempt)
             response.raise_for_status()
-            return str(response.json()["choices"][0]["message"]["content"] or "")
+            choice = response.json()["choices"][0]
+            return Reply(choice["message"]["content"] or "", choice["finish_reason"] == "stop")
 
         try:
             return await self.game.play(chat, question)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     training_s: float
     reward: float
     exact: float
-    answers: tuple[str, ...] = ()
+    kinds: dict[str, float] = {}  # share of each kind of answer
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +184,7 @@ class Training:
             training_s=self.trained.seconds,
             reward=mean([result.reward for result in played]),
             exact=mean([result.exact for result in played]),
-            answers=tuple(result.answer for result in played),
+            kinds={kind: count / len(played) for kind, count in Counter(result.kind for result in played).items()},
         )
         self.curve.measured.append(point)
         self.watcher.measured(point)
