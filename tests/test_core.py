@@ -137,6 +137,12 @@ def test_the_same_claim_gets_the_same_episode(desk: Desk) -> None:
     assert len(desk.engine.open) == 1
 
 
+def test_a_claim_id_whose_episodes_are_over_is_refused(desk: Desk) -> None:
+    (episode,) = desk.claim(claim="k")
+    desk.end(episode)
+    refused(desk.ask(desk.claim_message(claim="k")), Code.OTHER_CLAIM)
+
+
 def test_another_clients_claim_id_is_refused(desk: Desk) -> None:
     desk.claim(client="c1", claim="k")
     refused(desk.ask(desk.claim_message(client="c2", claim="k")), Code.OTHER_CLAIM)

@@ -54,10 +54,12 @@ def check(engine: EngineState, claim: Claim) -> None:
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
-    """The grant of a claim id that was granted before. Raises `Refused` if it is somebody else's."""
+    """The grant of a claim id that was granted before. Raises `Refused` if it is somebody else's, or over."""
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
-        return live.granted.get(claim.claim)
+        if claim.claim in live.granted:
+            raise Refused(Code.OTHER_CLAIM, "The episodes of this claim are over; use a fresh id for each claim.")
+        return None
     first = next(engine.open[episode] for episode in episodes if episode in engine.open)
     if first.client != claim.client:
         raise Refused(Code.OTHER_CLAIM, "This claim id was used by another client; use a fresh one for each claim.")
@@ -119,7 +121,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
             version=engine.version,
         )
         live.unconfirmed[asked.claim] = (engine.name, live.now_ns + ns(CONFIRM_S))
-        live.remember_grant(asked.claim, granted)
+        live.remember_grant(asked.claim)
         yield Decision(
             events=(
                 ev.EpisodeClaimed(

@@ -7,7 +7,7 @@ whoever waits for a claim asks again (R13).
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.inbox import Answer, Claim, Granted
+from bombus.inbox import Answer, Claim
 from bombus.state import EngineState, Episode
 
 ANSWERS_KEPT = 10_000
@@ -37,7 +37,7 @@ class Live(msgspec.Struct, kw_only=True):
     waiting: dict[str, dict[str, Waiting]] = {}  # engine: claim: what waits
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica)
     answers: dict[str, Answer] = {}  # command: its answer
-    granted: dict[str, Granted] = {}  # claim: its grant, also after its episodes are over
+    granted: dict[str, None] = {}  # claims that were granted, also after their episodes are over; oldest first
 
     def idle_deadline_ns(self, episode: Episode) -> int:
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
@@ -68,8 +68,8 @@ class Live(msgspec.Struct, kw_only=True):
         while len(self.answers) > ANSWERS_KEPT:
             del self.answers[next(iter(self.answers))]
 
-    def remember_grant(self, claim: str, granted: Granted) -> None:
-        self.granted[claim] = granted
+    def remember_grant(self, claim: str) -> None:
+        self.granted[claim] = None
         while len(self.granted) > ANSWERS_KEPT:
             del self.granted[next(iter(self.granted))]
 

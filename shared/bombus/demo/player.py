@@ -1,6 +1,7 @@
 """Plays episodes of a game: claims a batch in one request, plays it at once, reports it in one request."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
 CALL_S = 300.0
 TRIES = 3
+POOLS = 64
 
 
 class Player:
@@ -20,11 +22,13 @@ class Player:
     def __init__(self, client: AsyncSwarmClient, game: Game) -> None:
         self.client = client
         self.game = game
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._http = httpx.AsyncClient(timeout=CALL_S, limits=limits)
+        # httpx looks at every connection of a pool for every request: many small pools, or the client is what is slow.
+        tls = httpx.create_ssl_context()
+        self._https = [httpx.AsyncClient(timeout=CALL_S, verify=tls) for _ in range(POOLS)]
 
     async def close(self) -> None:
-        await self._http.aclose()
+        for http in self._https:
+            await http.aclose()
 
     async def claim(self, count: int, kind: Literal["train", "eval"] = "train") -> list[Credentials]:
         """Wait until the engine rolls and has room, and claim `count` episodes in one request."""
@@ -36,7 +40,10 @@ class Player:
         """One claimed episode for each question, all at once. An episode whose infrastructure fails is aborted and
         missing from the result."""
         played = await asyncio.gather(
-            *(self._one(credentials, question, temperature) for credentials, question in zip(claimed, questions))
+            *(
+                self._one(_Model(http, credentials, temperature), question)
+                for http, credentials, question in zip(itertools.cycle(self._https), claimed, questions)
+            )
         )
         ends, lost = [], []
         for credentials, question, result in zip(claimed, questions, played):
@@ -51,28 +58,40 @@ class Player:
             await self.client.end_episodes(ends)
         return [result for result in played if result is not None]
 
-    async def _one(self, credentials: Credentials, question: Question, temperature: float) -> Played | None:
-        url = f"{credentials.base_url}/chat/completions"
-        headers = {"authorization": f"Bearer {credentials.api_key}"}
-
-        async def chat(messages: Messages, max_tokens: int) -> Reply:
-            body: dict[str, Any] = {
-                "model": credentials.model,
-                "messages": messages,
-                "max_tokens": max_tokens,
-                "temperature": temperature,
-            }
-            for attempt in range(TRIES):
-                retry = {"x-stainless-retry-count": str(attempt)}
-                response = await self._http.post(url, json=body, headers=headers | retry)
-                if response.status_code != 503:
-                    break
-                await asyncio.sleep(0.5 * 2**attempt)
-            response.raise_for_status()
-            choice = response.json()["choices"][0]
-            return Reply(choice["message"]["content"] or "", choice["finish_reason"] == "stop")
-
+    async def _one(self, model: "_Model", question: Question) -> Played | None:
         try:
-            return await self.game.play(chat, question)
+            return await self.game.play(model, question)
         except httpx.TransportError:
             return None
+
+
+class _Model:
+    """The OpenAI protocol in one episode, without the SDK: a hundred agents share two cores with the model."""
+
+    def __init__(self, http: httpx.AsyncClient, credentials: Credentials, temperature: float) -> None:
+        self._http = http
+        self._credentials = credentials
+        self._temperature = temperature
+
+    async def chat(self, messages: Messages, max_tokens: int) -> Reply:
+        choice = await self._ask("chat/completions", {"messages": messages, "max_tokens": max_tokens})
+        return Reply(choice["message"]["content"] or "", choice["finish_reason"] == "stop")
+
+    async def complete(self, prompt: str, max_tokens: int) -> Reply:
+        choice = await self._ask("completions", {"prompt": prompt, "max_tokens": max_tokens})
+        return Reply(choice["text"], choice["finish_reason"] == "stop")
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        credentials = self._credentials
+        url = f"{credentials.base_url}/{path}"
+        asked = {"model": credentials.model, "temperature": self._temperature, **body}
+        for attempt in range(TRIES):
+            # The header is the OpenAI SDK's: a retry of a call that was recorded gets the recorded answer.
+            headers = {"authorization": f"Bearer {credentials.api_key}", "x-stainless-retry-count": str(attempt)}
+            response = await self._http.post(url, json=asked, headers=headers)
+            if response.status_code != 503:
+                break
+            await asyncio.sleep(0.5 * 2**attempt)
+        response.raise_for_status()
+        choice: dict[str, Any] = response.json()["choices"][0]
+        return choice
