@@ -128,7 +128,7 @@ async def test_replicas_that_only_fail_are_a_503_that_says_why(served: GatewayHi
     assert failed.value.response.headers["retry-after"] == "1"
 
 
-async def test_a_retry_gets_the_recorded_answer_and_not_a_second_sample(served: GatewayHive) -> None:
+async def test_r9_a_retry_gets_the_recorded_answer_and_not_a_second_sample(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)
     served.replica.scripts.extend([says("the fox"), says("another")])
@@ -174,7 +174,7 @@ async def test_another_gateway_gives_a_retry_the_recorded_answer(served: Gateway
     assert len(served.replica.requests) == 1
 
 
-async def test_another_gateway_continues_an_episode_with_its_exact_tokens(served: GatewayHive, bus: Bus) -> None:
+async def test_r10_another_gateway_continues_an_episode_with_its_exact_tokens(served: GatewayHive, bus: Bus) -> None:
     episode, key = await served.claim()
     messages = list(USER)
     # Sampled as single bytes: rendering the text again would give other tokens.
@@ -192,7 +192,7 @@ async def test_another_gateway_continues_an_episode_with_its_exact_tokens(served
     assert any(tokens[start : start + len(odd)] == odd for start in range(len(tokens)))
 
 
-async def test_a_gateway_that_cannot_read_the_earlier_turns_refuses(served: GatewayHive, bus: Bus) -> None:
+async def test_r10_a_gateway_that_cannot_read_the_earlier_turns_refuses(served: GatewayHive, bus: Bus) -> None:
     _, key = await served.claim()
     answer = await served.client(key).chat.completions.create(model=MODEL, messages=USER)
     messages: Any = [*USER, answer.choices[0].message, {"role": "user", "content": "and?"}]
@@ -228,7 +228,7 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
     assert len(records[4].messages) == 6
 
 
-async def test_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
+async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
     async with gateway_hive(bus, record_s_max=0.5) as hive:
         _, key = await hive.claim()
         heard = asyncio.Event()
@@ -253,7 +253,7 @@ async def test_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
         assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
 
 
-async def test_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> None:
+async def test_r9_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> None:
     async with gateway_hive(bus, calls_fill_max=0.00001) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.InternalServerError, match="full") as refused:
@@ -263,7 +263,7 @@ async def test_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> 
         assert hive.replica.requests == []
 
 
-async def test_too_many_open_calls_are_refused(bus: Bus) -> None:
+async def test_r20_too_many_open_calls_are_refused(bus: Bus) -> None:
     async with gateway_hive(bus, open_calls_max=1) as hive:
         _, key = await hive.claim()
         hive.replica.scripts.append(never_ends)
@@ -287,7 +287,7 @@ async def test_an_open_call_is_a_sign_of_life(served: GatewayHive, bus: Bus) -> 
     await stream.close()
 
 
-async def test_a_gateway_that_has_not_folded_the_log_takes_nothing(served: GatewayHive, bus: Bus) -> None:
+async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: GatewayHive, bus: Bus) -> None:
     _, key = await served.claim()
     async with gateway_of(bus, ready=False) as (_, url), httpx.AsyncClient(base_url=url) as http:
         assert (await http.get("/health")).status_code == 503

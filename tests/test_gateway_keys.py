@@ -16,7 +16,7 @@ def test_a_key_says_what_it_is_good_for() -> None:
     assert KEYS.verify(KEY, 999) == KeyClaims("main", 3, "main-3-7", 1000)
 
 
-def test_a_key_expires_and_says_so() -> None:
+def test_r18_a_key_expires_and_says_so() -> None:
     with pytest.raises(Refused, match="expired") as refused:
         KEYS.verify(KEY, 1000)
     assert refused.value.code == Code.KEY_EXPIRED

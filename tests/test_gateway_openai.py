@@ -267,7 +267,7 @@ async def test_an_eval_episode_may_be_greedy(served: GatewayHive) -> None:
     assert served.replica.requests[0].sampling.temperature == 0
 
 
-async def test_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: GatewayHive) -> None:
+async def test_r18_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: GatewayHive) -> None:
     episode, key = await served.claim()
     with pytest.raises(openai.AuthenticationError) as forged:
         await served.client(key[:-3] + "abc").chat.completions.create(model=MODEL, messages=USER)
@@ -283,7 +283,7 @@ async def test_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: Gate
     assert "has been ended" in over.value.message
 
 
-async def test_a_body_over_the_limit_is_413(bus: Bus) -> None:
+async def test_r20_a_body_over_the_limit_is_413(bus: Bus) -> None:
     async with gateway_hive(bus, body_bytes_max=2000) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.APIStatusError) as refused:

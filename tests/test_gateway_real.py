@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
-import torch
+import numpy as np
 import uvloop
 from openai import AsyncOpenAI
 
@@ -19,7 +18,7 @@ from bombus.bus import Bus
 from bombus.events import Weights
 from bombus.follow import Follower
 from bombus.job import parse_job
-from bombus.models import load_model, load_tokenizer_files, resolve_model
+from bombus.models import load_tokenizer_files, resolve_model
 from bombus.records import CallRecord, decode_record, unpack_logprobs
 from bombus.state import Phase
 from bombus_coordinator.shell import Coordinator
@@ -28,8 +27,12 @@ from bombus_gateway.keys import SECRET_NAME, Keys
 from bombus_gateway.settings import GatewaySettings
 from bombus_inference import service as inference
 from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_trainer.model import PolicyModel
+from bombus_trainer.packing import pack
+from bombus_trainer.sequences import Sequence, merge_calls
 from tests.conftest import SMALL_STREAMS
 from tests.gateway_hive import ENGINE, chain_of, new_id
+from tests.trainer_given import item, tiny_settings
 
 JOB = {
     "bombus": {
@@ -103,8 +106,13 @@ async def ready(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def three_turns(nats_url: str, hive: str, model: Path, port: int) -> list[CallRecord]:
-    """An episode of three turns, streamed; its records."""
+async def played(
+    nats_url: str, hive: str, model: Path, port: int, turns: int, edited: bool = False
+) -> list[CallRecord]:
+    """The records of a streamed episode: each turn but the first brings a tool's answer.
+
+    `edited`: one more call at the end, after the harness rewrote what the model said first.
+    """
     async with await Bus.connect(nats_url, hive, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with everything(bus, nats_url, model, port) as (follower, run):
@@ -118,29 +126,57 @@ async def three_turns(nats_url: str, hive: str, model: Path, port: int) -> list[
             key = Keys(await bus.secret(SECRET_NAME)).sign(ENGINE, run, episode, 2**62)
             messages: Any = [{"role": "user", "content": "1=2 and so on"}]
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
-                for turn in range(3):
+
+                async def say(seed: int) -> str:
                     stream = await client.chat.completions.create(
-                        model="tiny", messages=messages, stream=True, temperature=0.7, seed=turn
+                        model="tiny", messages=messages, stream=True, seed=seed, max_tokens=12
                     )
-                    text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-                    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
-            await follower.wait_for(lambda hive: len(hive.engine(ENGINE).open[episode].calls) == 3, 10)
+                    return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+                for turn in range(turns):
+                    text = await say(turn)
+                    messages += [{"role": "assistant", "content": text}]
+                    messages += [{"role": "tool", "tool_call_id": f"t{turn}", "content": f"{turn}=ok"}]
+                if edited:
+                    messages[1] = {"role": "assistant", "content": "something else"}
+                    await say(turns)
+            calls = turns + edited
+            await follower.wait_for(lambda hive: len(hive.engine(ENGINE).open[episode].calls) == calls, 10)
             refs = [call.ref for call in follower.hive.engine(ENGINE).open[episode].calls]
             stored = await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in refs])
             return [decode_record(found.data, ref) for found, ref in zip(stored, refs, strict=True)]
 
 
-def test_an_episode_of_a_real_model_can_be_scored_again_token_by_token(
+def trained(records: list[CallRecord]) -> list[Sequence]:
+    """The sequences that a trainer makes of the records, read back from bytes as it does."""
+    return list(merge_calls("e", records).sequences)
+
+
+def test_a_six_turn_tool_episode_is_one_sequence_and_the_trainer_gets_the_sampled_logprobs(
     nats_url: str, hive: str, tmp_path: Path, free_tcp_port: int
 ) -> None:
     model = resolve_model("tiny", cache=tmp_path)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in production: it is not quite asyncio
-        records = runner.run(three_turns(nats_url, hive, model, free_tcp_port))
-    tokens = chain_of(records)
-    with torch.no_grad():
-        logits = load_model(model)(torch.tensor([tokens])).logits[0].float() / 0.7
-    scored = torch.log_softmax(logits, -1)
-    for record in records:
-        start = record.prompt_tokens
-        for at, logprob in enumerate(unpack_logprobs(record.choices[0].logprobs), start):
-            assert float(scored[at - 1, tokens[at]]) == pytest.approx(logprob, abs=2e-3)
+        records = runner.run(played(nats_url, hive, model, free_tcp_port, turns=6))
+    (sequence,) = trained(records)
+    assert sequence.tokens_T.tolist() == chain_of(records)
+    sampled = [token for record in records for token in record.choices[0].token_ids()]
+    assert sequence.tokens_T[sequence.loss_mask_T].tolist() == sampled
+    at_T = np.flatnonzero(sequence.loss_mask_T)
+    (packed,) = pack([item(sequence.tokens_T.tolist(), at_T.tolist())], 1 << 20)
+    scored = PolicyModel.load(model, tiny_settings()).score(packed).logprobs_N.detach().numpy()
+    recorded = np.concatenate([unpack_logprobs(record.choices[0].logprobs) for record in records])
+    assert np.abs(scored - recorded).max() < 1e-4
+
+
+def test_a_rewritten_history_branches_and_every_sampled_token_is_trained_once(
+    nats_url: str, hive: str, tmp_path: Path, free_tcp_port: int
+) -> None:
+    model = resolve_model("tiny", cache=tmp_path)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        records = runner.run(played(nats_url, hive, model, free_tcp_port, turns=2, edited=True))
+    sequences = trained(records)
+    assert len(sequences) == 2
+    assert sum(int(sequence.loss_mask_T.sum()) for sequence in sequences) == sum(
+        record.completion_tokens() for record in records
+    )

@@ -125,7 +125,7 @@ async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, n
         assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
 
 
-async def test_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):
+async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):
     good = weights(tmp_path / "v0", llama())
     bad = ev.Weights(where=good.where, sha256="0" * 64)
     await play.say(started(1), ready(1, 0, good), ready(1, 1, bad))

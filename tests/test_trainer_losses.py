@@ -44,10 +44,15 @@ def test_without_call_rewards_each_call_has_its_episodes_advantage() -> None:
     assert found == [[-1.0, -1.0], [1.0]]
 
 
-def test_call_rewards_are_compared_over_all_calls_of_the_group() -> None:
-    # calls 1, 3 and (one call of the episode without call rewards) 5: mean 3
+def test_a_calls_reward_is_compared_with_the_others_at_its_turn() -> None:
+    # turn 1: 1 and (of the episode without call rewards) 5, mean 3; turn 2: only one got there
     found = call_advantages([2.0, 5.0], [(1.0, 3.0), None], [[5, 5], [5]], normalise_std=False)
     assert found == [[-2.0, 0.0], [2.0]]
+
+
+def test_an_easy_turn_is_not_rewarded_for_being_easy() -> None:
+    found = call_advantages([0.5, 0.6], [(1.0, 0.0), (1.0, 0.2)], [[5, 5], [5, 5]], normalise_std=False)
+    assert found == [[0.0, pytest.approx(-0.1)], [0.0, pytest.approx(0.1)]]
 
 
 def test_one_call_reward_for_each_call_or_none() -> None:

@@ -174,7 +174,7 @@ async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage
     assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == 1
 
 
-async def test_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) -> None:
+async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) -> None:
     trainer = stage.train()
     await stage.start(stage.job())
     for version in range(4):
@@ -202,7 +202,7 @@ async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
     return executor, opened.epoch, weights
 
 
-async def test_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage) -> None:
+async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage) -> None:
     await stage.start(stage.job())
     executor, _, _ = await play_trainer(stage)
     await stage.play_batch()
@@ -220,7 +220,7 @@ async def test_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage) ->
     assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
 
 
-async def test_weights_of_a_completed_step_that_never_reached_the_log_are_published_from_its_checkpoint(
+async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_published_from_its_checkpoint(
     stage: Stage,
 ) -> None:
     await stage.start(stage.job())
@@ -253,7 +253,7 @@ async def test_weights_of_a_completed_step_that_never_reached_the_log_are_publis
     assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
 
 
-async def test_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:
+async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:
     stage.train("old")
     await stage.start(stage.job())
     await stage.until(Phase.ROLLING, version=0)
@@ -280,7 +280,7 @@ async def test_what_only_another_backend_can_do_ends_the_run(stage: Stage) -> No
     assert "it is the torch backend" in stage.engine.failure
 
 
-async def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason(stage: Stage) -> None:
+async def test_r11_a_step_that_fails_three_times_stops_the_engine_with_the_reason(stage: Stage) -> None:
     stage.options.folder.mkdir()
     (stage.options.folder / "checkpoints").write_text("a file where a folder should be")
     stage.train()
@@ -292,7 +292,7 @@ async def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason(st
     assert "NotADirectoryError" in stage.engine.failure
 
 
-async def test_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:
+async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:
     stage.train()
     await stage.start(stage.job())
     await stage.until(Phase.ROLLING, version=0)

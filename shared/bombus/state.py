@@ -368,6 +368,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             stats.successes += bool(outcome.is_success)
             _trim(engine.evals, EVALS_KEPT)
             continue
+        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last
         size = 200 + 8 * outcome.completion_tokens + 100 * len(outcome.calls)
         engine.pool[outcome.episode] = Completed(
             episode=outcome.episode,

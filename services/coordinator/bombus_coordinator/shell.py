@@ -40,8 +40,8 @@ class Coordinator:
 
     async def lead(self) -> None:
         """Recover, open an epoch, decide. Raises `Deposed` once another leads, `LogCorrupted` on a damaged log."""
-        await self._recover()
-        await self._open_epoch()
+        while not await self._take_over():
+            log.info("the leader before was still writing; folding again")
         self.leading.set()
         log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
         async with asyncio.TaskGroup() as tasks:
@@ -49,9 +49,26 @@ class Coordinator:
             tasks.create_task(self._trim())
             tasks.create_task(self._serve())
 
+    async def _take_over(self) -> bool:
+        """Fold the log and open the next epoch. False when the old leader wrote in between: it is not deposed yet.
+
+        Raises `Deposed` when somebody else has opened that epoch.
+        """
+        await self._recover()
+        wanted = self.core.hive.epoch + 1
+        try:
+            await self._open_epoch()
+        except Deposed:
+            newest = await self.bus.last(self.bus.subjects.events_stream)
+            if newest is not None and int(newest.headers[EPOCH]) >= wanted:
+                raise
+            return False
+        return True
+
     async def _recover(self) -> None:
         """Fold the whole log; what it answers last is where the inbox goes on (R2)."""
         hive = Hive()
+        self._last = self._answered = 0
         stream = self.bus.subjects.events_stream
         newest = await self.bus.last(stream)
         if newest is not None:

@@ -1,5 +1,6 @@
 """What the gateway knows of each engine's running job: its configuration and its text model, each read once."""
 
+import asyncio
 import logging
 from collections import OrderedDict
 
@@ -25,6 +26,7 @@ class Models:
         self._bus = bus
         self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
         self._models: OrderedDict[str, TextModel] = OrderedDict()
+        self._loading = asyncio.Lock()
 
     def job(self, engine: EngineState) -> RunConfig:
         """The configuration of the run. Raises `Refused` when there is none."""
@@ -45,8 +47,10 @@ class Models:
         blob = weights.weights.tokenizer
         model = self._models.get(blob)
         if model is None:
-            model = self._models[blob] = await self._load(blob, engine.active.model if engine.active else "")
-            _trim(self._models)
+            async with self._loading:  # the first calls of an engine come together: one of them loads for all
+                model = self._models.get(blob) or await self._load(blob, engine.active.model if engine.active else "")
+                self._models[blob] = model
+                _trim(self._models)
         return model
 
     async def _load(self, blob: str, name: str) -> TextModel:
@@ -61,7 +65,7 @@ class Models:
         except msgspec.MsgspecError as error:
             raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error
         log.info("loading a tokenizer", extra={"blob": blob, "model": name})
-        return TextModel(files, name)
+        return await asyncio.to_thread(TextModel, files, name)
 
 
 def _trim(kept: OrderedDict[str, RunConfig] | OrderedDict[str, TextModel]) -> None:

@@ -49,10 +49,11 @@ def call_advantages(
 ) -> list[list[float]]:
     """One advantage for each call of each episode of a group; `lengths` are the calls' counts of sampled tokens.
 
-    Without call rewards every call has its episode's advantage. As soon as one episode brings them, each call is
-    compared with all calls of the group: the baseline (and deviation) is over calls, not over episodes, so long
-    episodes weigh more in it, and calls at different turns share one. An episode without call rewards then gives
-    its reward to each of its calls.
+    Without call rewards every call has its episode's advantage. As soon as one episode brings them, a call is
+    compared with the calls at the same turn of the group's other episodes: turns differ in what they can earn, and
+    with one baseline for all of them an easy turn would be rewarded, and a hard one punished, whatever was said.
+    A turn that only one episode reached has nothing to compare: zero. An episode without call rewards then gives its
+    reward to each of its calls.
 
     Raises `ValueError` when an episode has not one reward for each of its calls.
     """
@@ -66,12 +67,15 @@ def call_advantages(
         list(given) if given is not None else [reward] * len(calls)
         for reward, given, calls in zip(rewards, call_rewards, lengths, strict=True)
     ]
-    flat = iter(
-        group_advantages(
-            [reward for episode in spread for reward in episode],
-            [length for calls in lengths for length in calls],
+    found = [[0.0] * len(episode) for episode in spread]
+    for turn in range(max(map(len, spread))):
+        there = [index for index, episode in enumerate(spread) if turn < len(episode)]
+        advantages = group_advantages(
+            [spread[index][turn] for index in there],
+            [lengths[index][turn] for index in there],
             estimator,
             normalise_std,
         )
-    )
-    return [[next(flat) for _ in episode] for episode in spread]
+        for index, advantage in zip(there, advantages, strict=True):
+            found[index][turn] = advantage
+    return found

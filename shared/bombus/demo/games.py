@@ -22,10 +22,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """What an episode was worth, 0 to 1, and whether its answer was exactly right."""
+    """What an episode was worth, 0 to 1, and whether its answer was exactly right.
+
+    `call_rewards`, when given, is reported instead of `reward`: one for each model call.
+    """
 
     reward: float
     exact: bool
+    call_rewards: tuple[float, ...] | None = None
     kind: str = ""  # which kind of answer it was, for the words at the end
 
 
@@ -77,7 +81,7 @@ class Letters:
     def __init__(self, turns: int = 1, letters: int = 16) -> None:
         self.turns = turns
         self.letters = string.ascii_lowercase[:letters]
-        self._decks: list[list[str]] = [[] for _ in range(turns)]
+        self._deck: list[str] = []
         self.title = "answer `c=` with the letter c, eight times" + (
             "; then again for the letter that the tool's answer names" if turns > 1 else ""
         )
@@ -87,11 +91,10 @@ class Letters:
         return Question(id=asked, prompt=f"{letters[0]}=", answer=asked)
 
     def training(self, rng: random.Random) -> Question:
-        """Every letter comes once before one comes again: a batch of sixteen asks for each of them."""
-        for deck in self._decks:
-            if not deck:
-                deck += rng.sample(self.letters, len(self.letters))
-        return self._question([deck.pop() for deck in self._decks])
+        """Every letter comes once before one comes again, so a batch that asks for sixteen asks for each of them."""
+        if len(self._deck) < self.turns:
+            self._deck = rng.sample(self.letters, len(self.letters))
+        return self._question([self._deck.pop() for _ in range(self.turns)])
 
     def held_out(self) -> Sequence[Question]:
         """There are only so many letters: what is measured is that all of them were learned."""
@@ -105,14 +108,15 @@ class Letters:
     async def play(self, model: Model, question: Question) -> Played:
         """Bare text, as TRL's baseline has it: a chat template is forty more tokens to learn to look past."""
         text = ""
-        share = 0.0
+        shares: list[float] = []
         for letter in question.answer:
             text += f"{letter}="
             reply = (await model.complete(text, self.SHARE)).text
             text += reply
-            share += reply[: self.SHARE].count(letter) / self.SHARE
-        reward = share / self.turns
-        return Played(reward=reward, exact=reward == 1.0)
+            shares.append(reply[: self.SHARE].count(letter) / self.SHARE)
+        reward = sum(shares) / self.turns
+        # One reward for each call: a good first answer is not blamed for a bad second one.
+        return Played(reward=reward, exact=reward == 1.0, call_rewards=tuple(shares) if self.turns > 1 else None)
 
     def constant_reply(self) -> tuple[str, float]:
         questions = self.held_out()
@@ -218,6 +222,18 @@ class Needle:
         }
         best = max(sorted(means), key=lambda said: means[said])
         return best, means[best]
+
+    def positional_reply(self) -> tuple[str, float, float]:
+        """The best of always naming the first, second or third person: who, its mean reward, its share of hits."""
+        questions = self.held_out()
+        best = ("", 0.0, 0.0)
+        for place in range(self.STATEMENTS):
+            replies = [Reply(question.entry["names"][place], True) for question in questions]
+            rewards = [self.reward(reply, question.answer) for reply, question in zip(replies, questions)]
+            hits = [reply.text == question.answer for reply, question in zip(replies, questions)]
+            found = (f"name {place + 1} of the text", sum(rewards) / len(rewards), sum(hits) / len(hits))
+            best = max(best, found, key=lambda each: each[1])
+        return best
 
     def in_words(self, before: dict[str, float], after: dict[str, float]) -> str:
         """What was learned: the form of an answer, and how often the choice among the names is right."""

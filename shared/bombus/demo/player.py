@@ -50,7 +50,8 @@ class Player:
             if result is None:
                 lost.append(credentials.episode_uuid)
                 continue
-            output = WorkflowOutput(reward=result.reward, is_success=result.exact)
+            reward = result.reward if result.call_rewards is None else list(result.call_rewards)
+            output = WorkflowOutput(reward=reward, is_success=result.exact)
             ends.append((Task(task_id=question.id, main_query=question.prompt), credentials.episode_uuid, output))
         if lost:
             await self.client.abort_episodes(lost, infra=True, detail="the model could not be reached")

@@ -1,0 +1,27 @@
+"""Runs the benchmarks one after the other, each in a process of its own."""
+
+import argparse
+import subprocess
+import sys
+
+PARTS = {
+    "coordinator": ["-m", "bench.coordinator"],
+    "gateway": ["-m", "bench.gateway"],
+    "bus": ["bench/bus.py"],
+    "engine": ["bench/engine.py", "--cpu-time"],
+    "packing": ["bench/packing.py"],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all of them")
+    failed = 0
+    for part in parser.parse_args().part or PARTS:
+        print(f"\n== {part} ==", flush=True)
+        failed |= subprocess.run([sys.executable, *PARTS[part]]).returncode
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Commands per second through the coordinator: inbox, decision, event, answer, on a real log.
+
+Two processes, as in life: the coordinator in its own, the clients in this one.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bombus import inbox
+from bombus.bus import Bus, EmbeddedServer
+from bombus.events import Collection, Weights
+from bombus.follow import Follower
+from bombus.state import Phase
+
+HIVE, ENGINE = "bench", "main"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+async def boot(bus: Bus, follower: Follower) -> None:
+    rules = Collection(batch_size=1_000_000, num_repeat=1, max_open_claims=100_000, max_pool_episodes=10_000_000)
+    await bus.ask(
+        inbox.Configure(id="c", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="m"), 60
+    )
+    await bus.ask(inbox.Start(id="s", engine=ENGINE))
+    await bus.send(inbox.ReplicaAlive(id="a", engine=ENGINE, replica="r", url="http://r"))
+    opened = await bus.ask(inbox.TrainerOpens(id="o", engine=ENGINE, run=1, trainer="t"))
+    assert isinstance(opened, inbox.Done)
+    weights = Weights(where="/w")
+    saved = inbox.WeightsSaved(id="w", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
+    await bus.send(saved)
+    await bus.send(inbox.WeightsLoadedFact(id="l", engine=ENGINE, run=1, version=0, replica="r"))
+    await follower.wait_for(lambda hive: hive.engine(ENGINE).phase == Phase.ROLLING, 30)
+
+
+async def episode(bus: Bus, name: str) -> None:
+    """Two commands: a claim and an end."""
+    granted = await bus.ask(inbox.Claim(id=f"k{name}", engine=ENGINE, claim=f"k{name}", client="c"), 60)
+    assert isinstance(granted, inbox.Granted)
+    result = inbox.EpisodeResult(episode=granted.episodes[0], task=name, reward=1.0)
+    await bus.ask(inbox.End(id=f"e{name}", engine=ENGINE, client="c", results=(result,)), 60)
+
+
+async def measure(bus: Bus, waiting: int, seconds: float, pid: int, label: str) -> float:
+    count = 0
+    until = time.perf_counter() + seconds
+    latencies: list[float] = []
+
+    async def client(number: int) -> None:
+        nonlocal count
+        index = 0
+        while time.perf_counter() < until:
+            began = time.perf_counter()
+            await episode(bus, f"{waiting}-{number}-{index}")
+            latencies.append((time.perf_counter() - began) / 2)
+            index += 1
+            count += 2
+
+    began, before = time.perf_counter(), cpu_s(pid)
+    await asyncio.gather(*(client(number) for number in range(waiting)))
+    rate = count / (time.perf_counter() - began)
+    latencies.sort()
+    p50, p99 = (latencies[int(len(latencies) * share)] * 1e3 for share in (0.5, 0.99))
+    spent = (cpu_s(pid) - before) / count * 1e6
+    print(f"{label:>12} {rate:9.0f}/s  p50 {p50:6.2f} ms  p99 {p99:6.2f} ms  coordinator CPU {spent:5.0f} us a command")
+    return rate
+
+
+async def run(seconds: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        server = EmbeddedServer(Path(folder))
+        server.start()
+        command = [sys.executable, "-m", "bombus", "coordinator", "--nats", server.url, "--hive", HIVE]
+        coordinator = subprocess.Popen([*command, "--log-level", "warning"])
+        try:
+            async with await Bus.connect(server.url, HIVE, name="bench") as bus:
+                await bus.ensure_streams()
+                follower = Follower(bus)
+                following = asyncio.create_task(follower.run())
+                await boot(bus, follower)
+                rates = [await measure(bus, n, seconds, coordinator.pid, f"{n} waiting") for n in (1, 32, 256)]
+                print("ratios to one at a time: " + ", ".join(f"{rate / rates[0]:.1f}" for rate in rates))
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+        finally:
+            coordinator.terminate()
+            coordinator.wait()
+            server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each number of waiting clients")
+    asyncio.run(run(parser.parse_args().seconds))
+
+
+if __name__ == "__main__":
+    main()
