@@ -6,6 +6,7 @@ refuses: what is on the log has happened.
 
 from collections.abc import Callable
 from enum import StrEnum
+from itertools import islice
 from typing import TypeVar
 
 import msgspec
@@ -222,16 +223,21 @@ def _enter(engine: EngineState, phase: Phase, at_ns: int) -> None:
 def _remember(engine: EngineState, command: str) -> None:
     if command:
         engine.commands[command] = engine.run
-        _trim(engine.commands, COMMANDS_KEPT)
+        trim(engine.commands, COMMANDS_KEPT)
 
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-def _trim(kept: dict[K, V], limit: int) -> None:
-    while len(kept) > limit:
-        del kept[next(iter(kept))]
+def trim(kept: dict[K, V], limit: int) -> None:
+    """Drop the oldest entries beyond `limit`, an eighth of them at a time.
+
+    Not one by one: a dict whose front is emptied again and again is searched through what was deleted.
+    """
+    if len(kept) > limit + limit // 8:
+        for key in list(islice(kept, len(kept) - limit)):
+            del kept[key]
 
 
 # ---- the engine's life ----------------------------------------------------------------------------------------
@@ -351,7 +357,7 @@ def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | No
         if not any(sibling in engine.open for sibling in siblings):
             engine.claims.pop(episode.claim, None)
     engine.closed[episode_id] = closed
-    _trim(engine.closed, OUTCOMES_KEPT)
+    trim(engine.closed, OUTCOMES_KEPT)
     return episode
 
 
@@ -366,7 +372,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             stats.episodes += 1
             stats.reward_sum += outcome.reward
             stats.successes += bool(outcome.is_success)
-            _trim(engine.evals, EVALS_KEPT)
+            trim(engine.evals, EVALS_KEPT)
             continue
         _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last
         size = 200 + 8 * outcome.completion_tokens + 100 * len(outcome.calls)

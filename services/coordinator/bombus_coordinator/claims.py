@@ -89,8 +89,8 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
 def _next(engine: EngineState, live: Live) -> Waiting | None:
     """The fairest: whose client has the fewest episodes open, then who asked first (R13)."""
     queue = live.queue(engine)
-    if not queue:
-        return None
+    if len(queue) < 2:
+        return next(iter(queue.values()), None)
     held: dict[str, int] = {}
     for episode in engine.open.values():
         held[episode.client] = held.get(episode.client, 0) + 1

@@ -8,7 +8,7 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.inbox import Answer, Claim
-from bombus.state import EngineState, Episode
+from bombus.state import EngineState, Episode, trim
 
 ANSWERS_KEPT = 10_000
 WAITING_MAX = 10_000
@@ -65,13 +65,11 @@ class Live(msgspec.Struct, kw_only=True):
 
     def remember(self, command: str, answer: Answer) -> None:
         self.answers[command] = answer
-        while len(self.answers) > ANSWERS_KEPT:
-            del self.answers[next(iter(self.answers))]
+        trim(self.answers, ANSWERS_KEPT)
 
     def remember_grant(self, claim: str) -> None:
         self.granted[claim] = None
-        while len(self.granted) > ANSWERS_KEPT:
-            del self.granted[next(iter(self.granted))]
+        trim(self.granted, ANSWERS_KEPT)
 
     def forget(self, episode: str) -> None:
         self.activity.pop(episode, None)

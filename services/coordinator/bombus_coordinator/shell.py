@@ -11,7 +11,7 @@ from bombus import events as ev
 from bombus import inbox, telemetry
 from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly
 from bombus.errors import BusUnavailable, Deposed, LogCorrupted
-from bombus.state import Hive, evolve
+from bombus.state import Hive, evolve, trim
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
 
@@ -122,8 +122,7 @@ class Coordinator:
 
     def _owe(self, command: str, reply_to: str) -> None:
         self._reply_to[command] = reply_to
-        while len(self._reply_to) > REPLIES_MAX:
-            del self._reply_to[next(iter(self._reply_to))]
+        trim(self._reply_to, REPLIES_MAX)
 
     async def _land(self, flight: Sequence[tuple[Decision, int, str]]) -> None:
         """Append what was decided. While the bus is away or full this waits: the flight is kept, nothing is lost."""
