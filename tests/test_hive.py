@@ -180,6 +180,7 @@ def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
 
 
 def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
+    assert (up.folder / "data/nats-url").read_text().strip() == up.nats
     command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
     text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "engine main" in text

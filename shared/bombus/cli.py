@@ -5,11 +5,13 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
+URL_FILE = Path(".bombus/nats-url")  # `bombus up` leaves its bus's address in its data folder while it runs
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -38,13 +40,20 @@ class Module(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
+def default_nats() -> str:
+    """`$BOMBUS_NATS`; or the bus of the `bombus up` that runs in this folder; or NATS' own port."""
+    if "BOMBUS_NATS" in os.environ:
+        return os.environ["BOMBUS_NATS"]
+    return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
+
+
 def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the hive is: what every service and tool needs to know."""
     parser.add_argument(
         "--nats",
         metavar="URL",
-        default=os.environ.get("BOMBUS_NATS", DEFAULT_NATS),
-        help="the bus (default: $BOMBUS_NATS or %(default)s)",
+        default=default_nats(),
+        help="the bus (default: $BOMBUS_NATS, or that of the hive that runs in this folder, here %(default)s)",
     )
     parser.add_argument("--hive", default=os.environ.get("BOMBUS_HIVE", "main"), help="its name (default: %(default)s)")
     add_log_argument(parser)

@@ -20,6 +20,7 @@ import msgspec
 
 from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
+from bombus.cli import URL_FILE
 from bombus.errors import BombusError, BusUnavailable
 from bombus.follow import Follower
 from bombus.job import parse_job
@@ -140,6 +141,8 @@ class Supervisor:
         self.layout.data_dir.mkdir(parents=True, exist_ok=True)
         nats = self.layout.nats or await self._start_server()
         self._children = children(self.layout, nats)
+        url_file = self.layout.data_dir / URL_FILE.name
+        url_file.write_text(nats + "\n")
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._server is not None:
@@ -149,6 +152,7 @@ class Supervisor:
                 tasks.create_task(self._announce(nats))
         finally:
             await asyncio.shield(self._stop())
+            url_file.unlink(missing_ok=True)
 
     async def _start_server(self) -> str:
         self._server = EmbeddedServer(self.layout.data_dir / "nats", self.layout.nats_port)
