@@ -15,6 +15,7 @@ import pytest
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
+from bombus.demo.hive import free_port
 
 ROOT = Path(__file__).parent.parent
 READY_S = 120.0
@@ -29,7 +30,7 @@ class Up:
         self.log = folder / "up.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "bombus", "up", "--port", str(_free_port()), "--data-dir", str(folder / "data"),
+                [sys.executable, "-m", "bombus", "up", "--port", str(free_port()), "--data-dir", str(folder / "data"),
                  "--threads", "1", *arguments],
                 stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
                 env={**os.environ, "BOMBUS_CACHE": str(folder.parent / "cache")},
@@ -68,14 +69,6 @@ class Up:
         self.process.wait(60)
         _, alive = psutil.wait_procs(family, timeout=10)
         return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

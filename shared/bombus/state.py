@@ -18,6 +18,7 @@ from bombus.records import CallRef, CallStatus
 OUTCOMES_KEPT = 100_000  # how many ended episodes of a run can still be asked about
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+BOOTED = "booted"  # the stage of an engine that has booted and does not roll yet
 
 
 class Phase(StrEnum):
@@ -274,7 +275,7 @@ def _progressed(engine: EngineState, event: ev.EngineProgressed) -> None:
 
 @_on(ev.EngineBooted)
 def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
-    engine.stage = "booted"
+    engine.stage = BOOTED
 
 
 @_on(ev.EngineStopped)

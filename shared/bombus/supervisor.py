@@ -50,7 +50,6 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     threads: int = 0  # of torch, for each process; 0: its default
     log_level: str = "info"
-    extra: Mapping[str, tuple[str, ...]] = {}  # more arguments for a service
 
 
 class Child:
@@ -59,22 +58,16 @@ class Child:
     def __init__(self, service: str, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.service = service
         self.name = name
-        self.starts = 0
         self._command = command
         self._environment = environment
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def keep(self) -> None:
         """Start it, and start it again whenever it ends, until `stop`."""
         pause_s = RESTART_S
         while not self._stopping:
             began = time.monotonic()
-            self.starts += 1
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops everybody in order.
             self._process = await asyncio.create_subprocess_exec(
                 *self._command, env=dict(self._environment), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -115,7 +108,7 @@ def children(layout: Layout, nats: str) -> list[Child]:
 
     def child(name: str, service: str, *arguments: str) -> Child:
         command = [sys.executable, "-m", "bombus", service, "--nats", nats, "--hive", layout.hive]
-        command += ["--log-level", layout.log_level, *arguments, *layout.extra.get(service, ())]
+        command += ["--log-level", layout.log_level, *arguments]
         return Child(service, name, command, environment)
 
     torch = ["--device", layout.device, "--threads", str(layout.threads)]

@@ -20,14 +20,13 @@ from bombus.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.state import EngineState, Phase
+from bombus.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
 from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
-BOOTED = "booted"  # the stage that `engine.booted` sets
 
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:

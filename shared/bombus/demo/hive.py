@@ -26,13 +26,13 @@ def free_port() -> int:
 
 
 @asynccontextmanager
-async def running(folder: Path, threads: int = 0, port: int = 0) -> AsyncIterator[str]:
+async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
     """Start a hive whose data is under `folder`; give its URL; stop it and wait until it is gone.
 
     Raises `HiveFailed` when it is not ready in time. Its log is `folder/hive.log`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    port = port or free_port()
+    port = free_port()
     command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", str(folder / "hive")]
     command += ["--threads", str(threads)]
     log_path = folder / "hive.log"
