@@ -7,6 +7,7 @@ import sys
 PARTS = {
     "coordinator": ["-m", "bench.coordinator"],
     "gateway": ["-m", "bench.gateway"],
+    "episodes": ["-m", "bench.episodes"],
     "bus": ["bench/bus.py"],
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],

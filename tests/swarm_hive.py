@@ -90,7 +90,12 @@ class PlayedHive:
         run = self.engine.run
         await self.say(
             inbox.WeightsSaved(
-                id=_id(), engine=ENGINE, run=run, step=step, trainer_epoch=self.epoch, weights=Weights(where="nowhere")
+                id=_id(),
+                engine=ENGINE,
+                run=run,
+                step=step,
+                trainer_epoch=self.epoch,
+                weights=Weights(where=f"/run-{run}/version-{step}"),
             )
         )
         await self.say(

@@ -457,6 +457,36 @@ def test_agreeing_out_of_phase_is_refused() -> None:
     refused(Desk().ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c")), Code.WRONG_PHASE)
 
 
+def test_only_a_client_that_has_ended_an_episode_lately_can_agree() -> None:
+    desk = Desk()
+    desk.boot(Method.ANY_CLIENT_AGREES)
+    refused(desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="idler")), Code.NOT_ACTIVE)
+    desk.play("a", client="worker")
+    assert desk.engine.phase == Phase.ROLLING
+
+
+def test_a_vote_while_its_batch_is_trained_does_not_count_for_the_next_one() -> None:
+    desk = Desk()
+    desk.boot(Method.ANY_CLIENT_AGREES, agreed_sync_s=0.0)
+    desk.play("a", client="c1")
+    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
+    assert isinstance(desk.ask(inbox.AgreeSync(id="y", engine=ENGINE, client="c1")), Done)
+    desk.train()
+    desk.play("b", client="c1")
+    assert desk.engine.phase == Phase.ROLLING
+
+
+def test_clients_that_agreed_have_the_time_to_see_the_sync() -> None:
+    desk = Desk()
+    desk.boot(Method.ANY_CLIENT_AGREES)
+    desk.play("a", client="c1")
+    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
+    desk.train()
+    assert desk.engine.phase == Phase.WEIGHT_SYNCING
+    desk.tick(after_s=7)
+    assert desk.engine.phase == Phase.ROLLING
+
+
 def test_draining_lets_running_episodes_finish_and_aborts_stragglers_at_the_deadline() -> None:
     desk = Desk()
     desk.boot(batch_size=1, num_repeat=1, drain_s=30, max_open_claims=8)
@@ -469,6 +499,8 @@ def test_draining_lets_running_episodes_finish_and_aborts_stragglers_at_the_dead
     assert aborts(desk.tick(after_s=29)) == [((straggler,), AbortReason.SUPERSEDED)]
     assert desk.engine.phase == Phase.WEIGHT_SYNCING
     assert list(desk.engine.by_task) == ["b"]
+    late = desk.end(straggler, "c")
+    assert "ENGINE.WEIGHT_SYNCING" in refused(late, Code.UNKNOWN_EPISODE)  # a contract client passes over such a one
 
 
 def test_the_safety_valve_clears_the_pool_and_says_how_many() -> None:

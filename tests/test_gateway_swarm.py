@@ -94,9 +94,16 @@ async def test_control_routes_ask_for_the_admin_key_where_one_is_set(bus: Bus) -
         assert allowed.status_code == 200
 
 
-async def test_the_job_tells_where_its_checkpoints_go(played: PlayedHive) -> None:
+async def test_it_tells_where_the_weights_of_the_run_are(played: PlayedHive) -> None:
     await played.post("/sync_train_config", {"yaml_as_string": "ajet: {experiment_dir: /data/run-1}"})
-    assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": "/data/run-1"}
+    assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": None}
+    await played.start()
+    assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": "/run-1"}
+
+
+async def test_code_that_a_client_sends_is_refused_in_words(played: PlayedHive) -> None:
+    reply = await played.http.post("/sync_train_code", files={"file": ("code.zip", b"PK")})
+    assert (reply.status_code, reply.json()["code"]) == (400, "unsupported")
 
 
 # ---- claiming -------------------------------------------------------------------------------------------------

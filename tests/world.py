@@ -185,6 +185,7 @@ class World:
             max_pool_episodes=pick.choice((2, 100)),
             max_step_failures=pick.choice((1, 3)),
             drain_s=pick.choice((1.0, 30.0)),
+            agreed_sync_s=pick.choice((0.0, 6.0)),
             max_carry_staleness=pick.choice((0, 1)),
         )
         return inbox.Configure(

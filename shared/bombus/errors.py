@@ -33,6 +33,8 @@ class Code(StrEnum):
     OTHER_OUTCOME = "other_outcome"
     OTHER_CLAIM = "other_claim"
     WRONG_PHASE = "wrong_phase"
+    NOT_ACTIVE = "not_active"
+    ENGINE_FAILED = "engine_failed"
     NO_EPISODES = "no_episodes"
     NO_CONFIG = "no_config"
     NO_CALLS = "no_calls"
@@ -61,6 +63,8 @@ STATUS: dict[Code, int] = {
     Code.OTHER_OUTCOME: 409,
     Code.OTHER_CLAIM: 409,
     Code.WRONG_PHASE: 400,
+    Code.NOT_ACTIVE: 409,
+    Code.ENGINE_FAILED: 409,
     Code.NO_EPISODES: 409,
     Code.NO_CONFIG: 409,
     Code.NO_CALLS: 404,

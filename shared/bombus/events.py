@@ -58,6 +58,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 300.0
     boot_s: float = 1800.0
     sync_s: float = 600.0
+    agreed_sync_s: float = 6.0  # at least, with the methods in which clients agree
     max_step_failures: int = 3
 
     @property

@@ -83,7 +83,11 @@ class RolloutConfig(Group):
 
 
 class CollectionConfig(Group):
-    """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions."""
+    """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions.
+
+    With the methods in which clients agree, weights are synced for at least `agreed_sync_s`: a client of the swarm
+    contract that has agreed looks for that phase every 5 s, and would wait for ever for one that it missed.
+    """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
     batch_size: int = Field(default=32, ge=1, le=65_536)
@@ -93,6 +97,7 @@ class CollectionConfig(Group):
     max_carry_staleness: int = Field(default=1, ge=0, le=64)
     drain_s: Float = Field(default=300.0, gt=0, le=86_400)
     sync_s: Float = Field(default=600.0, gt=0, le=86_400)
+    agreed_sync_s: Float = Field(default=6.0, ge=0, le=3600)
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
 
@@ -162,6 +167,7 @@ class RunConfig(Group):
             drain_s=rules.drain_s,
             boot_s=rules.boot_s,
             sync_s=rules.sync_s,
+            agreed_sync_s=rules.agreed_sync_s,
             max_step_failures=rules.max_step_failures,
         )
 

@@ -1,9 +1,9 @@
 """An engine's life: configure, start, stop, boot, train, load; and the transitions that follow by themselves."""
 
 from bombus import events as ev
-from bombus.collection import enough, select
+from bombus.collection import ACTIVE_S, active_clients, enough, select
 from bombus.errors import Code, Refused
-from bombus.events import AbortReason, DropReason, Event
+from bombus.events import AbortReason, DropReason, Event, Method
 from bombus.inbox import (
     AgreeSync,
     Configure,
@@ -27,6 +27,7 @@ from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
+AGREEING = (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
 
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
@@ -99,12 +100,18 @@ def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
-    if engine.phase != Phase.ROLLING:
-        raise why_none(engine)
+    """A vote to train now. While a batch drains or trains, what is voted for is under way: nothing is left to do."""
     reply = (Reply(message.id, Done(run=engine.run)),)
-    if message.client in engine.agreed:
+    if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
         yield Decision(replies=reply)
         return
+    if engine.phase != Phase.ROLLING:
+        raise why_none(engine)
+    if message.client not in active_clients(engine, live.now_ns):
+        raise Refused(
+            Code.NOT_ACTIVE,
+            f"Only an active client can agree: end an episode with a reward first (the last {ACTIVE_S:.0f} s count).",
+        )
     event = ev.SyncAgreed(at_ns=live.now_ns, engine=engine.name, run=engine.run, client=message.client)
     yield Decision(events=(event,), replies=reply)
 
@@ -365,7 +372,10 @@ def _roll(engine: EngineState, live: Live) -> Decision:
 def _syncing(engine: EngineState, live: Live) -> Decisions:
     if engine.version < engine.step or not _everybody_loaded(engine, live):
         return
-    bound = engine.version - engine.collection.max_carry_staleness
+    rules = engine.collection
+    if rules.method in AGREEING and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
+        return
+    bound = engine.version - rules.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
         yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))

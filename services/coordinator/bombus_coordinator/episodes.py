@@ -28,6 +28,18 @@ def _not_claimed(episode: str, why: str) -> Refused:
     return Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
 
 
+def _taken_away(engine: EngineState, reason: AbortReason) -> str:
+    """Why an aborted episode cannot be ended. The swarm contract's clients pass over what names WEIGHT_SYNCING."""
+    match reason:
+        case AbortReason.CLIENT | AbortReason.INFRA:
+            return "its client has aborted it. Claim another one."
+        case AbortReason.IDLE:
+            return "it was idle for too long. Claim with a longer discard_episode_timeout, or send a heartbeat."
+        case AbortReason.SUPERSEDED:
+            return f"its batch was closed while it was running. Current status: [{engine.phase}]. Claim another one."
+    return f"it was taken away ({reason}). Claim another one."
+
+
 def _check_reward(episode: Episode, result: EpisodeResult) -> float:
     """The episode's reward, finite. Raises `Refused` for none, NaN, infinity or a list of the wrong length."""
     if result.call_rewards is None:
@@ -61,11 +73,7 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         if closed.client and closed.client != client:
             raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} was claimed by a different client.")
         if closed.aborted is not None:
-            raise _not_claimed(
-                result.episode,
-                f"it was taken away ({closed.aborted}). If it was idle, claim with a longer discard_episode_timeout "
-                "or send a heartbeat.",
-            )
+            raise _not_claimed(result.episode, _taken_away(engine, closed.aborted))
         if closed.outcome == mark:
             return None
         raise Refused(

@@ -49,6 +49,7 @@ def swarm_router(gateway: Gateway, engine: str | None = None) -> APIRouter:
         ("POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, models.ReplayLatestCall),
         ("POST", "/agree_sync_weight", run.agree_sync_weight, models.AgreeSyncWeight),
         ("GET", "/get_server_experiment_dir", run.get_server_experiment_dir, None),
+        ("POST", "/sync_train_code", run.sync_train_code, None),
         ("POST", "/push_verbose_log", run.push_verbose_log, models.PushVerboseLog),
         ("POST", "/claim_episodes", claims.claim_episodes, models.ClaimEpisodes),
         ("POST", "/end_episodes", episodes.end_episodes, models.EndEpisodes),

@@ -70,7 +70,7 @@ class EngineRoutes:
         await asyncio.sleep(max(0.0, began + START_HOLD_S - loop.time()))
         if self._desk.state.phase == Phase.OFFLINE:
             why = self._desk.state.failure or "the engine was stopped again"
-            return Json({"success": False, "error": why, "code": Code.WRONG_PHASE})
+            return Json({"success": False, "error": why, "code": Code.ENGINE_FAILED})
         return Json({"success": True, "pid": os.getpid(), "run": run})
 
     async def stop_engine(self, request: Request) -> Response:
@@ -103,8 +103,15 @@ class EngineRoutes:
         return Json(views.pool_information(self._desk.state, time.time_ns()))
 
     async def get_server_experiment_dir(self, request: Request) -> Response:
-        """Where the job keeps its checkpoints, as the job says it."""
+        """Where the trainer keeps this run's weights; null before there are any."""
         return Json({"server_experiment_dir": views.experiment_dir(self._desk.state)})
+
+    async def sync_train_code(self, request: Request) -> Response:
+        """Newer contract clients upload code of their own to run in the trainer: refused."""
+        raise Refused(
+            Code.UNSUPPORTED,
+            "sync_train_code is not supported: code that a client sends is never run. Install it beside the trainer.",
+        )
 
     async def push_verbose_log(self, request: Request) -> Response:
         """Put a line into this gateway's log; beyond some lines a second the reply says that it was left out."""

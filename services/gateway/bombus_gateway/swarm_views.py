@@ -1,8 +1,7 @@
 """What the swarm door tells of an engine: pure functions of its folded state, in the swarm contract's words."""
 
+from pathlib import PurePath
 from typing import Any
-
-import msgspec
 
 from bombus.collection import progress
 from bombus.records import CallRef
@@ -94,12 +93,9 @@ def pool_information(engine: EngineState, now_ns: int) -> View:
     }
 
 
-def experiment_dir(engine: EngineState) -> str:
-    source = engine.active or engine.configured
-    if source is None:
-        return ""
-    experiment = msgspec.json.decode(source.config, type=dict[str, Any]).get("experiment", {})
-    return str(experiment.get("dir", ""))
+def experiment_dir(engine: EngineState) -> str | None:
+    """The folder in which the run's trainer keeps its weights, as it is called there; None before there are any."""
+    return str(PurePath(engine.weights.weights.where).parent) if engine.weights is not None else None
 
 
 def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:

@@ -28,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if out.exists() and any(out.iterdir()):
+        print(f"bombus demo: {out} holds an earlier run; name another --out, or remove it", file=sys.stderr)
+        return 2
     out.mkdir(parents=True, exist_ok=True)
     try:
         if arguments.tiny:
@@ -45,7 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
-    plan = Plan(batch_size=16, num_repeat=8, seed=seed, train_s=60 * minutes, stop_at=0.9)
+    # The two-turn form is learned in small updates, and sampled (and trained) hotter: otherwise some pairs of letters
+    # settle on the wrong one, all their rewards are equal, and nothing is left to learn from.
+    rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
+    goal = TINY_THRESHOLDS[-1]
+    plan = Plan(batch_size=16, num_repeat=8, seed=seed, train_s=60 * minutes, temperature=temperature, stop_at=goal)
     job = Job(
         model="tiny",
         batch_size=plan.batch_size,
@@ -54,8 +61,9 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
         max_response_length=200,
         max_response_length_in_one_turn=64,
         max_model_len=512,
-        lr=3e-3,
-        bombus={"model": {"seed": seed}, "trainer": {"weight_decay": 0.0}},
+        lr=rate,
+        mini_batch_num=updates,
+        bombus={"model": {"seed": seed}, "trainer": {"weight_decay": 0.0, "loss_aggregation": "token"}},
     )
     curve, _ = asyncio.run(_train(out / f"tiny-{turns}", game, job, plan, began, measure=False, threads=1))
 

@@ -43,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     steps: int = 1_000_000
     train_s: float = 300.0
+    temperature: float = 1.0  # of training episodes
     stop_at: float = 2.0
     measure_every_s: float = 60.0
 
@@ -144,7 +145,7 @@ class Training:
             claimed = await self.player.claim(min(len(left), PLAYED_AT_ONCE_MAX))
             if version < 0:
                 version = await self.player.client.get_global_step()
-            part = await self.player.play(claimed, left[: len(claimed)])
+            part = await self.player.play(claimed, left[: len(claimed)], self.plan.temperature)
             played += part
             # Episodes that were lost to infrastructure are played again: a batch wants its exact number.
             left = left[len(part) :]

@@ -1,0 +1,103 @@
+"""Episodes per second, end to end: the tiny one-turn task through a whole hive, and in one process without any of it.
+
+The process alone does what a trainer library does: `generate` of transformers, a padded batch, one AdamW step. Same
+model, same task, 16 letters x 8 episodes a step, one torch thread for each process.
+"""
+
+import argparse
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from bombus import AsyncSwarmClient, Job
+from bombus.demo import hive
+from bombus.demo.games import Letters
+from bombus.demo.player import Player
+from bombus.demo.training import Plan, Training, Watcher
+from bombus.models import TINY, resolve_model
+
+TASKS, REPEAT, TOKENS = 16, 8, Letters.SHARE
+WARM_STEPS = 5
+RATE = 3e-3
+
+
+async def through_a_hive(seconds: float) -> float:
+    job = Job(
+        model=TINY,
+        batch_size=TASKS,
+        num_repeat=REPEAT,
+        max_prompt_length=256,
+        max_response_length=200,
+        max_response_length_in_one_turn=64,
+        max_model_len=512,
+        lr=RATE,
+        bombus={"trainer": {"weight_decay": 0.0}},
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
+            await client.auto_sync_train_config_and_start_engine(job)
+            player = Player(client, Letters())
+            plan = Plan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds)
+            try:
+                steps = (await Training(player, plan, Watcher(), time.monotonic()).run(measure=False)).steps
+            finally:
+                await player.close()
+    warm, last = steps[WARM_STEPS - 1], steps[-1]
+    return sum(step.episodes for step in steps[WARM_STEPS:]) / (last.training_s - warm.training_s)
+
+
+def alone(seconds: float) -> float:
+    folder = resolve_model(TINY)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=True)
+    letters = Letters().letters
+    prompts = [f"{letter}=" for letter in letters for _ in range(REPEAT)]
+    prompt_ids = tokenizer(prompts, return_tensors="pt")["input_ids"]
+    wanted = prompt_ids[:, :1]
+    length = prompt_ids.shape[1]
+    stops = torch.tensor(model.generation_config.eos_token_id)
+
+    def step() -> None:
+        with torch.no_grad():
+            ids = model.generate(prompt_ids, do_sample=True, top_k=0, max_new_tokens=TOKENS)
+        said = ids[:, length:]
+        over = torch.isin(said, stops).cumsum(1)
+        mask = (over - torch.isin(said, stops).long()) == 0  # up to the stop token, with it
+        rewards = ((said == wanted) & mask).sum(1) / TOKENS
+        groups = rewards.view(TASKS, REPEAT)
+        advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+        logprobs = model(ids).logits[:, length - 1 : -1].log_softmax(-1).gather(2, said[:, :, None])[:, :, 0]
+        ratio = (logprobs - logprobs.detach()).exp()
+        loss = -(ratio * advantages * mask).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    for _ in range(WARM_STEPS):
+        step()
+    began, steps = time.perf_counter(), 0
+    while time.perf_counter() < began + seconds:
+        step()
+        steps += 1
+    return steps * TASKS * REPEAT / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=15.0, help="for each of the two")
+    seconds = parser.parse_args().seconds
+    torch.set_num_threads(1)
+    without = alone(seconds)
+    print(f"one process, no hive   {without:6.0f} episodes/s", flush=True)
+    within = asyncio.run(through_a_hive(seconds))
+    print(f"through the hive       {within:6.0f} episodes/s   {within / without:.2f} of it")
+
+
+if __name__ == "__main__":
+    main()
