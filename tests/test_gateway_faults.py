@@ -1,6 +1,7 @@
 """What the gateway does when somebody goes away in the middle: the client, a replica, a gateway, the log."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -251,6 +252,62 @@ async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
         with pytest.raises(openai.APIError, match="log cannot be written"):
             await read()
         assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
+
+
+async def _move_inbox(bus: Bus, subject: str) -> None:
+    """Let the inbox listen to `subject` alone."""
+    name = bus.subjects.inbox_stream
+    found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{name}")).data)
+    config = found["config"] | {"subjects": [subject]}
+    answer = await bus.requests.ask(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+    assert "error" not in json.loads(answer.data), answer.data
+
+
+async def test_r9_a_stored_call_that_could_not_be_told_is_told_by_its_retry(bus: Bus) -> None:
+    async with gateway_hive(bus, record_s_max=0.7) as hive:
+        episode, key = await hive.claim()
+        hive.replica.scripts.append(says("the fox"))
+        await _move_inbox(bus, f"elsewhere.{bus.subjects.hive}.>")
+        with pytest.raises(openai.InternalServerError, match="log cannot be written"):
+            await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
+        await _move_inbox(bus, bus.subjects.all_inbox)
+        again = await hive.client(key).chat.completions.create(model=MODEL, messages=USER, extra_headers=AGAIN)
+        assert again.choices[0].message.content == "the fox"
+        assert len(hive.replica.requests) == 1
+        (call,) = await hive.calls(episode, 1)
+        assert call.status == CallStatus.COMPLETE
+
+
+async def test_a_gateway_that_is_stopped_records_what_it_could_not_finish(served: GatewayHive, bus: Bus) -> None:
+    episode, key = await served.claim()
+    served.replica.scripts.append(never_ends)
+    async with gateway_of(bus, drain_s=0.1) as (gateway, url):
+        stream = await served.client(key, url).chat.completions.create(model=MODEL, messages=USER, stream=True)
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+            if text == "the quick":
+                break
+        gateway.ready = False
+    with pytest.raises(openai.APIError, match="stopping"):
+        async for _ in stream:
+            pass
+    (record,) = await served.records(episode, 1)
+    assert record.status == CallStatus.CUT_OFF
+    assert TEXT.tokenizer.decode(record.choices[0].token_ids()) == "the quick"
+
+
+async def test_r20_a_call_whose_record_might_not_fit_is_refused_before_it_is_sampled(bus: Bus) -> None:
+    rollout = {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 1500}
+    job = {"bombus": {"model": {"path": MODEL}, "rollout": rollout}}
+    async with gateway_hive(bus, job) as hive:
+        _, key = await hive.claim()
+        long: Any = [USER[0] | {"name": "n" * 7_500_000}]
+        with pytest.raises(openai.APIStatusError, match="ask for fewer tokens") as refused:
+            await hive.client(key).chat.completions.create(model=MODEL, messages=long, n=64, max_tokens=1500)
+        assert refused.value.status_code == 413
+        assert not hive.replica.requests
+        await hive.client(key).chat.completions.create(model=MODEL, messages=long, n=1, max_tokens=1500)
 
 
 async def test_r9_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> None:

@@ -4,7 +4,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from bombus.bus import Bus, Reader
+import msgspec
+
+from bombus.bus import Bus, Reader, Stored
+from bombus.errors import LogCorrupted
 from bombus.events import AnyEvent, decode_event
 from bombus.state import Hive, evolve
 
@@ -27,11 +30,12 @@ class Follower:
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     async def run(self) -> None:
+        """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
         reader = Reader(self._bus, self._bus.subjects.events_stream, start_seq=self.position + 1)
         try:
             while True:
                 for stored in await reader.read():
-                    event = decode_event(stored.data)
+                    event = _decoded(stored)
                     evolve(self.hive, event)
                     self.position = stored.seq
                     if self._on_event is not None:
@@ -72,3 +76,12 @@ class Follower:
         self._waiting.append((holds, future))
         async with asyncio.timeout(timeout_s):
             await future
+
+
+def _decoded(stored: Stored) -> AnyEvent:
+    try:
+        return decode_event(stored.data)
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(
+            f"event {stored.seq} cannot be read ({error}): if a newer bombus has written it, upgrade this service"
+        ) from error

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from bombus.bus import Bus
-from bombus.errors import BombusError, Code, Refused
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.events import EpisodeType, NotedCall
 from bombus.follow import Follower
 from bombus.generation import Fault, Finished, Frame, Generate, Tokens
@@ -42,6 +42,7 @@ from bombus_gateway.upstream import ATTEMPTS_MAX, Upstream
 
 log = logging.getLogger(__name__)
 
+STORED_MAX = 1024  # records that wait for a retry of their request
 UNHEARD_S = 2.0  # for our fold to hear of an episode whose key is already in use
 
 
@@ -61,6 +62,11 @@ class Request:
     retried: bool = False
     role: str = ""
     traceparent: str = ""
+
+    @property
+    def key(self) -> tuple[str, bytes]:
+        """What makes two requests the same one."""
+        return self.claims.episode, self.digest
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,8 @@ class Calls:
         self.client = ReplicaClient(gateway.settings.connect_s_max)
         self.upstream = Upstream(gateway.follower, self.client, gateway.settings.replica_wait_s)
         self.running: dict[tuple[str, bytes], asyncio.Future[CallRef | None]] = {}
+        self.stored: dict[tuple[str, bytes], StoredCall] = {}
+        self.opened: set[Call] = set()
 
     def check(self, claims: KeyClaims) -> None:
         check_episode(self.follower.hive.engine(claims.engine), claims)
@@ -108,12 +116,20 @@ class Calls:
         plan = await self._plan(request, job, model)
         return Call(self, request, plan, engine)
 
+    def hang_up(self) -> None:
+        """The gateway is stopping: give up what is still open, so that it is recorded as cut off."""
+        for call in self.opened:
+            call.hang_up()
+
     async def recorded(self, request: Request) -> tuple[CallRecord, bytes] | None:
         """The record of this very request, and its whole prompt (int32), when the harness asks again (R9)."""
         if not request.retried:
             return None
-        first = self.running.get((request.claims.episode, request.digest))
+        first = self.running.get(request.key)
         ref = await asyncio.shield(first) if first is not None else None
+        stored = self.stored.get(request.key)
+        if ref is None and stored is not None:
+            await stored.call.tell(stored)
         conversation = self.histories.of(request.claims)
         ref = ref or conversation.answers.get(request.digest)
         if ref is None:
@@ -176,7 +192,16 @@ class Calls:
         return Match(0, node), prompt, len(prompt) - (len(node.tokens) if node is not None else 0)
 
 
-@dataclass
+@dataclass(frozen=True)
+class StoredCall:
+    """A call whose record is on the log, while the coordinator may not have been told."""
+
+    call: "Call"
+    ref: CallRef
+    record: CallRecord
+
+
+@dataclass(eq=False)
 class Call:
     """One call that is open. Iterate over `pieces`, then `record` it, or `cut_off`; always `close` it."""
 
@@ -198,13 +223,15 @@ class Call:
     def __post_init__(self) -> None:
         """Reserve room before anything is generated (R9). Raises `Refused` OVERLOADED."""
         ask, plan, calls = self.request.ask, self.plan, self.calls
+        self._start_over()
         size = record_bytes(self.request.body_bytes, plan.tail // 4, plan.sampling.max_tokens * ask.n)
+        if size > calls.bus.message_bytes_max:
+            self._check_size()
         self._held.enter_context(calls.room.taken(size))
         self._held.enter_context(calls.touches.held(self.engine.name, self.request.claims.episode))
-        key = (self.request.claims.episode, self.request.digest)
-        if key not in calls.running:
-            self._joined = calls.running[key] = asyncio.get_running_loop().create_future()
-        self._start_over()
+        if self.request.key not in calls.running:
+            self._joined = calls.running[self.request.key] = asyncio.get_running_loop().create_future()
+        calls.opened.add(self)
 
     async def pieces(self) -> AsyncIterator[list[tuple[Completion, Piece]]]:
         """What may go out, as it arrives. Raises `Refused` NO_REPLICA, `ReplicaGone` after something was given,
@@ -242,10 +269,7 @@ class Call:
         subject = calls.bus.subjects.call(record.engine, record.episode)
         headers = {"traceparent": request.traceparent} if request.traceparent else None
         ack = await calls.bus.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
-        ref = CallRef(ack.seq, record.id, digest(body))
-        noted = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=self._noted(ref, record))
-        await calls.bus.send(noted, traceparent=request.traceparent, timeout_s=limit_s)
-        self._remember(ref, record)
+        await self.tell(StoredCall(self, CallRef(ack.seq, record.id, digest(body)), record))
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "recorded a call",
@@ -260,6 +284,22 @@ class Call:
                 },
             )
 
+    async def tell(self, stored: StoredCall) -> None:
+        """Tell the coordinator of a stored record. Where that fails, a retry of the request tells it once more: the
+        message has one id, so the log takes it once."""
+        calls, request, ref, record = self.calls, self.request, stored.ref, stored.record
+        noted = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=self._noted(ref, record))
+        try:
+            await calls.bus.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.record_s_max)
+        except BusUnavailable:
+            if record.status == CallStatus.COMPLETE:
+                calls.stored[request.key] = stored
+                while len(calls.stored) > STORED_MAX:
+                    del calls.stored[next(iter(calls.stored))]
+            raise
+        calls.stored.pop(request.key, None)
+        self._remember(ref, record)
+
     async def cut_off(self) -> None:
         """Record what was sampled until the client or the replica was lost: kept for replay, never trained."""
         try:
@@ -272,7 +312,8 @@ class Call:
         if self._joined is not None:
             if not self._joined.done():
                 self._joined.set_result(None)
-            self.calls.running.pop((self.request.claims.episode, self.request.digest), None)
+            self.calls.running.pop(self.request.key, None)
+        self.calls.opened.discard(self)
         self._held.close()
 
     async def _generated(self) -> AsyncIterator[list[tuple[Completion, Piece]]]:
@@ -322,6 +363,18 @@ class Call:
                 self._generation.abort("not needed any more")
             self._generation = None
             self.calls.upstream.finished(self.replica)
+
+    def _check_size(self) -> None:
+        """Raise `Refused` TOO_LARGE for a call whose record might not fit into the log, before it is sampled."""
+        limit = self.calls.bus.message_bytes_max
+        sampled = record_bytes(0, 0, self.plan.sampling.max_tokens * self.request.ask.n)
+        size = len(encode_record(self._record(CallStatus.COMPLETE))) + sampled
+        if size > limit:
+            raise Refused(
+                Code.TOO_LARGE,
+                f"The record of this call could take {size} bytes, and the log takes {limit}: send less text, or "
+                "ask for fewer tokens.",
+            )
 
     def _record(self, status: CallStatus) -> CallRecord:
         request, plan = self.request, self.plan

@@ -177,6 +177,8 @@ class OpenAIDoor:
                     await _whole(send, answers.whole(call.completions, _usage(call)), _named(call.id))
         except (HungUp, ReplicaGone):
             await call.cut_off()
+            if not self._gateway.ready:
+                raise Refused(Code.BUS_DOWN, "This gateway is stopping; ask again, another one answers.") from None
             raise
         except TimeoutError:
             call.hang_up()

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 STREAMS_WAIT_S = 60.0  # for whoever makes the hive's streams
 CATCH_UP_S = 600.0
-DRAIN_S = 5  # for open calls, when the gateway is stopped
+CUT_OFF_S = 3  # when the gateway is stopped and open calls have had their time: to record what was sampled of them
 BACKLOG = 4096
 
 
@@ -104,7 +104,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def http_server(app: GatewayApp, bound: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve `app` on a bound socket while the block runs; then let open requests finish."""
+    """Serve `app` on a bound socket while the block runs; then let open requests finish.
+
+    Calls that are still open after `drain_s` are recorded as cut off, and answered with an error.
+    """
+    drain_s = app.calls.settings.drain_s
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -116,7 +120,7 @@ async def http_server(app: GatewayApp, bound: socket.socket) -> AsyncIterator[as
         date_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=DRAIN_S,
+        timeout_graceful_shutdown=round(drain_s) + CUT_OFF_S,
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([bound]))
@@ -124,4 +128,6 @@ async def http_server(app: GatewayApp, bound: socket.socket) -> AsyncIterator[as
         yield serving
     finally:
         server.should_exit = True
+        await asyncio.wait({serving}, timeout=drain_s)
+        app.calls.hang_up()
         await serving

@@ -31,6 +31,7 @@ class GatewaySettings(BaseModel):
     calls_fill_max: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the `calls` stream (R12)
     fill_period_s: PositiveFloat = 2.0
     call_s_max: PositiveFloat = 1800.0
+    drain_s: Annotated[float, Field(ge=0, le=600)] = 5.0  # how long a stopping gateway lets open calls finish
     record_s_max: PositiveFloat = 20.0  # for the bus to acknowledge a call's record
     lookup_s_max: PositiveFloat = 10.0
     claim_wait_s: Annotated[float, Field(ge=0, le=25)] = 6.0  # a contract client gives up after 30 s

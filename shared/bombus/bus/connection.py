@@ -301,6 +301,11 @@ class Bus:
         return f"{self._inbox}.{self._inboxes}"
 
     @property
+    def message_bytes_max(self) -> int:
+        """The largest body that can be published now, in bytes."""
+        return self.publisher.message_bytes_max
+
+    @property
     def client(self) -> Any:
         """nats-py's client, for what this class has no method for."""
         return self._client

@@ -173,9 +173,14 @@ class Publisher:
         except (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError) as error:
             raise AckLost(f"{subject}: the bus is not connected") from error
 
+    @property
+    def message_bytes_max(self) -> int:
+        """The largest body that the server takes, with room for headers."""
+        return int(self._client.max_payload) - HEADER_ROOM_BYTES
+
     def check(self, body: bytes) -> None:
         """Raise `Refused` when a body is over the server's limit."""
-        if len(body) + HEADER_ROOM_BYTES > self._client.max_payload:
+        if len(body) > self.message_bytes_max:
             raise Refused(
                 Code.TOO_LARGE,
                 f"a message of {len(body)} bytes is over the bus's limit of {self._client.max_payload} with "
