@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import uvloop
+
 from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
 from bombus.events import Collection, Weights
@@ -102,7 +104,7 @@ async def run(seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=5.0, help="for each number of waiting clients")
-    asyncio.run(run(parser.parse_args().seconds))
+    uvloop.run(run(parser.parse_args().seconds))
 
 
 if __name__ == "__main__":

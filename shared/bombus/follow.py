@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from bombus.bus import Bus, Reader, Stored
+from bombus.bus import TRACEPARENT, Bus, Reader, Stored
 from bombus.errors import LogCorrupted
 from bombus.events import AnyEvent, decode_event
 from bombus.state import Hive, evolve
@@ -19,10 +19,12 @@ Predicate = Callable[[Hive], bool]
 class Follower:
     """`hive` is the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
-    `on_event(position, event)` is called after each event has been folded in, and must not block.
+    `on_event(position, event)` is called after each event has been folded in, and must not block. `traceparent` is the
+    trace of the event that was folded last, "" when nobody traces.
     """
 
     def __init__(self, bus: Bus, on_event: Callable[[int, AnyEvent], None] | None = None) -> None:
+        self.traceparent = ""
         self.hive = Hive()
         self.position = 0
         self._bus = bus
@@ -38,6 +40,7 @@ class Follower:
                     event = _decoded(stored)
                     evolve(self.hive, event)
                     self.position = stored.seq
+                    self.traceparent = stored.headers.get(TRACEPARENT, "")
                     if self._on_event is not None:
                         self._on_event(stored.seq, event)
                 self._wake()

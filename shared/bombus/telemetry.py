@@ -4,13 +4,18 @@
 header (W3C trace context) over HTTP and over the bus.
 """
 
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
+
+log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 HEADER = "traceparent"
@@ -47,6 +52,7 @@ class _Traced:
 
 
 _tracer: "Tracer | None" = None
+_provider: "TracerProvider | None" = None
 _NOTHING: AbstractContextManager[Span] = nullcontext(_Nothing())
 
 
@@ -55,19 +61,45 @@ def enabled() -> bool:
 
 
 def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Start exporting this process's spans, if an endpoint is set. Returns whether it is."""
-    global _tracer
+    """Start exporting this process's spans, if an endpoint is set. Returns whether they are exported."""
+    global _tracer, _provider
+    if _tracer is not None:
+        return True
     if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
         return False
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ModuleNotFoundError as error:
+        log.warning("nothing is traced, though an endpoint is set: %s; install 'bombus[telemetry]'", error)
+        return False
 
-    provider = TracerProvider(resource=Resource.create({"service.name": f"bombus-{service}"}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    _tracer = provider.get_tracer("bombus")
+    _provider = TracerProvider(resource=Resource.create({"service.name": f"bombus-{service}"}))
+    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    _tracer = _provider.get_tracer("bombus")
     return True
+
+
+def flush() -> None:
+    """Send what has been traced so far. At the end of a process that happens by itself."""
+    if _provider is not None:
+        _provider.force_flush()
+
+
+def current() -> str:
+    """The `traceparent` of the span that runs in this process, whoever has started it; "" when there is none.
+
+    Costs nothing where OpenTelemetry is not in use: it is looked for, never imported.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return ""
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
 def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[Span]:
@@ -81,9 +113,6 @@ def span(name: str, parent: str | None = None, **attributes: Attribute) -> Abstr
 def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[Span]:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-    propagator = TraceContextTextMapPropagator()
-    context = propagator.extract({HEADER: parent}) if parent else None
+    context = TraceContextTextMapPropagator().extract({HEADER: parent}) if parent else None
     with tracer.start_as_current_span(name, context=context, attributes=dict(attributes)) as running:
-        carrier: dict[str, str] = {}
-        propagator.inject(carrier)
-        yield _Traced(running, carrier.get(HEADER, ""))
+        yield _Traced(running, current())

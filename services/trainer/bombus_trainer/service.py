@@ -50,6 +50,7 @@ class Trainer:
         self._bus = bus
         self._options = options
         self._follower = Follower(bus, self._on_event)
+        self._batch_trace = ""  # of the end that completed the newest batch
         self._run = 0  # the run that is, or was last, ours
         self._opened = False
         self._over = threading.Event()  # read by the training thread between micro-batches
@@ -90,7 +91,9 @@ class Trainer:
         ours = engine.trainer == self.name or not self._opened
         return engine.run != self._run or engine.phase == Phase.OFFLINE or not ours
 
-    def _on_event(self, _position: int, _event: AnyEvent) -> None:
+    def _on_event(self, _position: int, event: AnyEvent) -> None:
+        if isinstance(event, BatchReady):
+            self._batch_trace = self._follower.traceparent
         if self._is_over():
             self._over.set()
 
@@ -259,7 +262,7 @@ class Trainer:
         self._attempt += 1
         before = self._engine.step_done
         epoch = self._engine.trainer_epoch
-        with telemetry.span("trainer.step", engine=self._options.engine, step=batch.step):
+        with telemetry.span("trainer.step", self._batch_trace, engine=self._options.engine, step=batch.step):
             start = perf_counter()
             read = await read_batch(self._bus, batch)
             for episode, why in read.lost.items():

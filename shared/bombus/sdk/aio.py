@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from bombus import telemetry
 from bombus.sdk import running, transport
 from bombus.sdk.core import Core, EpisodeEnd, Lost, Plan, Reply, Send
 from bombus.sdk.errors import SwarmError
@@ -33,10 +34,10 @@ class AsyncSwarmClient:
         engine: str | None = None,
         admin_key: str | None = None,
         retry_s: float = 120.0,
-        traceparent: transport.Traceparent | None = None,
         transport_: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        telemetry.configure("client")
         url = transport.base_url(server_url, engine)
         self.server_url = server_url.rstrip("/")
         self.verbose = verbose
@@ -44,7 +45,6 @@ class AsyncSwarmClient:
             self.server_url, time.monotonic, random.random, retry_s=retry_s, admin_key=transport.admin_key(admin_key)
         )
         self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(url))
-        self._traceparent = traceparent
         self._sleep = sleep
 
     @property
@@ -75,10 +75,11 @@ class AsyncSwarmClient:
                 came = None
 
     async def _send(self, send: Send) -> Reply | Lost:
-        try:
-            response = await self._http.request(**transport.request_options(send, self._traceparent))
-        except httpx.TransportError as error:
-            return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+        with telemetry.span("sdk.request", path=send.path):
+            try:
+                response = await self._http.request(**transport.request_options(send))
+            except httpx.TransportError as error:
+                return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------

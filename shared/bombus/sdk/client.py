@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from bombus import telemetry
 from bombus.sdk import running, transport
 from bombus.sdk.core import Core, EpisodeEnd, Lost, Plan, Reply, Send
 from bombus.sdk.errors import SwarmError
@@ -39,10 +40,10 @@ class SwarmClient:
         engine: str | None = None,
         admin_key: str | None = None,
         retry_s: float = 120.0,
-        traceparent: transport.Traceparent | None = None,
         transport_: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        telemetry.configure("client")
         url = transport.base_url(server_url, engine)
         self.server_url = server_url.rstrip("/")
         self.verbose = verbose
@@ -50,7 +51,6 @@ class SwarmClient:
             self.server_url, time.monotonic, random.random, retry_s=retry_s, admin_key=transport.admin_key(admin_key)
         )
         self._http = httpx.Client(transport=transport_, **transport.client_options(url))
-        self._traceparent = traceparent
         self._sleep = sleep
 
     @property
@@ -81,10 +81,11 @@ class SwarmClient:
                 came = None
 
     def _send(self, send: Send) -> Reply | Lost:
-        try:
-            response = self._http.request(**transport.request_options(send, self._traceparent))
-        except httpx.TransportError as error:
-            return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+        with telemetry.span("sdk.request", path=send.path):
+            try:
+                response = self._http.request(**transport.request_options(send))
+            except httpx.TransportError as error:
+                return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------

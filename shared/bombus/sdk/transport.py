@@ -1,17 +1,15 @@
 """What both drivers share: how a `Send` becomes an httpx request, and an httpx response a `Reply`."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 
+from bombus import telemetry
 from bombus.sdk.core import Reply, Send
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
-
-Traceparent = Callable[[], str]  # gives the W3C trace context of the moment, or ""
 
 
 def base_url(server_url: str, engine: str | None) -> str:
@@ -31,10 +29,10 @@ def client_options(server_url: str) -> dict[str, Any]:
     return {"base_url": server_url, "limits": limits}
 
 
-def request_options(send: Send, traceparent: Traceparent | None) -> dict[str, Any]:
+def request_options(send: Send) -> dict[str, Any]:
     headers = dict(send.headers)
-    if traceparent is not None and (value := traceparent()):
-        headers["traceparent"] = value
+    if traceparent := telemetry.current():
+        headers[telemetry.HEADER] = traceparent
     timeout = httpx.Timeout(send.timeout_s, connect=CONNECT_S)
     return {"method": send.method, "url": send.path, "content": send.body, "headers": headers, "timeout": timeout}
 

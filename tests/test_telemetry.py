@@ -1,0 +1,74 @@
+"""Spans: exported where an endpoint is set, and nothing at all where none is."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from bombus import telemetry
+
+
+class Collector(HTTPServer):
+    """What an OTLP endpoint is to an exporter: it takes posts."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.bodies: list[tuple[str, bytes]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Collector
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.server.bodies.append((self.path, body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_tracer", None)
+
+
+def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untraced: None) -> None:
+    assert not telemetry.configure("test", {})
+    with telemetry.span("step") as span:
+        assert span.traceparent == ""
+    with telemetry.span("step", "00-1-2-01") as span:
+        assert span.traceparent == "00-1-2-01"
+
+
+def test_spans_go_to_the_endpoint_below_the_parent_that_came_along(
+    untraced: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+    assert telemetry.configure("test")
+    parent = f"00-{7:032x}-{9:016x}-01"
+    with telemetry.span("the step", parent, step=3) as span:
+        assert span.traceparent.split("-")[1] == f"{7:032x}"
+        assert telemetry.current() == span.traceparent
+    telemetry.flush()
+    ((path, body),) = collector.bodies
+    assert path == "/v1/traces"
+    assert b"bombus-test" in body
+    assert b"the step" in body
+    assert (9).to_bytes(8, "big") in body  # the parent's span
