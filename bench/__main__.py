@@ -1,6 +1,7 @@
 """Runs the benchmarks one after the other, each in a process of its own."""
 
 import argparse
+import os
 import subprocess
 import sys
 
@@ -14,13 +15,16 @@ PARTS = {
 }
 
 
+QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all of them")
     failed = 0
     for part in parser.parse_args().part or PARTS:
         print(f"\n== {part} ==", flush=True)
-        failed |= subprocess.run([sys.executable, *PARTS[part]]).returncode
+        failed |= subprocess.run([sys.executable, *PARTS[part]], env=QUIET | dict(os.environ)).returncode
     return failed
 
 
