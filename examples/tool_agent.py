@@ -14,10 +14,8 @@ from bombus import Credentials, SwarmClient, Task, WorkflowOutput
 NUM_REPEAT, TURNS = 4, 3
 OPENAI = OpenAI(api_key="each episode has its own")
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
-TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {"name": "multiply", "description": "The product of a and b.", "parameters": PARAMETERS},
-}
+FUNCTION = {"name": "multiply", "description": "The product of a and b.", "parameters": PARAMETERS}
+TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 
 
 def multiply(arguments_json: str) -> str:

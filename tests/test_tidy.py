@@ -193,6 +193,11 @@ def test_the_readmes_program_is_the_one_that_the_tests_run() -> None:
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
 
 
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_an_example_has_less_than_sixty_lines(example: Path) -> None:
+    assert len(example.read_text().splitlines()) < 60
+
+
 def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
     from bombus.cli import COMMANDS, main
 
