@@ -35,7 +35,7 @@ HEALTHY_S = 30.0  # who ran for so long starts again at once
 STOP_S = 20.0
 READY_S = 180.0
 # A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
-# and have it cleared again: a tenth of a step on a CPU.
+# and have it cleared again: 6 to 10 % of a step on a CPU.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
