@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bombus import AsyncSwarmClient, Job
+from bombus import AsyncSwarmClient
+from bombus.commands.demo import tiny_job
 from bombus.demo import hive
 from bombus.demo.games import Letters
 from bombus.demo.player import Player
@@ -26,22 +27,11 @@ RATE = 3e-3
 
 
 async def through_a_hive(seconds: float) -> float:
-    job = Job(
-        model=TINY,
-        batch_size=TASKS,
-        num_repeat=REPEAT,
-        max_prompt_length=256,
-        max_response_length=200,
-        max_response_length_in_one_turn=64,
-        max_model_len=512,
-        lr=RATE,
-        bombus={"trainer": {"weight_decay": 0.0}},
-    )
+    plan = Plan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds)
     with tempfile.TemporaryDirectory() as folder:
         async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
-            await client.auto_sync_train_config_and_start_engine(job)
+            await client.auto_sync_train_config_and_start_engine(tiny_job(plan, RATE))
             player = Player(client, Letters())
-            plan = Plan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds)
             try:
                 steps = (await Training(player, plan, Watcher(), time.monotonic()).run(measure=False)).steps
             finally:
@@ -66,8 +56,8 @@ def alone(seconds: float) -> float:
         with torch.no_grad():
             ids = model.generate(prompt_ids, do_sample=True, top_k=0, max_new_tokens=TOKENS)
         said = ids[:, length:]
-        over = torch.isin(said, stops).cumsum(1)
-        mask = (over - torch.isin(said, stops).long()) == 0  # up to the stop token, with it
+        stopped = torch.isin(said, stops).long()
+        mask = stopped.cumsum(1) - stopped == 0  # up to the stop token, with it
         rewards = ((said == wanted) & mask).sum(1) / TOKENS
         groups = rewards.view(TASKS, REPEAT)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)

@@ -47,6 +47,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_tracer", None)
+    monkeypatch.setattr(telemetry, "_provider", None)
 
 
 def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untraced: None) -> None:

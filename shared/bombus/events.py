@@ -43,6 +43,11 @@ class Method(StrEnum):
     ANY_CLIENT_AGREES = "rollout_until_any_client_agree_sync_weight"
     ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
 
+    @property
+    def is_by_agreement(self) -> bool:
+        """Whether clients say when a batch is complete."""
+        return self in (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
+
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
     """What the coordinator needs of a job: how episodes are handed out and made into batches."""

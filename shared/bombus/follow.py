@@ -37,7 +37,7 @@ class Follower:
         try:
             while True:
                 for stored in await reader.read():
-                    event = _decoded(stored)
+                    event = read_event(stored)
                     evolve(self.hive, event)
                     self.position = stored.seq
                     self.traceparent = stored.headers.get(TRACEPARENT, "")
@@ -81,10 +81,12 @@ class Follower:
             await future
 
 
-def _decoded(stored: Stored) -> AnyEvent:
+def read_event(stored: Stored) -> AnyEvent:
+    """The event of a message. Raises `LogCorrupted` for one that this version cannot read."""
     try:
         return decode_event(stored.data)
     except msgspec.MsgspecError as error:
         raise LogCorrupted(
-            f"event {stored.seq} cannot be read ({error}): if a newer bombus has written it, upgrade this service"
+            f"event {stored.seq} on {stored.subject} cannot be read by this version ({error}): if a newer bombus has "
+            "written it, upgrade this service"
         ) from error

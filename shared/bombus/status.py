@@ -114,7 +114,7 @@ def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
     """How far the pool is from the next batch, in the measures that its method knows."""
     rules = engine.collection
     now = progress(engine, now_ns)
-    if rules.method in (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE):
+    if rules.method.is_by_agreement:
         wanted = 1 if rules.method == Method.ANY_CLIENT_AGREES else max(1, now.active)
         return (
             Measure("clients agreed", now.agreed, wanted, True),

@@ -113,17 +113,18 @@ def children(layout: Layout, nats: str) -> list[Child]:
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
 
-    def child(name: str, service: str, *arguments: str) -> Child:
+    def child(name: str, service: str, *arguments: str, environment: Mapping[str, str] = environment) -> Child:
         command = [sys.executable, "-m", "bombus", service, "--nats", nats, "--hive", layout.hive]
         command += ["--log-level", layout.log_level, *arguments]
-        kept = KEEP_FREED_MEMORY if service == "trainer" else {}
-        return Child(service, name, command, {**kept, **environment})
+        return Child(service, name, command, environment)
 
     torch = ["--device", layout.device, "--threads", str(layout.threads)]
     services = [child("coordinator", "coordinator")]
     for engine in layout.engines:
         folder = str((layout.data_dir / "engines").absolute())
-        services.append(child(f"trainer {engine}", "trainer", "--engine", engine, "--folder", folder, *torch))
+        keeping = {**KEEP_FREED_MEMORY, **environment}
+        trainer = ["--engine", engine, "--folder", folder, *torch]
+        services.append(child(f"trainer {engine}", "trainer", *trainer, environment=keeping))
         services.append(child(f"inference {engine}", "inference", "--engine", engine, *torch))
     engines = [argument for engine in layout.engines for argument in ("--engine", engine)]
     services.append(child("gateway", "gateway", "--host", layout.host, "--port", str(layout.port), *engines))

@@ -63,7 +63,7 @@ def enabled() -> bool:
 def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Start exporting this process's spans, if an endpoint is set. Returns whether they are exported."""
     global _tracer, _provider
-    if _tracer is not None:
+    if enabled():
         return True
     if not any(environment.get(name) for name in ENDPOINT_VARIABLES):
         return False

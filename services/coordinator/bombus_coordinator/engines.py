@@ -3,7 +3,7 @@
 from bombus import events as ev
 from bombus.collection import ACTIVE_S, active_clients, enough, select
 from bombus.errors import Code, Refused
-from bombus.events import AbortReason, DropReason, Event, Method
+from bombus.events import AbortReason, DropReason, Event
 from bombus.inbox import (
     AgreeSync,
     Configure,
@@ -27,7 +27,6 @@ from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
-AGREEING = (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
 
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
@@ -373,7 +372,7 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
     if engine.version < engine.step or not _everybody_loaded(engine, live):
         return
     rules = engine.collection
-    if rules.method in AGREEING and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
+    if rules.method.is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
         return
     bound = engine.version - rules.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]

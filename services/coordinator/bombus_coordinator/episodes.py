@@ -24,10 +24,6 @@ def outcome_digest(result: EpisodeResult) -> bytes:
     return digest(_deterministic.encode(result))
 
 
-def _not_claimed(episode: str, why: str) -> Refused:
-    return Refused(Code.UNKNOWN_EPISODE, f"Episode {episode} is not in claimed status: {why}")
-
-
 def _taken_away(engine: EngineState, reason: AbortReason) -> str:
     """Why an aborted episode cannot be ended. The swarm contract's clients pass over what names WEIGHT_SYNCING."""
     match reason:
@@ -73,7 +69,8 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         if closed.client and closed.client != client:
             raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} was claimed by a different client.")
         if closed.aborted is not None:
-            raise _not_claimed(result.episode, _taken_away(engine, closed.aborted))
+            why = _taken_away(engine, closed.aborted)
+            raise Refused(Code.UNKNOWN_EPISODE, f"Episode {result.episode} is not in claimed status: {why}")
         if closed.outcome == mark:
             return None
         raise Refused(

@@ -10,7 +10,8 @@ import msgspec
 from bombus import events as ev
 from bombus import inbox, telemetry
 from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly
-from bombus.errors import BusUnavailable, Deposed, LogCorrupted
+from bombus.errors import BusUnavailable, Deposed
+from bombus.follow import read_event
 from bombus.state import Hive, evolve, trim
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
@@ -75,7 +76,7 @@ class Coordinator:
             async with Reader(self.bus, stream) as reader:
                 while self._last < newest.seq:
                     for stored in await reader.read():
-                        evolve(hive, _decode(stored))
+                        evolve(hive, read_event(stored))
                         self._last = stored.seq
                         self._answered = int(stored.headers[INBOX])
         self._consumed = self._answered
@@ -204,13 +205,6 @@ class Coordinator:
                 trimmed = self._consumed
             except BusUnavailable as error:
                 log.warning("the inbox could not be trimmed: %s", error)
-
-
-def _decode(stored: Stored) -> ev.AnyEvent:
-    try:
-        return ev.decode_event(stored.data)
-    except msgspec.MsgspecError as error:
-        raise LogCorrupted(f"event {stored.seq} on {stored.subject} cannot be read by this version: {error}") from error
 
 
 async def run(url: str, hive: str, leader: str = "") -> None:

@@ -25,7 +25,7 @@ from bombus.records import (
     pack_tokens,
 )
 from bombus.run_config import RunConfig
-from bombus.state import EngineState
+from bombus.state import EngineState, trim
 from bombus_gateway.admission import check_episode, check_sampling, heard_of, sampling_of
 from bombus_gateway.completion import Completion, Piece
 from bombus_gateway.context import Gateway, Touches
@@ -42,7 +42,7 @@ from bombus_gateway.upstream import ATTEMPTS_MAX, Upstream
 
 log = logging.getLogger(__name__)
 
-STORED_MAX = 1024  # records that wait for a retry of their request
+UNTOLD_MAX = 900  # calls that wait for a retry of their request
 UNHEARD_S = 2.0  # for our fold to hear of an episode whose key is already in use
 
 
@@ -100,7 +100,7 @@ class Calls:
         self.client = ReplicaClient(gateway.settings.connect_s_max)
         self.upstream = Upstream(gateway.follower, self.client, gateway.settings.replica_wait_s)
         self.running: dict[tuple[str, bytes], asyncio.Future[CallRef | None]] = {}
-        self.stored: dict[tuple[str, bytes], StoredCall] = {}
+        self.untold: dict[tuple[str, bytes], Call] = {}  # stored, while the coordinator may not know of them
         self.opened: set[Call] = set()
 
     def check(self, claims: KeyClaims) -> None:
@@ -127,9 +127,9 @@ class Calls:
             return None
         first = self.running.get(request.key)
         ref = await asyncio.shield(first) if first is not None else None
-        stored = self.stored.get(request.key)
-        if ref is None and stored is not None:
-            await stored.call.tell(stored)
+        untold = self.untold.get(request.key)
+        if ref is None and untold is not None:
+            await untold.tell()
         conversation = self.histories.of(request.claims)
         ref = ref or conversation.answers.get(request.digest)
         if ref is None:
@@ -192,15 +192,6 @@ class Calls:
         return Match(0, node), prompt, len(prompt) - (len(node.tokens) if node is not None else 0)
 
 
-@dataclass(frozen=True)
-class StoredCall:
-    """A call whose record is on the log, while the coordinator may not have been told."""
-
-    call: "Call"
-    ref: CallRef
-    record: CallRecord
-
-
 @dataclass(eq=False)
 class Call:
     """One call that is open. Iterate over `pieces`, then `record` it, or `cut_off`; always `close` it."""
@@ -219,6 +210,7 @@ class Call:
     _hung_up: bool = False
     _held: ExitStack = field(default_factory=ExitStack)
     _joined: asyncio.Future[CallRef | None] | None = None
+    _stored: tuple[CallRef, CallRecord] | None = None
 
     def __post_init__(self) -> None:
         """Reserve room before anything is generated (R9). Raises `Refused` OVERLOADED."""
@@ -269,7 +261,8 @@ class Call:
         subject = calls.bus.subjects.call(record.engine, record.episode)
         headers = {"traceparent": request.traceparent} if request.traceparent else None
         ack = await calls.bus.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
-        await self.tell(StoredCall(self, CallRef(ack.seq, record.id, digest(body)), record))
+        self._stored = CallRef(ack.seq, record.id, digest(body)), record
+        await self.tell()
         if log.isEnabledFor(logging.DEBUG):
             log.debug(
                 "recorded a call",
@@ -284,20 +277,21 @@ class Call:
                 },
             )
 
-    async def tell(self, stored: StoredCall) -> None:
-        """Tell the coordinator of a stored record. Where that fails, a retry of the request tells it once more: the
+    async def tell(self) -> None:
+        """Tell the coordinator of the stored record. Where that fails, a retry of the request tells it once more: the
         message has one id, so the log takes it once."""
-        calls, request, ref, record = self.calls, self.request, stored.ref, stored.record
+        assert self._stored is not None
+        ref, record = self._stored
+        calls, request = self.calls, self.request
         noted = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=self._noted(ref, record))
         try:
             await calls.bus.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.record_s_max)
         except BusUnavailable:
             if record.status == CallStatus.COMPLETE:
-                calls.stored[request.key] = stored
-                while len(calls.stored) > STORED_MAX:
-                    del calls.stored[next(iter(calls.stored))]
+                calls.untold[request.key] = self
+                trim(calls.untold, UNTOLD_MAX)
             raise
-        calls.stored.pop(request.key, None)
+        calls.untold.pop(request.key, None)
         self._remember(ref, record)
 
     async def cut_off(self) -> None:

@@ -45,15 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
 # ---- the tiny model ---------------------------------------------------------------------------------------------
 
 
-def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
-    began = BEGAN if turns == 1 else time.monotonic()
-    game = Letters(turns)
-    # The two-turn form is learned in small updates, and sampled (and trained) hotter: otherwise some pairs of letters
-    # settle on the wrong one, all their rewards are equal, and nothing is left to learn from.
-    rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
-    goal = TINY_THRESHOLDS[-1]
-    plan = Plan(batch_size=16, num_repeat=8, seed=seed, train_s=60 * minutes, temperature=temperature, stop_at=goal)
-    job = Job(
+def tiny_job(plan: Plan, rate: float, updates: int = 1) -> Job:
+    """The tiny model from scratch, at a learning rate and a number of optimizer updates for each batch."""
+    return Job(
         model="tiny",
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
@@ -63,8 +57,19 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
         max_model_len=512,
         lr=rate,
         mini_batch_num=updates,
-        bombus={"model": {"seed": seed}, "trainer": {"weight_decay": 0.0, "loss_aggregation": "token"}},
+        bombus={"model": {"seed": plan.seed}, "trainer": {"weight_decay": 0.0, "loss_aggregation": "token"}},
     )
+
+
+def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
+    began = BEGAN if turns == 1 else time.monotonic()
+    game = Letters(turns)
+    # The two-turn form is learned in small updates, and sampled (and trained) hotter: otherwise some pairs of letters
+    # settle on the wrong one, all their rewards are equal, and nothing is left to learn from.
+    rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
+    goal = TINY_THRESHOLDS[-1]
+    plan = Plan(batch_size=16, num_repeat=8, seed=seed, train_s=60 * minutes, temperature=temperature, stop_at=goal)
+    job = tiny_job(plan, rate, updates)
     curve, _ = asyncio.run(_train(out / f"tiny-{turns}", game, job, plan, began, measure=False, threads=1))
 
     def shown(curve: Curve, threshold: float) -> str:
