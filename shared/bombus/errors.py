@@ -38,6 +38,7 @@ class Code(StrEnum):
     NO_EPISODES = "no_episodes"
     NO_CONFIG = "no_config"
     NO_CALLS = "no_calls"
+    NO_SNAPSHOT = "no_snapshot"
     NO_REPLICA = "no_replica"
     OVERLOADED = "overloaded"
     BUS_DOWN = "bus_down"
@@ -68,6 +69,7 @@ STATUS: dict[Code, int] = {
     Code.NO_EPISODES: 409,
     Code.NO_CONFIG: 409,
     Code.NO_CALLS: 404,
+    Code.NO_SNAPSHOT: 409,
     Code.NO_REPLICA: 503,
     Code.OVERLOADED: 503,
     Code.BUS_DOWN: 503,

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 
 import msgspec
 
+from bombus import snapshots
 from bombus.bus import TRACEPARENT, Bus, Reader, Stored
-from bombus.errors import LogCorrupted
+from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.events import AnyEvent, decode_event
 from bombus.state import Hive, evolve
 
@@ -19,33 +21,60 @@ Predicate = Callable[[Hive], bool]
 class Follower:
     """`hive` is the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
-    `on_event(position, event)` is called after each event has been folded in, and must not block. `traceparent` is the
-    trace of the event that was folded last, "" when nobody traces.
+    `on_event(position, event)` is called after each event has been folded in, and must not block. Whoever gives
+    `on_start` wants every event that is kept: it is told the position and the state that they follow. All others begin
+    at the newest snapshot. `traceparent` is the trace of the event that was folded last, "" when nobody traces.
     """
 
-    def __init__(self, bus: Bus, on_event: Callable[[int, AnyEvent], None] | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        on_event: Callable[[int, AnyEvent], None] | None = None,
+        on_start: Callable[[int, Hive], None] | None = None,
+    ) -> None:
         self.traceparent = ""
         self.hive = Hive()
         self.position = 0
         self._bus = bus
         self._on_event = on_event
+        self._on_start = on_start
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
 
     async def run(self) -> None:
         """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
-        reader = Reader(self._bus, self._bus.subjects.events_stream, start_seq=self.position + 1)
-        try:
-            while True:
-                for stored in await reader.read():
-                    event = read_event(stored)
-                    evolve(self.hive, event)
-                    self.position = stored.seq
-                    self.traceparent = stored.headers.get(TRACEPARENT, "")
-                    if self._on_event is not None:
-                        self._on_event(stored.seq, event)
-                self._wake()
-        finally:
-            await reader.close()
+        while True:
+            await self._start()
+            async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
+                while self._fold(await reader.read()):
+                    self._wake()
+            log.warning("the log was compacted beyond event %d: going on from a snapshot", self.position)
+
+    async def _start(self) -> None:
+        """Take the state that the first event to be read follows. A bus that is away is waited for."""
+        while True:
+            try:
+                start = await snapshots.start_of(self._bus, whole=self._on_start is not None)
+                break
+            except BusUnavailable as error:
+                if self._bus.is_closed:
+                    raise
+                log.warning("the state waits for the bus: %s", error)
+        self.hive, self.position = start.hive, start.position
+        if self._on_start is not None:
+            self._on_start(start.position, deepcopy(start.hive))
+
+    def _fold(self, group: Sequence[Stored]) -> bool:
+        """False when events between our position and these are gone."""
+        for stored in group:
+            if stored.seq != self.position + 1:
+                return False
+            event = read_event(stored)
+            evolve(self.hive, event)
+            self.position = stored.seq
+            self.traceparent = stored.headers.get(TRACEPARENT, "")
+            if self._on_event is not None:
+                self._on_event(stored.seq, event)
+        return True
 
     def _wake(self) -> None:
         still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []

@@ -15,6 +15,7 @@ from bombus import events as ev
 from bombus.events import AbortReason, Collection, EpisodeType, Event, NotedCall
 from bombus.records import CallRef, CallStatus
 
+FOLD = 1  # grows when `evolve` gives another state for an old log: snapshots of the one before are then not used
 OUTCOMES_KEPT = 100_000  # how many ended episodes of a run can still be asked about
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256

@@ -26,8 +26,9 @@ class Subjects:
         self.inbox_stream = f"{stem}_inbox"
         self.events_stream = f"{stem}_events"
         self.calls_stream = f"{stem}_calls"
-        self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, later snapshots and weights
+        self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
         self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
+        self.leases_bucket = f"{stem}_leases"  # key-value: who leads
         self.all_inbox = f"bombus.{hive}.inbox.>"
         self.all_events = f"bombus.{hive}.event.>"
         self.all_calls = f"bombus.{hive}.call.>"
@@ -37,6 +38,10 @@ class Subjects:
 
     def event(self, engine: str, kind: str) -> str:
         return f"bombus.{self.hive}.event.{engine}.{kind}"
+
+    def trainer(self, engine: str, epoch: int) -> str:
+        """Where the trainer of that epoch answers for as long as it lives. Not stored."""
+        return f"bombus.{self.hive}.trainer.{engine}.{epoch}"
 
     def call(self, engine: str, episode: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"

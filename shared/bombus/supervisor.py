@@ -10,10 +10,11 @@ import http.client
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ import msgspec
 from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
 from bombus.cli import URL_FILE
-from bombus.errors import BombusError, BusUnavailable
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.follow import Follower
 from bombus.job import parse_job
 from bombus.process import PARENT_VARIABLE
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 
 RESTART_S = 0.2
 RESTART_S_MAX = 10.0
-HEALTHY_S = 30.0  # who ran for so long starts again at once
+HEALTHY_S = 10.0  # who ran for so long starts again at once
 STOP_S = 20.0
 READY_S = 180.0
 # A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
@@ -53,6 +54,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     nats_port: int = 0
     hive: str = "main"
     engines: tuple[str, ...] = ("main",)
+    gateways: int = 1  # they share the port
+    coordinators: int = 1  # one leads, the others stand by
+    replicas: int = 1  # of each engine
     config: Path | None = None
     device: str = "cpu"
     threads: int = 0  # of torch, for each process; 0: its default
@@ -119,16 +123,30 @@ def children(layout: Layout, nats: str) -> list[Child]:
         return Child(service, name, command, environment)
 
     torch = ["--device", layout.device, "--threads", str(layout.threads)]
-    services = [child("coordinator", "coordinator")]
+    # One that is started again has its predecessor's name, and therefore its lease.
+    stem = f"{socket.gethostname()}-{os.getpid()}"
+    services = [
+        child(f"coordinator{which}", "coordinator", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"))
+        for which in _numbered(layout.coordinators)
+    ]
     for engine in layout.engines:
         folder = str((layout.data_dir / "engines").absolute())
         keeping = {**KEEP_FREED_MEMORY, **environment}
         trainer = ["--engine", engine, "--folder", folder, *torch]
         services.append(child(f"trainer {engine}", "trainer", *trainer, environment=keeping))
-        services.append(child(f"inference {engine}", "inference", "--engine", engine, *torch))
+        services += [
+            child(f"inference {engine}{which}", "inference", "--engine", engine, *torch)
+            for which in _numbered(layout.replicas)
+        ]
     engines = [argument for engine in layout.engines for argument in ("--engine", engine)]
-    services.append(child("gateway", "gateway", "--host", layout.host, "--port", str(layout.port), *engines))
+    door = ["--host", layout.host, "--port", str(layout.port), "--reuse-port", *engines]
+    services += [child(f"gateway{which}", "gateway", *door) for which in _numbered(layout.gateways)]
     return services
+
+
+def _numbered(count: int) -> list[str]:
+    """What tells one of several from the others; nothing where there is but one."""
+    return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]
 
 
 class Supervisor:
@@ -141,6 +159,10 @@ class Supervisor:
     async def run(self) -> None:
         """Start everything, say when it is ready, keep it running; stop it all when cancelled."""
         self.layout.data_dir.mkdir(parents=True, exist_ok=True)
+        with hold_port(self.layout.host, self.layout.port):
+            await self._run()
+
+    async def _run(self) -> None:
         nats = self.layout.nats or await self._start_server()
         self._children = children(self.layout, nats)
         url_file = self.layout.data_dir / URL_FILE.name
@@ -195,7 +217,8 @@ class Supervisor:
 
     async def _everybody_there(self, follower: Follower) -> None:
         def joined(hive: Hive) -> bool:
-            return hive.epoch > 0 and all(hive.engine(engine).replicas for engine in self.layout.engines)
+            engines = [hive.engine(engine) for engine in self.layout.engines]
+            return hive.epoch > 0 and all(len(engine.replicas) >= self.layout.replicas for engine in engines)
 
         await follower.caught_up(None)
         await follower.wait_for(joined)
@@ -208,6 +231,22 @@ class Supervisor:
             await asyncio.gather(*(child.stop() for child in self._children if child.service == service))
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
+
+
+@contextlib.contextmanager
+def hold_port(host: str, port: int) -> Iterator[None]:
+    """Keep the gateways' port ours while they come and go. Raises `Refused` when somebody else has it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+        except OSError as error:
+            raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+    with socket.socket(family, socket.SOCK_STREAM) as held:  # it never listens, so no connection comes to it
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind((host, port))
+        yield
 
 
 def _answers(host: str, port: int) -> bool:

@@ -10,8 +10,11 @@ from bombus_coordinator import shell
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
+    parser.add_argument(
+        "--name", default="", help="who it is: under the name of one that died it leads at once (default: a new name)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
-    return run_service(shell.run(arguments.nats, arguments.hive))
+    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name))

@@ -9,12 +9,15 @@ import msgspec
 
 from bombus import events as ev
 from bombus import inbox, telemetry
-from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly
+from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly, log_id
 from bombus.errors import BusUnavailable, Deposed
-from bombus.follow import read_event
-from bombus.state import Hive, evolve, trim
+from bombus.snapshots import Snapshot
+from bombus.state import FOLD, trim
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
+from bombus_coordinator.lease import Lease
+from bombus_coordinator.recovery import Fold, stand_by
+from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
 log = logging.getLogger(__name__)
 
@@ -26,36 +29,65 @@ RETRY_S = 1.0
 
 
 class Coordinator:
-    """Leads one hive from `lead()` until it is cancelled or deposed. A new one is needed to lead again."""
+    """Leads one hive from `lead()` until it is cancelled or deposed. A new one is needed to lead again.
 
-    def __init__(self, bus: Bus, leader: str = "", trim_s: float = TRIM_S) -> None:
+    With a `lease` it decides only while it holds that; without, until another opens an epoch.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        leader: str = "",
+        lease: Lease | None = None,
+        trim_s: float = TRIM_S,
+        snapshot_events: int = EVENTS,
+    ) -> None:
         self.bus = bus
-        self._trim_s = trim_s
         self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
         self.core = Core()
         self.leading = asyncio.Event()
+        self._lease = lease
+        self._trim_s = trim_s
+        self._snapshots = Snapshotter(bus, snapshot_events)
         self._last = 0  # sequence of the last event that landed
+        self._event_id = ""  # and its message id
         self._answered = 0  # inbox sequence that the last event answers
         self._consumed = 0  # inbox sequence up to which everything is decided and has landed
+        self._landed = True  # whether all that is in the core's state has
         self._reply_to: dict[str, str] = {}
 
-    async def lead(self) -> None:
-        """Recover, open an epoch, decide. Raises `Deposed` once another leads, `LogCorrupted` on a damaged log."""
-        while not await self._take_over():
+    async def lead(self, fold: Fold | None = None) -> None:
+        """Take over from `fold` (or from a snapshot) and decide.
+
+        Raises `Deposed` once another leads, `LogCorrupted` on a damaged log.
+        """
+        while not await self._take_over(fold or await Fold.begin(self.bus)):
             log.info("the leader before was still writing; folding again")
+            fold = None
         self.leading.set()
         log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._trim())
             tasks.create_task(self._serve())
+            if self._lease is not None:
+                tasks.create_task(self._lease.keep())
 
-    async def _take_over(self) -> bool:
-        """Fold the log and open the next epoch. False when the old leader wrote in between: it is not deposed yet.
+    async def leave(self) -> None:
+        """After `lead()` has ended: store a snapshot, which spares the next leader its fold."""
+        led = self.leading.is_set() and self._landed
+        await self._snapshots.stop(self._snapshot() if led else None)
+
+    async def _take_over(self, fold: Fold) -> bool:
+        """Fold to the log's end and open the next epoch. False when the old leader, not deposed yet, wrote in between.
 
         Raises `Deposed` when somebody else has opened that epoch.
         """
-        await self._recover()
+        self._snapshots.note(fold.position)
+        await fold.catch_up(self.bus)
+        self._last, self._event_id = fold.position, fold.event_id
+        self._answered = self._consumed = fold.answered
+        self.core = Core(fold.hive)
         wanted = self.core.hive.epoch + 1
         try:
             await self._open_epoch()
@@ -66,22 +98,6 @@ class Coordinator:
             return False
         return True
 
-    async def _recover(self) -> None:
-        """Fold the whole log; what it answers last is where the inbox goes on (R2)."""
-        hive = Hive()
-        self._last = self._answered = 0
-        stream = self.bus.subjects.events_stream
-        newest = await self.bus.last(stream)
-        if newest is not None:
-            async with Reader(self.bus, stream) as reader:
-                while self._last < newest.seq:
-                    for stored in await reader.read():
-                        evolve(hive, read_event(stored))
-                        self._last = stored.seq
-                        self._answered = int(stored.headers[INBOX])
-        self._consumed = self._answered
-        self.core = Core(hive)
-
     async def _open_epoch(self) -> None:
         """A flight of its own: should another leader have written meanwhile, the fence refuses it (R4)."""
         decision = self.core.open_epoch(self.leader)
@@ -89,17 +105,39 @@ class Coordinator:
         due = [(decision, self._answered, "") for decision in self.core.recover()]
         await self._land(due)
 
+    async def _may_decide(self) -> None:
+        """A lost lease pauses; only a higher epoch on the log deposes (R4)."""
+        while self._lease is not None and not self._lease.held:
+            newest = await self._newest()
+            if newest is not None and int(newest.headers[EPOCH]) > self.core.hive.epoch:
+                raise Deposed(f"epoch {newest.headers[EPOCH]} is open, ours was {self.core.hive.epoch}")
+            await self._lease.wait(RETRY_S)
+
+    def _snapshot(self) -> Snapshot:
+        """Only between flights: then the core's state is that of the log."""
+        return Snapshot(
+            fold=FOLD,
+            position=self._last,
+            event_id=self._event_id,
+            answered=self._answered,
+            hive=self.core.hive,
+        )
+
     # ---- deciding ----
 
     async def _serve(self) -> None:
         async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered + 1) as reader:
             while True:
                 group = await reader.read(GROUP_MAX)
+                await self._may_decide()
                 await self._decide(group)
+                if self._snapshots.is_due(self._last):
+                    self._snapshots.take(self._snapshot())
 
     async def _decide(self, group: Sequence[Stored]) -> None:
         """One flight: decide message by message, land all events, then send all replies (R3)."""
         flight: list[tuple[Decision, int, str]] = []
+        self._landed = False
         for stored in group:
             try:
                 message = inbox.decode_message(stored.data)
@@ -119,6 +157,7 @@ class Coordinator:
         flight += [(flown.decision, flown.answers, "") for flown in self.core.flush()]
         await self._land(flight)
         self._consumed = group[-1].seq
+        self._landed = True
         await self._reply([reply for decision, _, _ in flight for reply in decision.replies])
 
     def _owe(self, command: str, reply_to: str) -> None:
@@ -144,6 +183,7 @@ class Coordinator:
         while True:
             try:
                 self._last = await fly(self.bus, outgoing, self._last)
+                self._event_id = log_id(self.bus, outgoing[-1][-1])
                 return
             except BusUnavailable as error:
                 log.warning("decisions wait for the log: %s", error)
@@ -163,15 +203,18 @@ class Coordinator:
 
     async def _still_leading(self) -> None:
         """Refusals make no event, so nothing fences them: look whether the last event is ours (R3)."""
-        while True:
-            try:
-                newest = await self.bus.last(self.bus.subjects.events_stream)
-                break
-            except BusUnavailable as error:
-                log.warning("answers wait for the log: %s", error)
-                await asyncio.sleep(RETRY_S)
+        newest = await self._newest()
         if newest is None or newest.seq != self._last:
             raise Deposed(f"the log ends at {newest.seq if newest else 0}, not at our event {self._last}")
+
+    async def _newest(self) -> Stored | None:
+        """The log's last event, however long the bus is away."""
+        while True:
+            try:
+                return await self.bus.last(self.bus.subjects.events_stream)
+            except BusUnavailable as error:
+                log.warning("decisions wait for the log: %s", error)
+                await asyncio.sleep(RETRY_S)
 
     async def _reply(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
@@ -186,6 +229,7 @@ class Coordinator:
         epoch = self.core.hive.epoch
         count = 0
         while True:
+            await self._may_decide()
             count += 1
             try:
                 await self.bus.send(inbox.Tick(id=f"tick-{epoch}-{count}"))
@@ -207,12 +251,34 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
 
-async def run(url: str, hive: str, leader: str = "") -> None:
-    """Lead a hive until cancelled. Exits with a word in the log when deposed."""
+async def run(url: str, hive: str, name: str = "") -> None:
+    """Stand by for the lead of a hive, lead, and when deposed stand by again; until cancelled."""
     telemetry.configure("coordinator")
+    leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
         await bus.ensure_streams()
+        lease = Lease(bus, leader)
         try:
-            await Coordinator(bus, leader).lead()
-        except* Deposed as group:
-            log.warning("deposed: %s", group.exceptions[0])
+            while True:
+                await _one_reign(bus, leader, lease)
+        finally:
+            await lease.release()
+
+
+async def _one_reign(bus: Bus, leader: str, lease: Lease) -> None:
+    """Stand by, lead, return when deposed. Raises `LogCorrupted`; `BusUnavailable` when the bus was closed."""
+    try:
+        fold = await stand_by(bus, lease)
+    except BusUnavailable as error:
+        if bus.is_closed:
+            raise
+        log.warning("standing by for the bus: %s", error)
+        await asyncio.sleep(RETRY_S)
+        return
+    coordinator = Coordinator(bus, leader, lease)
+    try:
+        await coordinator.lead(fold)
+    except* Deposed as group:
+        log.warning("deposed, standing by: %s", group.exceptions[0])
+    finally:
+        await coordinator.leave()

@@ -31,7 +31,7 @@ async def run(settings: GatewaySettings) -> None:
     Raises `BusUnavailable` when there is no bus or no hive, `Refused` when it cannot listen where it should.
     """
     telemetry.configure("gateway")
-    with listen(settings.host, settings.port) as bound:
+    with listen(settings.host, settings.port, settings.reuse_port) as bound:
         async with running(settings) as (app, gateway), http_server(app, bound) as serving:
             log.info("listening at %s:%d", *bound.getsockname()[:2])
             try:
@@ -89,11 +89,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises `Refused` when the address is not to be had."""
+def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """A bound socket; with `reuse_port` other gateways may have its port too. Raises `Refused` when it is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind((host, port))
     except OSError as error:

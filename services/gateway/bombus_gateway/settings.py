@@ -19,6 +19,7 @@ class GatewaySettings(BaseModel):
     bus_url: str = "nats://127.0.0.1:4222"
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)] = 10086
+    reuse_port: bool = False  # several gateways on one host share the port
     public_url: str = ""  # scheme://host:port as clients see it; empty: what the client's own request says
     engines: tuple[str, ...] = ("main",)
     admin_key: str = ""  # asked of control routes when it is set

@@ -15,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from bombus.events import Event
+from bombus.state import Hive
 from bombus_overwatch import palette as pal
 from bombus_overwatch.describe import Group
 from bombus_overwatch.edges import Banner, Edge, KeyBar
@@ -144,9 +145,9 @@ class Overwatch(App[None]):
 
     # ---- what comes in ----------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Forget everything: the log is about to be read from its beginning."""
-        self.timeline = Timeline()
+    def begin(self, position: int, hive: Hive) -> None:
+        """Forget everything: the log is about to be read from behind `position`, where the state was `hive`."""
+        self.timeline = Timeline(View(hive=hive, position=position))
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:

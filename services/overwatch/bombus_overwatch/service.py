@@ -44,15 +44,14 @@ async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
 
 
 async def follow(app: Overwatch, bus: Bus) -> None:
-    """Fold the hive's events into the screen, from the first on, for as long as the bus lives.
+    """Fold the hive's events into the screen, from the first that is kept on, for as long as the bus lives.
 
     Raises what `Reader.read` raises.
     """
-    app.begin()
     app.report(Link.CATCHING_UP)
     last = await bus.last(bus.subjects.events_stream)
     target = last.seq if last is not None else 0
-    follower = Follower(bus, on_event=app.take)
+    follower = Follower(bus, on_event=app.take, on_start=app.begin)
     watch = asyncio.create_task(_watch(app, bus, follower, target))
     try:
         await follower.run()

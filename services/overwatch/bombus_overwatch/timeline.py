@@ -55,12 +55,14 @@ class Chunk:
 
 
 class Timeline:
-    """`live` is the fold of everything so far; `at` gives the view of an earlier moment."""
+    """`live` is the fold of everything so far, on top of `start`; `at` gives the view of an earlier moment."""
 
-    def __init__(self, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT) -> None:
-        self.live = View()
+    def __init__(
+        self, start: View | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
+    ) -> None:
+        self.live = start or View()
         self._chunk_events = chunk_events
-        self._chunks: deque[Chunk] = deque([Chunk(View())], maxlen=chunks_kept)
+        self._chunks: deque[Chunk] = deque([Chunk(replicate(self.live))], maxlen=chunks_kept)
 
     def fold(self, position: int, event: Event) -> None:
         chunk = self._chunks[-1]

@@ -2,7 +2,7 @@
 
 from bombus.bus.blobs import BlobMissing
 from bombus.bus.connection import Bus
-from bombus.bus.flight import Outgoing, fly
+from bombus.bus.flight import Outgoing, fly, log_id
 from bombus.bus.headers import EPOCH, INBOX, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
@@ -27,4 +27,5 @@ __all__ = [
     "StreamState",
     "WrongSequence",
     "fly",
+    "log_id",
 ]

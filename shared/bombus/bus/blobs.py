@@ -12,7 +12,7 @@ from bombus.bus.connection import Bus
 from bombus.bus.headers import ROLLUP
 from bombus.bus.reader import Reader
 from bombus.bus.streams import blob_stream
-from bombus.bus.wire import decode_purge
+from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
 
 CHUNK_BYTES = 1 << 20
@@ -89,6 +89,28 @@ async def get_blob(bus: Bus, name: str) -> bytes:
     return data
 
 
+async def delete_blob(bus: Bus, name: str) -> None:
+    """Remove the object of this name, its description first; nothing happens when there is none."""
+    meta = await _find(bus, name)
+    if meta is not None:
+        await _purge(bus, _meta_subject(bus, name))
+        await _remove_chunks(bus, meta.nuid)
+
+
+async def blob_names(bus: Bus, prefix: str) -> list[str]:
+    """The names of all objects that begin with `prefix`."""
+    stem = f"$O.{bus.subjects.blobs_bucket}.M."
+    found = (base64.urlsafe_b64decode(each.removeprefix(stem)).decode() for each in await _subjects(bus, f"{stem}>"))
+    return sorted(name for name in found if name.startswith(prefix))
+
+
+async def _subjects(bus: Bus, pattern: str) -> list[str]:
+    stream = blob_stream(bus.subjects)
+    body = json.dumps({"subjects_filter": pattern}).encode()
+    reply = await bus.requests.api(f"subjects of {stream}", f"STREAM.INFO.{stream}", decode_info, body)
+    return list(reply.state.subjects)
+
+
 async def _read_chunks(bus: Bus, meta: _Meta) -> bytes | None:
     """None when they stop coming before all are here."""
     chunks: list[bytes] = []
@@ -117,7 +139,11 @@ async def _find(bus: Bus, name: str) -> _Meta | None:
 
 
 async def _remove_chunks(bus: Bus, nuid: str) -> None:
-    body = json.dumps({"filter": f"$O.{bus.subjects.blobs_bucket}.C.{nuid}"}).encode()
+    await _purge(bus, f"$O.{bus.subjects.blobs_bucket}.C.{nuid}")
+
+
+async def _purge(bus: Bus, subject: str) -> None:
+    body = json.dumps({"filter": subject}).encode()
     stream = blob_stream(bus.subjects)
     await bus.requests.api(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
 

@@ -15,7 +15,7 @@ from bombus.bus.asks import Asker
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import Requests
-from bombus.bus.streams import StreamLimits, secret_stream, stream_configs
+from bombus.bus.streams import StreamLimits, lease_stream, secret_stream, stream_configs
 from bombus.bus.wire import (
     NAME_IN_USE,
     NO_MESSAGE,
@@ -189,12 +189,22 @@ class Bus:
         missing gets the defaults. Raises `BusUnavailable` when the server lacks the storage for the limits.
         """
         for config in stream_configs(self.subjects, limits or StreamLimits()):
-            name, body = config["name"], json.dumps(config).encode()
-            reply = await self.requests.api(
-                f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, accept=NAME_IN_USE
-            )
-            if reply.error is not None and limits is not None:
+            if not await self._create(config) and limits is not None:
+                name, body = config["name"], json.dumps(config).encode()
                 await self.requests.api(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body)
+
+    async def ensure_leases(self) -> None:
+        """Create the bucket of leases alone: it holds nothing that is missed, so it may be made anew at any time."""
+        replicas = (await self.state(self.subjects.events_stream)).replicas
+        for config in stream_configs(self.subjects, StreamLimits(replicas=replicas)):
+            if config["name"] == lease_stream(self.subjects):
+                await self._create(config)
+
+    async def _create(self, config: Mapping[str, Any]) -> bool:
+        """False when a stream of this name is there."""
+        name, body = config["name"], json.dumps(config).encode()
+        reply = await self.requests.api(f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, NAME_IN_USE)
+        return reply.error is None
 
     async def state(self, stream: str) -> StreamState:
         """First and last sequence and fill of a stream, from its leader."""
@@ -292,6 +302,18 @@ class Bus:
         from bombus.bus.blobs import get_blob
 
         return await get_blob(self, name)
+
+    async def delete_blob(self, name: str) -> None:
+        """Remove the object of this name, if there is one."""
+        from bombus.bus.blobs import delete_blob
+
+        await delete_blob(self, name)
+
+    async def blob_names(self, prefix: str) -> list[str]:
+        """The names of all objects that begin with `prefix`, sorted."""
+        from bombus.bus.blobs import blob_names
+
+        return await blob_names(self, prefix)
 
     # ---- for readers and flights of this package ----------------------------------------------------------------
 

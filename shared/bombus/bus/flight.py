@@ -165,12 +165,12 @@ async def _send(bus: Bus, item: Item, fence: Mapping[str, str]) -> asyncio.Futur
             bus.publisher.check(each.body)
         batch = secrets.token_hex(8)  # a new one for each attempt: the server may hold the start of the last
         for number, each in enumerate(item[:-1], start=1):
-            headers = {MSG_ID: _log_id(bus, each), BATCH_ID: batch, BATCH_SEQUENCE: str(number), **each.headers}
+            headers = {MSG_ID: log_id(bus, each), BATCH_ID: batch, BATCH_SEQUENCE: str(number), **each.headers}
             await bus.publisher.send_without_ack(each.subject, each.body, {**headers, **fence})
             fence = {}
         headers = {**event.headers, BATCH_ID: batch, BATCH_SEQUENCE: str(len(item)), BATCH_COMMIT: "1"}
     return await bus.publisher.submit(
-        event.subject, event.body, msg_id=_log_id(bus, event), headers=headers, timeout_s=ACK_WAIT_S, again=False
+        event.subject, event.body, msg_id=log_id(bus, event), headers=headers, timeout_s=ACK_WAIT_S, again=False
     )
 
 
@@ -189,7 +189,7 @@ async def _landed(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_la
     for count, decision in enumerate(decisions, start=1):
         position += len(decision)
         event = decision[-1]
-        if position == last and _log_id(bus, event) == stored.headers.get(MSG_ID) and event.body == stored.data:
+        if position == last and log_id(bus, event) == stored.headers.get(MSG_ID) and event.body == stored.data:
             return count
         if position >= last:
             break
@@ -211,5 +211,6 @@ def _epoch_subject(bus: Bus) -> str:
     return bus.subjects.event(HIVE, str(EpochOpened.__struct_config__.tag))
 
 
-def _log_id(bus: Bus, event: Outgoing) -> str:
+def log_id(bus: Bus, event: Outgoing) -> str:
+    """The message id under which the event lies on the log."""
     return f"{bus.token}.{event.msg_id}"

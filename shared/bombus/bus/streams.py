@@ -8,6 +8,7 @@ from bombus.subjects import Subjects
 
 MB = 1 << 20
 GB = 1 << 30
+LEASES_BYTES_MAX = MB
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,11 +68,17 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
         },
         stream(secret_stream(subjects), f"$KV.{subjects.secrets_bucket}.>", limits.secrets_bytes_max)
         | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True},
+        stream(lease_stream(subjects), f"$KV.{subjects.leases_bucket}.>", LEASES_BYTES_MAX)
+        | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True},
     ]
 
 
 def blob_stream(subjects: Subjects) -> str:
     return f"OBJ_{subjects.blobs_bucket}"
+
+
+def lease_stream(subjects: Subjects) -> str:
+    return f"KV_{subjects.leases_bucket}"
 
 
 def secret_stream(subjects: Subjects) -> str:

@@ -135,6 +135,7 @@ class _State(msgspec.Struct, frozen=True):
     last_seq: int = 0
     messages: int = 0
     bytes: int = 0
+    subjects: dict[str, int] = {}  # when they were asked for
 
 
 class _Config(msgspec.Struct, frozen=True):

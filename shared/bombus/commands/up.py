@@ -13,6 +13,8 @@ from bombus.process import run_service
 from bombus.subjects import check_name
 from bombus.supervisor import Layout, Supervisor
 
+PROCESSES_MAX = 64
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="where the gateway listens (default: %(default)s)")
@@ -24,10 +26,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nats-port", type=int, default=0, help="of our own NATS server; 0: a free one")
     parser.add_argument("--hive", default=os.environ.get("BOMBUS_HIVE", "main"), help="its name (default: %(default)s)")
     parser.add_argument("--engine", action="append", metavar="NAME", help="may be given several times (default: main)")
+    parser.add_argument("--gateways", type=_count, default=1, metavar="N", help="they share the port (default: 1)")
+    parser.add_argument("--coordinators", type=_count, default=1, metavar="N", help="one leads (default: 1)")
+    parser.add_argument("--replicas", type=_count, default=1, metavar="N", help="of each engine (default: 1)")
     parser.add_argument("--config", type=Path, metavar="JOB.yaml", help="configure and start the engine with this job")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: one for each core")
     add_log_argument(parser)
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if not 1 <= count <= PROCESSES_MAX:
+        raise argparse.ArgumentTypeError(f"{count} is not between 1 and {PROCESSES_MAX}")
+    return count
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,6 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
         nats_port=arguments.nats_port,
         hive=arguments.hive,
         engines=engines,
+        gateways=arguments.gateways,
+        coordinators=arguments.coordinators,
+        replicas=arguments.replicas,
         config=arguments.config,
         device=arguments.device,
         threads=arguments.threads,

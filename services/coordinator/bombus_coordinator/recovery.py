@@ -1,0 +1,67 @@
+"""What a leader begins with: the fold of the log, and where the inbox goes on (R2). A standby keeps it warm."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Self
+
+from bombus import snapshots
+from bombus.bus import INBOX, Bus, Reader, Stored
+from bombus.bus.headers import MSG_ID
+from bombus.errors import LogCorrupted
+from bombus.follow import read_event
+from bombus.snapshots import Snapshot
+from bombus.state import Hive, evolve
+from bombus_coordinator.lease import Lease
+
+ASK_S = 0.2  # how often a standby asks for the lease
+
+
+class Fold:
+    """The state up to event `position`, that event's message id, and the inbox sequence that it answers."""
+
+    def __init__(self, start: Snapshot) -> None:
+        self.hive: Hive = start.hive
+        self.position = start.position
+        self.event_id = start.event_id
+        self.answered = start.answered
+
+    @classmethod
+    async def begin(cls, bus: Bus) -> Self:
+        """From the newest snapshot. Raises what `snapshots.start_of` raises."""
+        return cls(await snapshots.start_of(bus))
+
+    def take(self, group: Sequence[Stored]) -> None:
+        """Fold what comes next. Raises `LogCorrupted` for a gap or an event that cannot be read."""
+        for stored in group:
+            if stored.seq != self.position + 1:
+                raise LogCorrupted(f"the event log goes on at {stored.seq} behind {self.position}")
+            evolve(self.hive, read_event(stored))
+            self.position = stored.seq
+        if group:
+            self.event_id = group[-1].headers.get(MSG_ID, "")
+            self.answered = int(group[-1].headers[INBOX])
+
+    async def catch_up(self, bus: Bus) -> None:
+        """Fold everything that is on the log now."""
+        newest = await bus.last(bus.subjects.events_stream)
+        if newest is None or newest.seq <= self.position:
+            return
+        async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
+            while self.position < newest.seq:
+                self.take(await reader.read())
+
+
+async def stand_by(bus: Bus, lease: Lease) -> Fold:
+    """Fold what the leader writes until its lease is ours."""
+    loop = asyncio.get_running_loop()
+    fold = await Fold.begin(bus)
+    async with Reader(bus, bus.subjects.events_stream, fold.position + 1) as reader:
+        while not await lease.take():
+            ask_at = loop.time() + ASK_S
+            try:
+                async with asyncio.timeout_at(ask_at):
+                    while True:
+                        fold.take(await reader.read())
+            except TimeoutError:
+                pass
+    return fold
