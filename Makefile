@@ -4,8 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SEED ?= 0
+SEEDS ?= 10000
+KILLS ?= 200
 
-.PHONY: setup demo demo-tiny test check bench clean
+.PHONY: setup demo demo-tiny test check bench sim chaos clean
 
 setup: $(STAMP)
 
@@ -33,6 +35,14 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
+
+# Whole hives in virtual time, one for each seed.
+sim: $(STAMP)
+	$(BIN)/python -m tests.sim --seeds $(SEEDS)
+
+# A hive of real processes, killed and stopped at random.
+chaos: $(STAMP)
+	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
 clean:
 	rm -rf $(VENV) .bombus runs

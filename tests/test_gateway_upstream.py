@@ -1,17 +1,23 @@
 """Which replica answers, and how a request's limits become sampling parameters."""
 
+import asyncio
 from collections import Counter
 
 import pytest
 
+from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.events import EpisodeType
+from bombus.follow import Follower
+from bombus.generation import Generate
 from bombus.job import parse_job
+from bombus.records import SamplingParams
 from bombus.state import EngineState, Replica
 from bombus_gateway.admission import check_episode, check_sampling, heard_of, sampling_of
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.openai_wire import Ask
-from bombus_gateway.upstream import BUSIER_BY, best, fitting
+from bombus_gateway.replica_client import ReplicaClient, ReplicaGone
+from bombus_gateway.upstream import BUSIER_BY, LEFT_S, Upstream, best, fitting
 from tests.gateway_hive import TEXT
 
 ROLLOUT = {"max_prompt_length": 100, "max_response_length": 900, "max_response_length_in_one_turn": 50}
@@ -84,3 +90,32 @@ def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet
     later = KeyClaims("main", 3, "main-3-1", 0)
     check_episode(state, later)
     assert not heard_of(state, later)
+
+
+async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_given_up_the_replica(bus: Bus) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    follower, client = Follower(bus), ReplicaClient(1.0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    state = follower.hive.engines["main"] = EngineState(name="main", run=1, version=0)
+    state.replicas["r"] = Replica(url=url, capacity=1, joined_ns=0, run=1, version=0)
+    upstream = Upstream(follower, client, wait_s=1.0)
+    request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
+    generation, _ = await upstream.start(request)
+    waiting = asyncio.create_task(generation.frames())
+    upstream.give_up_orphans(now=100.0)
+    del state.replicas["r"]
+    upstream.give_up_orphans(now=200.0)
+    upstream.give_up_orphans(now=200.0 + LEFT_S)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "a replica that stops in order may still finish"
+    upstream.give_up_orphans(now=201.0 + LEFT_S)
+    with pytest.raises(ReplicaGone, match="left the hive"):
+        await waiting
+    upstream.finished(generation)
+    client.close()
+    server.close()
+    await server.wait_closed()

@@ -66,12 +66,14 @@ class Lease:
 
     async def release(self) -> None:
         """Give it back, so that a standby need not wait for its end."""
-        held, self._until = self.held, 0.0
-        if held:
-            try:
-                await self._bus.purge_below(lease_stream(self._bus.subjects), self._seq + 1)
-            except (BusUnavailable, ServerRefused) as error:
-                log.info("the lease was not given back (%s); it ends by itself", error)
+        self._until = 0.0
+        stream = lease_stream(self._bus.subjects)
+        try:
+            entry = await self._bus.last(stream, self._subject)  # a renewal may have been under way
+            if entry is not None and entry.data.decode() == self.holder:
+                await self._bus.purge_below(stream, entry.seq + 1)
+        except (BusUnavailable, ServerRefused) as error:
+            log.info("the lease was not given back (%s); it ends by itself", error)
 
     async def _free_since(self) -> int:
         """The sequence at which the entry may be replaced. Raises `WrongSequence` when it is another's."""

@@ -258,11 +258,8 @@ async def run(url: str, hive: str, name: str = "") -> None:
     async with await Bus.connect(url, hive, name="coordinator") as bus:
         await bus.ensure_streams()
         lease = Lease(bus, leader)
-        try:
-            while True:
-                await _one_reign(bus, leader, lease)
-        finally:
-            await lease.release()
+        while True:
+            await _one_reign(bus, leader, lease)
 
 
 async def _one_reign(bus: Bus, leader: str, lease: Lease) -> None:
@@ -281,4 +278,5 @@ async def _one_reign(bus: Bus, leader: str, lease: Lease) -> None:
     except* Deposed as group:
         log.warning("deposed, standing by: %s", group.exceptions[0])
     finally:
+        await lease.release()
         await coordinator.leave()

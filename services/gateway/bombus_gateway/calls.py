@@ -355,8 +355,8 @@ class Call:
         if self._generation is not None:
             if self._unfinished:
                 self._generation.abort("not needed any more")
+            self.calls.upstream.finished(self._generation)
             self._generation = None
-            self.calls.upstream.finished(self.replica)
 
     def _check_size(self) -> None:
         """Raise `Refused` TOO_LARGE for a call whose record might not fit into the log, before it is sampled."""

@@ -52,6 +52,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 tasks.create_task(gateway.follower.run()),
                 tasks.create_task(gateway.touches.run()),
                 tasks.create_task(app.calls.room.run()),
+                tasks.create_task(app.calls.upstream.run()),
                 tasks.create_task(_become_ready(gateway)),
             ]
             try:

@@ -1,5 +1,6 @@
 """Which replica answers a call: one with the right weights, and the one that knows the episode unless it is busy."""
 
+import asyncio
 import logging
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
 AVOID_S = 2.0  # a replica that could not be reached is not asked first for this long
+LEFT_S = 20.0  # a replica that is stopped in order has finished its calls by then
+CHECK_S = 1.0
 BUSIER_BY = 8  # calls that the episode's own replica may have more than the least busy one
 
 
@@ -27,25 +30,54 @@ class Upstream:
         self._wait_s = wait_s
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
+        self._open: dict[Generation, tuple[str, str]] = {}  # with engine and replica
+        self._left: dict[tuple[str, str], float] = {}  # when it was first missed
+
+    async def run(self) -> None:
+        """Until cancelled: give up the calls of replicas that have left the hive, hung ones for instance.
+
+        A connection to a process that is stopped, or to a machine that has lost its network, is silent for ever.
+        """
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.give_up_orphans(time.monotonic())
+
+    def give_up_orphans(self, now: float) -> None:
+        """As of `now`, in seconds: abort what has been open for `LEFT_S` at a replica that is no longer there."""
+        places = set(self._open.values())
+        gone = {place for place in places if place[1] not in self._follower.hive.engine(place[0]).replicas}
+        self._left = {place: self._left.get(place, now) for place in gone}
+        for generation, place in list(self._open.items()):
+            if now - self._left.get(place, now) > LEFT_S:
+                generation.abort(f"replica {place[1]} has left the hive")
 
     async def start(self, request: Generate) -> tuple[Generation, str]:
         """Begin at the best replica; returns the answer that is coming and the replica's name.
 
-        Whoever calls this says `finished(name)` later. Raises `Refused` NO_REPLICA when none can be had.
+        Whoever calls this says `finished(generation)` later. Raises `Refused` NO_REPLICA when none can be had.
         """
         why = "no inference replica serves this engine's weights just now"
         for _ in range(ATTEMPTS_MAX):
             name, replica = await self._choose(request.engine, request.run, request.episode)
             self._running[name] += 1
             try:
-                return await self._client.generate(replica.url, request), name
+                generation = await self._client.generate(replica.url, request)
             except ReplicaGone as error:
                 why = str(error)
-                self.finished(name)
+                self._less(name)
                 self.failed(name, why)
+                continue
+            except BaseException:
+                self._less(name)
+                raise
+            self._open[generation] = (request.engine, name)
+            return generation, name
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
-    def finished(self, name: str) -> None:
+    def finished(self, generation: Generation) -> None:
+        self._less(self._open.pop(generation)[1])
+
+    def _less(self, name: str) -> None:
         self._running[name] -= 1
         if self._running[name] <= 0:
             del self._running[name]

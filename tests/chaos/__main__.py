@@ -1,0 +1,41 @@
+"""`python -m tests.chaos --kills 200`: kill a hive's processes at random, then check every promise."""
+
+import argparse
+import asyncio
+import logging
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.run import run, told
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=None, help="of who is killed when (default: the clock)")
+    arguments = parser.parse_args()
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    seed = int(time.time()) if arguments.seed is None else arguments.seed
+    folder = Path(tempfile.mkdtemp(prefix="bombus-chaos-"))
+    print(f"seed {seed}, folder {folder}", flush=True)
+    began = time.monotonic()
+    outcome = asyncio.run(
+        run(folder, arguments.kills, seed, lambda line: print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True))
+    )
+    print(told(outcome))
+    for wrong in outcome.report.wrong:
+        print(f"WRONG {wrong}")
+    for trouble, count in outcome.agents.ledger.troubles.most_common(10):
+        print(f"  seen by agents {count:5} times: {trouble}")
+    if outcome.report.wrong:
+        print(f"everything is kept in {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The load: agents that play two turns with the OpenAI SDK, unmodified, and report with ours."""
+
+import asyncio
+import random
+
+import httpx
+from openai import AsyncOpenAI, OpenAIError
+
+from bombus import Job, Task, WorkflowOutput
+from bombus.sdk.aio import AsyncSwarmClient
+from bombus.sdk.errors import SwarmError
+from bombus.sdk.types import Credentials
+from tests.chaos.ledger import Ledger
+
+AGENTS = 8
+TASKS = "abc"
+CALL_S = 30.0
+RETRIES = 12
+IDLE_S = 60.0
+JOB = Job(
+    model="tiny",
+    batch_size=2,
+    num_repeat=4,
+    lr=1e-3,
+    bombus={
+        "model": {"dtype": "float32"},
+        "rollout": {
+            "max_prompt_length": 256,
+            "max_response_length": 200,
+            "max_response_length_in_one_turn": 64,
+            "max_model_len": 512,
+        },
+    },
+)
+
+
+class Agents:
+    """Work until `stop`; what they were told is in `ledger`."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        self.ledger = Ledger()
+        self.url = url
+        self._seed = seed
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Each finishes the episode that it plays."""
+        self._stopping = True
+
+    async def run(self) -> None:
+        async with AsyncSwarmClient(self.url, verbose=False) as client, httpx.AsyncClient(timeout=CALL_S) as http:
+            await client.auto_sync_train_config_and_start_engine(JOB)
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(AGENTS):
+                    tasks.create_task(self._work(client, http, random.Random(self._seed * 1000 + number)))
+
+    async def _work(self, client: AsyncSwarmClient, http: httpx.AsyncClient, pick: random.Random) -> None:
+        while not self._stopping:
+            kind = "eval" if pick.random() < 0.05 else "train"
+            try:
+                episode, credentials = await client.begin_episode(IDLE_S, kind, max_wait_s=20.0)  # type: ignore[arg-type]
+            except SwarmError as error:
+                self.ledger.troubles[f"claim: {type(error).__name__}"] += 1
+                continue
+            self.ledger.claims.add(episode)
+            try:
+                await self._play(client, http, episode, credentials, kind, pick)
+            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode goes idle, or is over
+                self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
+
+    async def _play(
+        self,
+        client: AsyncSwarmClient,
+        http: httpx.AsyncClient,
+        episode: str,
+        credentials: Credentials,
+        kind: str,
+        pick: random.Random,
+    ) -> None:
+        model = AsyncOpenAI(
+            base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
+        )
+        task = Task(task_id=pick.choice(TASKS), main_query="")
+        said = ""
+        messages: list[dict[str, str]] = []
+        for turn in range(2):
+            messages.append({"role": "user", "content": f"{task.task_id}{turn}="})
+            reply = await model.chat.completions.create(model="any", messages=messages, max_tokens=8)  # type: ignore[arg-type]
+            said = reply.choices[0].message.content or ""
+            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), said)
+            messages.append({"role": "assistant", "content": said})
+        if pick.random() < 0.05:
+            await client.abort_episode(episode)
+            self.ledger.aborts.add(episode)
+            return
+        reward = float(said.count(task.task_id)) + pick.random() / 8
+        await client.end_episode(task, episode, WorkflowOutput(reward=reward))
+        self.ledger.ends[episode] = reward
+        if kind == "eval":
+            self.ledger.evals.add(episode)
