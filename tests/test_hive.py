@@ -49,16 +49,13 @@ class Up:
             timer.cancel()
         raise AssertionError(f"bombus up did not become ready:\n{self.log.read_text()}")
 
-    def service(self, name: str) -> psutil.Process:
-        for child in psutil.Process(self.process.pid).children():
-            words = child.cmdline()
-            if "bombus" in words and name in words:
-                return child
-        raise AssertionError(f"no {name} among the children")
+    def services(self, name: str) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if child.cmdline()[1:4] == ["-m", "bombus", name]]
 
     @property
     def nats(self) -> str:
-        words = self.service("coordinator").cmdline()
+        words = self.services("coordinator")[0].cmdline()
         return words[words.index("--nats") + 1]
 
     def interrupt(self) -> list[psutil.Process]:
@@ -73,7 +70,7 @@ class Up:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    running = Up(tmp_path_factory.mktemp("hive"))
+    running = Up(tmp_path_factory.mktemp("hive"), "--gateways", "2", "--coordinators", "2")
     yield running
     assert running.interrupt() == [], "Ctrl-C leaves nothing behind"
 
@@ -183,14 +180,50 @@ def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
     assert "main" in json.dumps(data)
 
 
-def test_a_service_that_dies_is_started_again_and_the_hive_goes_on(up: Up) -> None:
+def test_services_that_die_are_started_again_and_the_hive_goes_on(up: Up) -> None:
     for name in ("coordinator", "gateway"):
-        before = up.service(name)
-        before.kill()
-        before.wait(10)
+        before = up.services(name)
+        for each in before:
+            each.kill()
+        psutil.wait_procs(before, timeout=10)
         with SwarmClient(up.url) as client:  # its commands wait until somebody decides and answers
             client.sync_train_config(Job(model="tiny"))
-        assert up.service(name).pid != before.pid
+        assert {each.pid for each in up.services(name)}.isdisjoint({each.pid for each in before})
+
+
+def test_an_unmodified_sdk_with_one_base_url_survives_the_death_of_the_gateway_that_serves_it(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+        episode, credentials = client.begin_episode()
+        model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=5)
+        messages = [{"role": "user", "content": "a="}]
+        for _ in range(2):
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
+            messages += [{"role": "user", "content": "b="}]
+            serving = serving_us(up)  # over a connection that the SDK keeps open
+            serving.kill()
+            serving.wait(10)
+        reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens > 8, "the turns before are in the prompt"
+        client.end_episode(Task(task_id="t", main_query=""), episode, WorkflowOutput(reward=1.0))
+        assert client.get_rollout_stat().completed_episodes == 1
+    stop(up)
+
+
+def serving_us(up: Up) -> psutil.Process:
+    """The gateway at the other end of a connection of this process; the newest one."""
+    port = int(up.url.rsplit(":", 1)[1])
+    ours = {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.raddr and connection.raddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+    }
+    for gateway in up.services("gateway"):
+        if any(connection.raddr and connection.raddr.port in ours for connection in gateway.net_connections("tcp")):
+            return gateway
+    raise AssertionError("no gateway has a connection to us")
 
 
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One run: a hive, its load, the killer, the audit."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,7 +46,7 @@ async def run(folder: Path, kills: int, seed: int, say: Say) -> Outcome:
             env={**os.environ, "BOMBUS_CACHE": str(folder / "cache")},
         )  # fmt: skip
     try:
-        url = await asyncio.wait_for(_ready(process, log), READY_S)
+        url = await _ready(process, log)
         say(f"a hive of {' '.join(PROCESSES)} at {url}")
         agents, killer = Agents(url, seed), Killer(process.pid, seed)
         playing = asyncio.create_task(agents.run())
@@ -70,9 +71,11 @@ async def run(folder: Path, kills: int, seed: int, say: Say) -> Outcome:
 
 async def _ready(process: asyncio.subprocess.Process, log: Path) -> str:
     assert process.stdout is not None
-    while line := await process.stdout.readline():
-        if line.startswith(b"ready "):
-            return line.split()[1].decode()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(READY_S):
+            while line := await process.stdout.readline():
+                if line.startswith(b"ready "):
+                    return line.split()[1].decode()
     raise AssertionError(f"the hive did not come up:\n{log.read_text()[-4000:]}")
 
 
