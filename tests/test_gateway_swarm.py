@@ -85,15 +85,6 @@ async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHi
     assert (await rolling.post("/stop_engine")).json()["success"] is True
 
 
-async def test_control_routes_ask_for_the_admin_key_where_one_is_set(bus: Bus) -> None:
-    async with played_hive(bus, admin_key="s3cret") as played:
-        for path in ("/sync_train_config", "/start_engine", "/stop_engine"):
-            reply = await played.post(path, {"yaml_as_string": "{}"})
-            assert reply.status_code == 401, path
-        allowed = await played.post("/sync_train_config", {"yaml_as_string": "{}"}, Authorization="Bearer s3cret")
-        assert allowed.status_code == 200
-
-
 async def test_it_tells_where_the_weights_of_the_run_are(played: PlayedHive) -> None:
     await played.post("/sync_train_config", {"yaml_as_string": "ajet: {experiment_dir: /data/run-1}"})
     assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": None}

@@ -1,6 +1,7 @@
 """Both clients against a whole hive behind a real HTTP server: real bus, coordinator and gateway."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import threading
@@ -13,7 +14,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
 from bombus.events import AbortReason
-from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, Unauthorized
+from bombus.hive_keys import HiveKeys
+from bombus.sdk import transport
+from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
 from bombus.sdk.progress import Progress
 from bombus.state import Phase
 from tests.swarm_hive import PlayedHive, played_hive
@@ -90,13 +93,79 @@ async def test_a_prefix_stays_in_the_base_url(url: str) -> None:
     assert credentials.base_url == f"{url}/e/main/v1"
 
 
-async def test_control_needs_the_admin_key(bus: Bus) -> None:
-    async with played_hive(bus, admin_key="k") as played, played.served() as url:
-        async with AsyncSwarmClient(url) as client:
+@pytest.mark.parametrize("in_path", [False, True])
+async def test_a_key_lets_a_client_do_what_the_key_is_for(bus: Bus, in_path: bool) -> None:
+    keys = HiveKeys(admin="an-admin-key-for-tests", client="a-client-key-for-tests")
+    async with played_hive(bus, keys=keys) as played, played.served() as url:
+
+        def client(key: str, engine: str | None = None) -> AsyncSwarmClient:
+            if in_path:
+                return AsyncSwarmClient(f"{url}/k/{key}/", engine=engine)
+            return AsyncSwarmClient(url, engine=engine, api_key=key)
+
+        async with AsyncSwarmClient(url, api_key="") as nobody:
+            with pytest.raises(Unauthorized, match="no key was sent"):
+                await nobody.get_engine_status()
+        async with client(keys.admin) as admin:
+            starting = asyncio.create_task(admin.auto_sync_train_config_and_start_engine(JOB))
+            await played.phase(Phase.BOOTING)
+            await played.boot()
+            await starting
+        async with client(keys.client, engine="main") as worker:
             with pytest.raises(Unauthorized, match="admin key"):
-                await client.sync_train_config(JOB)
-        async with AsyncSwarmClient(url, admin_key="k") as client:
-            await client.sync_train_config(JOB)
+                await worker.stop_engine()
+            _, credentials = await worker.begin_episode()
+            assert credentials.base_url == f"{url}/e/main/v1"  # an agent does not get its client's key
+
+
+def test_a_key_is_in_the_header_and_in_nothing_that_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "a-client-key-for-tests"
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        raise httpx.ConnectError("refused")
+
+    with SwarmClient(f"http://hive/k/{key}", transport_=httpx.MockTransport(answer), retry_s=0) as client:
+        with pytest.raises(ServerUnreachable) as lost:
+            client.abort_episode("e1")
+        shown = [
+            client.server_url,
+            repr(vars(client)),
+            repr(lost.value),
+            caplog.text,
+            str(seen[0].url),
+            repr(seen[0].headers),
+        ]
+    assert seen[0].headers["authorization"] == f"Bearer {key}"
+    assert all(key not in text for text in shown)
+    assert "sk-1" not in repr(Credentials(base_url="u", api_key="sk-1", model="m", episode_uuid="e"))
+
+
+@pytest.mark.parametrize(
+    ("url", "api_key", "environment", "expected"),
+    [
+        ("http://h:1/", None, {}, ("http://h:1", "")),
+        ("http://h:1", "given", {"BOMBUS_ADMIN_KEY": "a"}, ("http://h:1", "given")),
+        ("http://h:1", "", {"BOMBUS_ADMIN_KEY": "a"}, ("http://h:1", "")),
+        ("http://h:1", None, {"BOMBUS_ADMIN_KEY": "a\n", "BOMBUS_CLIENT_KEY": "c"}, ("http://h:1", "a")),
+        ("http://h:1", None, {"BOMBUS_CLIENT_KEY": "c"}, ("http://h:1", "c")),
+        ("http://h:1/hive/k/path/", None, {"BOMBUS_CLIENT_KEY": "c"}, ("http://h:1/hive", "path")),
+        ("http://h:1/k/path", "given", {}, ("http://h:1", "given")),
+    ],
+)
+def test_a_key_is_the_one_that_is_given_or_in_the_url_or_in_the_environment(
+    url: str, api_key: str | None, environment: dict[str, str], expected: tuple[str, str]
+) -> None:
+    assert transport.address(url, api_key, environment) == expected
+
+
+@pytest.mark.parametrize("url", ["hive/k/secret", "http://hive/k/secret/e/main", "http://hive/k/sec ret"])
+def test_an_address_that_cannot_be_is_refused_without_its_key(url: str) -> None:
+    with pytest.raises(ValueError, match=r"server_url|characters") as refused:
+        SwarmClient(url)
+    assert "sec" not in str(refused.value)
 
 
 # ---- running many ---------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from bombus.bus import Bus, EmbeddedServer
 from bombus.cli import URL_FILE
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.follow import Follower
+from bombus.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.job import parse_job
 from bombus.process import PARENT_VARIABLE
 from bombus.state import Hive
@@ -61,6 +62,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     threads: int = 0  # of torch, for each process; 0: its default
     log_level: str = "info"
+    keys: HiveKeys = HiveKeys()
+    trusted_network: bool = False  # gateways may listen anywhere without keys
 
 
 class Child:
@@ -110,7 +113,7 @@ def children(layout: Layout, nats: str) -> list[Child]:
     environment = {
         # Threads of torch that wait for each other must not burn the cores that trainer and replica take turns on.
         "OMP_WAIT_POLICY": "PASSIVE",
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
         PARENT_VARIABLE: str(os.getpid()),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -140,7 +143,9 @@ def children(layout: Layout, nats: str) -> list[Child]:
         ]
     engines = [argument for engine in layout.engines for argument in ("--engine", engine)]
     door = ["--host", layout.host, "--port", str(layout.port), "--reuse-port", *engines]
-    services += [child(f"gateway{which}", "gateway", *door) for which in _numbered(layout.gateways)]
+    door += ["--trusted-network"] if layout.trusted_network else []
+    keyed = {**environment, **layout.keys.environment()}  # the others run models, and need no keys
+    services += [child(f"gateway{which}", "gateway", *door, environment=keyed) for which in _numbered(layout.gateways)]
     return services
 
 

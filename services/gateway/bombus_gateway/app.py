@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
+from bombus_gateway.access import PATH_KEY, without_path_key
 from bombus_gateway.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.openai_docs import add_openai_paths
@@ -18,6 +19,7 @@ from bombus_gateway.swarm import swarm_router
 log = logging.getLogger(__name__)
 
 RETRY_AFTER = {"Retry-After": "1"}
+ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: RETRY_AFTER}
 
 
 class GatewayApp(FastAPI):
@@ -32,6 +34,9 @@ class GatewayApp(FastAPI):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         door = self.hot.get(scope["path"]) if scope["type"] == "http" else None
+        if door is None and scope["type"] == "http" and scope["path"].startswith(PATH_KEY):
+            scope = without_path_key(scope)
+            door = self.hot.get(scope["path"])
         if door is not None:
             await door(scope, receive, send)
         else:
@@ -100,5 +105,4 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _detail(code: Code, why: str) -> JSONResponse:
     status = STATUS[code]
-    headers = RETRY_AFTER if status == 503 else None
-    return JSONResponse({"detail": why, "code": str(code)}, status_code=status, headers=headers)
+    return JSONResponse({"detail": why, "code": str(code)}, status_code=status, headers=ERROR_HEADERS.get(status))

@@ -1,13 +1,14 @@
 """`bombus gateway`: a gateway alone."""
 
 import argparse
-import os
 import sys
 
 from pydantic import ValidationError
 
 from bombus import logs
 from bombus.cli import add_hive_arguments
+from bombus.errors import Refused
+from bombus.hive_keys import add_key_arguments, keys_for
 from bombus.process import run_service
 from bombus_gateway import service
 from bombus_gateway.settings import GatewaySettings
@@ -20,9 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other gateways of this host")
     parser.add_argument("--engine", action="append", metavar="NAME", help="one door each, the first at the root too")
     parser.add_argument("--public-url", default="", help="scheme://host:port as clients see it, behind a proxy")
+    add_key_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    logs.configure("gateway", arguments.log_level, hive=arguments.hive)
     try:
         settings = GatewaySettings(
             hive=arguments.hive,
@@ -32,10 +35,10 @@ def run(arguments: argparse.Namespace) -> int:
             reuse_port=arguments.reuse_port,
             engines=tuple(arguments.engine or ["main"]),
             public_url=arguments.public_url,
-            admin_key=os.environ.get("BOMBUS_ADMIN_KEY", ""),
+            keys=keys_for(arguments),
         )
-    except ValidationError as error:
-        print(f"bombus gateway: {error}", file=sys.stderr)
+    except (Refused, ValidationError) as error:
+        why = error.why if isinstance(error, Refused) else error
+        print(f"bombus gateway: {why}", file=sys.stderr)
         return 2
-    logs.configure("gateway", arguments.log_level, hive=arguments.hive)
     return run_service(service.run(settings))

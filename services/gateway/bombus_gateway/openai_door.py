@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bombus import telemetry
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
 from bombus.records import CallRecord, digest
+from bombus_gateway.access import Door, Guard
 from bombus_gateway.calls import Call, Calls, HungUp, Request
 from bombus_gateway.completion import Completion
 from bombus_gateway.context import Gateway
@@ -29,6 +30,8 @@ ROLE_CHARACTERS_MAX = 64
 Headers = dict[bytes, bytes]
 Named = tuple[tuple[bytes, bytes], ...]  # further headers of an answer
 
+ERROR_HEADERS: dict[int, Named] = {401: ((b"www-authenticate", b"Bearer"),), 503: ((b"retry-after", b"1"),)}
+
 
 class OpenAIDoor:
     """The routes of one engine: `chat`, `completions` and `models` are ASGI applications.
@@ -41,6 +44,7 @@ class OpenAIDoor:
         self._calls = calls
         self._engine = engine
         self._any_engine = any_engine
+        self._guard = Guard(Door.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self.chat: ASGIApp = self._route("POST", self._answer_chat)
         self.completions: ASGIApp = self._route("POST", self._answer_completion)
         self.models: ASGIApp = self._route("GET", self._answer_models)
@@ -68,6 +72,8 @@ class OpenAIDoor:
     # ---- routes -----------------------------------------------------------------------------------------------
 
     async def _answer_models(self, headers: Headers, receive: Receive, send: Send) -> None:
+        if self._guard.refusal(headers.items()) is not None:
+            self._verify(headers, time.time_ns())  # an agent asks with its episode's key
         names = self._model_names()
         entries = [{"id": name, "object": "model", "created": 0, "owned_by": "bombus"} for name in names]
         await _whole(send, msgspec.json.encode({"object": "list", "data": entries}), ())
@@ -109,6 +115,11 @@ class OpenAIDoor:
     def _admit(self, headers: Headers, now_ns: int) -> KeyClaims:
         if not self._gateway.ready:
             raise Refused(Code.BUS_DOWN, "This gateway is starting; try again in a moment.")
+        claims = self._verify(headers, now_ns)
+        self._calls.check(claims)
+        return claims
+
+    def _verify(self, headers: Headers, now_ns: int) -> KeyClaims:
         scheme, _, key = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise Refused(Code.BAD_KEY, "Send an episode's key as 'Authorization: Bearer sk-bombus-...'.")
@@ -117,7 +128,6 @@ class OpenAIDoor:
             raise Refused(
                 Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
             )
-        self._calls.check(claims)
         return claims
 
     async def _body(self, headers: Headers, receive: Receive) -> bytes:
@@ -301,8 +311,7 @@ class _Answering:
     async def fail(self, error: Refused) -> None:
         body = error_body(error)
         if not self._started:
-            again = ((b"retry-after", b"1"),) if error.status == 503 else ()
-            await _whole(self._send, body, again, error.status)
+            await _whole(self._send, body, ERROR_HEADERS.get(error.status, ()), error.status)
         elif not self._ended:
             # No [DONE] behind it: the answer is not complete, and the SDK raises.
             await self._send({"type": "http.response.body", "body": event(body), "more_body": False})

@@ -4,6 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from bombus.hive_keys import HiveKeys
 from bombus.subjects import check_name
 
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -22,7 +23,7 @@ class GatewaySettings(BaseModel):
     reuse_port: bool = False  # several gateways on one host share the port
     public_url: str = ""  # scheme://host:port as clients see it; empty: what the client's own request says
     engines: tuple[str, ...] = ("main",)
-    admin_key: str = ""  # asked of control routes when it is set
+    keys: HiveKeys = HiveKeys()
 
     key_lifetime_s: PositiveFloat = 48 * 3600.0
     body_bytes_max: PositiveInt = 8 << 20

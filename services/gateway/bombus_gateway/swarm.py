@@ -16,6 +16,7 @@ from bombus.errors import Code, LogCorrupted, Refused
 from bombus.inbox import EpisodeResult
 from bombus_gateway import swarm_models as models
 from bombus_gateway import swarm_views as views
+from bombus_gateway.access import Door, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm_claims import ClaimRoutes
 from bombus_gateway.swarm_desk import Desk, Json
@@ -34,31 +35,41 @@ def swarm_router(gateway: Gateway, engine: str | None = None) -> APIRouter:
     """All swarm routes of one engine (the first one when none is named), to be mounted under its prefix."""
     desk = Desk(gateway, engine or gateway.settings.first_engine)
     run, claims, episodes = EngineRoutes(desk), ClaimRoutes(desk), EpisodeRoutes(desk)
-    router = APIRouter(tags=["swarm"], dependencies=[Depends(desk.ready)])
-    routes: tuple[tuple[str, str, Handler, type[BaseModel] | None], ...] = (
-        ("GET", "/get_engine_status", run.get_engine_status, None),
-        ("POST", "/sync_train_config", run.sync_train_config, models.SyncTrainConfig),
-        ("POST", "/start_engine", run.start_engine, None),
-        ("POST", "/stop_engine", run.stop_engine, None),
-        ("POST", "/claim_episode", claims.claim_episode, models.ClaimEpisode),
-        ("POST", "/end_episode", episodes.end_episode, models.EndEpisode),
-        ("POST", "/abort_episode", episodes.abort_episode, models.AbortEpisode),
-        ("POST", "/can_continue_episode", episodes.can_continue_episode, models.CanContinueEpisode),
-        ("POST", "/get_episode_buffer", episodes.get_episode_buffer, None),
-        ("GET", "/get_current_batch_rollout_pool_information", run.get_pool_information, None),
-        ("POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, models.ReplayLatestCall),
-        ("POST", "/agree_sync_weight", run.agree_sync_weight, models.AgreeSyncWeight),
-        ("GET", "/get_server_experiment_dir", run.get_server_experiment_dir, None),
-        ("POST", "/sync_train_code", run.sync_train_code, None),
-        ("POST", "/push_verbose_log", run.push_verbose_log, models.PushVerboseLog),
-        ("POST", "/claim_episodes", claims.claim_episodes, models.ClaimEpisodes),
-        ("POST", "/end_episodes", episodes.end_episodes, models.EndEpisodes),
-        ("POST", "/abort_episodes", episodes.abort_episodes, models.AbortEpisodes),
-        ("POST", "/touch_episodes", episodes.touch_episodes, models.TouchEpisodes),
+    settings = gateway.settings
+    guards = {door: Depends(Guard(door, settings.keys, settings.public_url)) for door in Door}
+    ready = Depends(desk.ready)
+    router = APIRouter(tags=["swarm"])
+    routes: tuple[tuple[Door, str, str, Handler, type[BaseModel] | None], ...] = (
+        (Door.CLIENT, "GET", "/get_engine_status", run.get_engine_status, None),
+        (Door.CONTROL, "POST", "/sync_train_config", run.sync_train_config, models.SyncTrainConfig),
+        (Door.CONTROL, "POST", "/start_engine", run.start_engine, None),
+        (Door.CONTROL, "POST", "/stop_engine", run.stop_engine, None),
+        (Door.CLIENT, "POST", "/claim_episode", claims.claim_episode, models.ClaimEpisode),
+        (Door.CLIENT, "POST", "/end_episode", episodes.end_episode, models.EndEpisode),
+        (Door.CLIENT, "POST", "/abort_episode", episodes.abort_episode, models.AbortEpisode),
+        (Door.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, models.CanContinueEpisode),
+        (Door.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer, None),
+        (Door.CLIENT, "GET", "/get_current_batch_rollout_pool_information", run.get_pool_information, None),
+        (Door.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, models.ReplayLatestCall),
+        (Door.CLIENT, "POST", "/agree_sync_weight", run.agree_sync_weight, models.AgreeSyncWeight),
+        (Door.CLIENT, "GET", "/get_server_experiment_dir", run.get_server_experiment_dir, None),
+        (Door.CONTROL, "POST", "/sync_train_code", run.sync_train_code, None),
+        (Door.CLIENT, "POST", "/push_verbose_log", run.push_verbose_log, models.PushVerboseLog),
+        (Door.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, models.ClaimEpisodes),
+        (Door.CLIENT, "POST", "/end_episodes", episodes.end_episodes, models.EndEpisodes),
+        (Door.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, models.AbortEpisodes),
+        (Door.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, models.TouchEpisodes),
     )
-    for method, path, handler, body in routes:
+    for door, method, path, handler, body in routes:
         documented = {"requestBody": _documented(body)} if body is not None else None
-        router.add_api_route(path, handler, methods=[method], response_class=Json, openapi_extra=documented)
+        router.add_api_route(
+            path,
+            handler,
+            methods=[method],
+            dependencies=[guards[door], ready],
+            response_class=Json,
+            openapi_extra=documented,
+        )
     return router
 
 

@@ -1,6 +1,5 @@
 """What the routes of one engine's swarm door share: its state, and how a command is carried out."""
 
-import hmac
 import logging
 import uuid
 from typing import Any
@@ -72,15 +71,10 @@ class Desk:
         head = msgspec.msgpack.encode((self.engine, kind, client, key))
         return f"k-{digest(head + body).hex()}"
 
-    def check_admin(self, request: Request) -> None:
-        wanted = self.gateway.settings.admin_key
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if wanted and not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise Refused(
-                Code.BAD_KEY, "This route needs the hive's admin key: send it as `Authorization: Bearer <key>`."
-            )
-
     def base_url(self, request: Request) -> str:
-        """Where the engine's OpenAI door is. Clients keep the path and put their own server's address before it."""
+        """Where the engine's OpenAI door is. Clients keep the path and put their own server's address before it.
+
+        Without a path key (access.py): agents have their episode's. A client whose address has one puts it there again.
+        """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
         return f"{origin}{request.url.path.rpartition('/')[0]}/v1"

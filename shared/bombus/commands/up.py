@@ -8,6 +8,7 @@ from pathlib import Path
 from bombus import logs
 from bombus.cli import add_log_argument
 from bombus.errors import Refused
+from bombus.hive_keys import add_key_arguments, keys_for
 from bombus.job import parse_job
 from bombus.process import run_service
 from bombus.subjects import check_name
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="JOB.yaml", help="configure and start the engine with this job")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: one for each core")
+    add_key_arguments(parser)
     add_log_argument(parser)
 
 
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         check_name(arguments.hive, "hive")
         engines = tuple(check_name(name, "engine") for name in arguments.engine or ["main"])
+        keys = keys_for(arguments)
         if arguments.config is not None:
             parse_job(arguments.config.read_text())
     except (ValueError, OSError, Refused) as error:
@@ -67,5 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         device=arguments.device,
         threads=arguments.threads,
         log_level=arguments.log_level,
+        keys=keys,
+        trusted_network=arguments.trusted_network,
     )
     return run_service(Supervisor(layout).run())

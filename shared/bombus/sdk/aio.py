@@ -32,19 +32,16 @@ class AsyncSwarmClient:
         verbose: bool = True,
         *,
         engine: str | None = None,
-        admin_key: str | None = None,
+        api_key: str | None = None,
         retry_s: float = 120.0,
         transport_: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         telemetry.configure("client")
-        url = transport.base_url(server_url, engine)
-        self.server_url = server_url.rstrip("/")
+        self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = Core(
-            self.server_url, time.monotonic, random.random, retry_s=retry_s, admin_key=transport.admin_key(admin_key)
-        )
-        self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(url))
+        self._core = Core(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
 
     @property

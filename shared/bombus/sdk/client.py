@@ -28,7 +28,9 @@ class SwarmClient:
     """One client of one engine. Threads may share it.
 
     `retry_s` is how long a request is tried again while the server is away or busy. `engine` is for hives that train
-    several models. `admin_key` (or `$BOMBUS_ADMIN_KEY`) is for hives that ask for one to start and stop engines.
+    several models. `api_key` is for hives that ask for one: their client key, or their admin key to start and stop
+    engines too. It may be part of the address (`http://host:10086/k/<key>`), or come from `$BOMBUS_ADMIN_KEY` or
+    `$BOMBUS_CLIENT_KEY`.
     `transport` and `sleep` are for tests. What can go wrong is in `bombus.sdk.errors`.
     """
 
@@ -38,19 +40,16 @@ class SwarmClient:
         verbose: bool = True,
         *,
         engine: str | None = None,
-        admin_key: str | None = None,
+        api_key: str | None = None,
         retry_s: float = 120.0,
         transport_: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         telemetry.configure("client")
-        url = transport.base_url(server_url, engine)
-        self.server_url = server_url.rstrip("/")
+        self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = Core(
-            self.server_url, time.monotonic, random.random, retry_s=retry_s, admin_key=transport.admin_key(admin_key)
-        )
-        self._http = httpx.Client(transport=transport_, **transport.client_options(url))
+        self._core = Core(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._http = httpx.Client(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
 
     @property

@@ -92,7 +92,6 @@ class Core:
         jitter: Callable[[], float],
         *,
         retry_s: float = 120.0,
-        admin_key: str = "",
         client_uuid: str = "",
     ) -> None:
         self.server_url = server_url.rstrip("/")
@@ -100,7 +99,6 @@ class Core:
         self._clock = clock
         self._jitter = jitter
         self._retry_s = retry_s
-        self._admin_key = admin_key
         self._lock = threading.Lock()
         self._begun: dict[str, float] = {}  # episode: when its time is over
         self._started_tasks: list[str] = []  # for throttling: those that this client has begun
@@ -115,8 +113,6 @@ class Core:
         headers = {"Content-Type": "application/json"}
         if method == "POST":
             headers["Idempotency-Key"] = uuid.uuid4().hex
-        if self._admin_key:
-            headers["Authorization"] = f"Bearer {self._admin_key}"
         encoded = msgspec.json.encode(body or {}) if method == "POST" else b""
         request = Send(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
         began = self._clock()

@@ -32,7 +32,7 @@ class Credentials(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     base_url: str
-    api_key: str
+    api_key: str = Field(repr=False)
     model: str
     episode_uuid: str
 

@@ -1,0 +1,114 @@
+"""Who may pass: the hive's keys against those that a request presents. For every door that asks for one.
+
+A key is presented as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that can send no header of ours
+put `/k/<key>` before the path.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import Iterable
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from fastapi import Request
+from fastapi.openapi.models import HTTPBearer
+from fastapi.security.base import SecurityBase
+from starlette.types import Scope
+
+from bombus.errors import Code, Refused
+from bombus.hive_keys import HiveKeys
+
+PATH_KEY = "/k/"
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class Door(StrEnum):
+    """What a route is for. Routes that are open need no guard, nor do model calls, which have their episode's key."""
+
+    CLIENT = "client"  # claim and end episodes, read how the engine is
+    CONTROL = "control"  # change what an engine does
+
+
+def without_path_key(scope: Scope) -> Scope:
+    """A request to `/k/<key>/...` as if its key had come in a header: behind this nothing can read it from a path."""
+    key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
+    headers = [*scope["headers"], (b"x-api-key", key.encode())]
+    bare = {name: value for name, value in scope.items() if name != "raw_path"}
+    return {**bare, "path": f"{slash}{rest}" or "/", "headers": headers}
+
+
+class Guard(SecurityBase):
+    """Lets requests pass one kind of door: a dependency for FastAPI's routes, `refusal` for the others.
+
+    The admin key opens client doors too. Where only a client key is set it opens control doors: they must not be wider
+    open than the others. With no key for it a door stands open, but not to web pages from elsewhere.
+    """
+
+    def __init__(self, door: Door, keys: HiveKeys, public_url: str) -> None:
+        if door == Door.CONTROL and keys.admin:
+            self._name, opening = "admin", [keys.admin]
+        else:
+            self._name, opening = "client", [keys.client, keys.admin] if keys.client else []
+        self._opening = [key.encode() for key in opening if key]
+        self._public_url = public_url.rstrip("/")
+        # What FastAPI puts into the OpenAPI document.
+        self.scheme_name = f"{'admin' if door == Door.CONTROL else 'client'}_key"
+        self.model = HTTPBearer(description="asked for where the hive has one")
+
+    async def __call__(self, request: Request) -> None:
+        refusal = self.refusal(request.scope["headers"])
+        if refusal is not None:
+            raise refusal
+
+    def refusal(self, headers: Headers) -> Refused | None:
+        """Why a request with these headers may not pass; None when it may."""
+        if not self._opening:
+            return self._foreign_page(headers)
+        presented = _presented(headers)
+        if any(hmac.compare_digest(key, opening) for key in presented for opening in self._opening):
+            return None
+        found = "the key that was sent is not it" if presented else "no key was sent"
+        return Refused(
+            Code.BAD_KEY,
+            f"This route needs the hive's {self._name} key, and {found}: send it as `Authorization: Bearer <key>` or "
+            "`x-api-key: <key>`, or put `/k/<key>` before the path.",
+        )
+
+    def _foreign_page(self, headers: Headers) -> Refused | None:
+        """A door without a key trusts its machine or network, and with it every web page that is read there: a page can
+        post here, or have its own name point here. Browsers say in `Origin` whose page it is; nobody else does.
+        """
+        named = dict(headers)
+        origin = named.get(b"origin", b"").decode("latin-1")
+        host = named.get(b"host", b"").decode("latin-1")
+        if not origin or (self._public_url and origin == self._public_url) or _is_own_page(origin, host):
+            return None
+        return Refused(
+            Code.BAD_KEY,
+            f"A web page of {origin[:200]!r} may not use this hive. If it is the hive's own, start the gateway with "
+            "that address as --public-url; to let others in, give the hive keys.",
+        )
+
+
+def _presented(headers: Headers) -> list[bytes]:
+    found: list[bytes] = []
+    for name, value in headers:
+        if name == b"x-api-key":
+            found.append(value.strip())
+        elif name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            if scheme.lower() == b"bearer":
+                found.append(key.strip())
+    return found
+
+
+def _is_own_page(origin: str, host: str) -> bool:
+    """Whether a page came from where its request goes, under a name that nobody else can let point here."""
+    try:
+        page = urlsplit(origin)
+        if page.hostname != "localhost":
+            ipaddress.ip_address(page.hostname or "")
+    except ValueError:
+        return False
+    return page.netloc == host

@@ -1,0 +1,113 @@
+"""The hive's own keys, admin and client: where they come from, and where a gateway may not listen without them.
+
+An episode's key is another thing: gateways sign those, and agents use them.
+"""
+
+import argparse
+import ipaddress
+import logging
+import os
+import re
+import socket
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bombus.errors import Code, Refused
+
+log = logging.getLogger(__name__)
+
+ADMIN_VARIABLE, CLIENT_VARIABLE = KEY_VARIABLES = ("BOMBUS_ADMIN_KEY", "BOMBUS_CLIENT_KEY")
+_FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # what can stand in a header and in a path as it is
+
+
+@dataclass(frozen=True)
+class HiveKeys:
+    """An empty one is not set. Raises `Refused` BAD_CONFIG for keys that are no good."""
+
+    admin: str = field(default="", repr=False)
+    client: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        for name, key in (("admin", self.admin), ("client", self.client)):
+            if key and not _FORM.fullmatch(key):
+                raise Refused(
+                    Code.BAD_CONFIG,
+                    f"The {name} key is no good: it needs 16 to 256 characters out of A-Z a-z 0-9 . _ ~ - "
+                    '(python -c "import secrets; print(secrets.token_urlsafe())" makes one).',
+                )
+        if self.admin and self.admin == self.client:
+            raise Refused(
+                Code.BAD_CONFIG, "The admin key and the client key are the same: then every client is an admin."
+            )
+
+    def environment(self) -> dict[str, str]:
+        """For a gateway's process: the variables that say the same."""
+        return {ADMIN_VARIABLE: self.admin, CLIENT_VARIABLE: self.client}
+
+
+def add_key_arguments(parser: argparse.ArgumentParser) -> None:
+    """Keys come from files or the environment: a command line can be read by every process of the machine."""
+    parser.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"asked of who configures, starts and stops engines (or ${ADMIN_VARIABLE})",
+    )
+    parser.add_argument(
+        "--client-key-file", type=Path, metavar="FILE", help=f"asked of who claims episodes (or ${CLIENT_VARIABLE})"
+    )
+    parser.add_argument(
+        "--trusted-network",
+        action="store_true",
+        help="let it listen beyond loopback without keys",
+    )
+
+
+def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> HiveKeys:
+    """The keys that these arguments and the environment name, if a gateway may listen at `arguments.host` with them.
+
+    Raises `Refused` BAD_CONFIG.
+    """
+    keys = HiveKeys(
+        admin=_key("admin", arguments.admin_key_file, ADMIN_VARIABLE, environment),
+        client=_key("client", arguments.client_key_file, CLIENT_VARIABLE, environment),
+    )
+    missing = [f"--{name}-key-file" for name, key in (("admin", keys.admin), ("client", keys.client)) if not key]
+    if missing and not arguments.trusted_network and not _is_loopback(arguments.host):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"Listening at {arguments.host or 'every address'} opens the hive to the network: give "
+            f"{' and '.join(missing)}, or say --trusted-network if all who can reach this port may control the hive.",
+        )
+    return keys
+
+
+def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, str]) -> str:
+    in_environment = environment.get(variable, "").strip()
+    if path is None:
+        return in_environment
+    try:
+        key = path.read_bytes().decode("ascii", "replace").strip()
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"The {name} key cannot be read from {path}: {error.strerror}.") from error
+    if not key:
+        raise Refused(Code.BAD_CONFIG, f"The {name} key file {path} is empty.")
+    if in_environment and in_environment != key:
+        raise Refused(Code.BAD_CONFIG, f"{path} and ${variable} hold different {name} keys: leave one of them out.")
+    if mode & stat.S_IROTH:
+        log.warning("everybody on this machine may read the %s key: chmod o-r %s", name, path)
+    return key
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all that a host's name stands for stays on this machine. Raises `Refused` when it stands for nothing."""
+    if not host:
+        return False
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"Cannot listen at {host}: {error.strerror}.") from error
+    return all(ipaddress.ip_address(str(address[0])).is_loopback for *_, address in found)
