@@ -10,6 +10,7 @@ from bombus.errors import Code
 from bombus.events import AbortReason, Collection, DropReason, EpisodeType, Method
 from bombus.inbox import Done, Found, Granted, Refusal
 from bombus.state import Phase
+from bombus_coordinator.core import Core
 from tests.given import ENGINE, SECOND, Desk
 
 
@@ -77,6 +78,28 @@ def test_the_same_start_command_is_answered_the_same_even_after_a_recovery(desk:
     desk.core.live.answers.clear()
     assert desk.ask(start) == first
     assert desk.engine.run == 2
+
+
+def test_commands_that_are_repeated_under_another_leader_change_nothing_and_get_their_own_answers(desk: Desk) -> None:
+    configure = inbox.Configure(
+        id="c", engine=ENGINE, config="{}", config_digest="d", collection=Collection(), model="tiny"
+    )
+    stop, start = inbox.Stop(id="first stop", engine=ENGINE), inbox.Start(id="second start", engine=ENGINE)
+    said = [desk.ask(message) for message in (stop, configure, start)]
+    desk.core.live.answers.clear()
+    log = list(desk.log)
+    assert [desk.ask(message) for message in (stop, configure, start)] == said
+    assert desk.log == log, "the second run goes on"
+    assert said == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
+
+
+def test_a_trainers_opening_that_is_repeated_under_another_leader_takes_the_run_from_nobody(desk: Desk) -> None:
+    first = inbox.TrainerOpens(id="first", engine=ENGINE, run=1, trainer="t1")
+    opened = desk.ask(first)
+    desk.ask(inbox.TrainerOpens(id="second", engine=ENGINE, run=1, trainer="t2"))
+    desk.core.live.answers.clear()
+    assert desk.ask(first) == opened
+    assert desk.engine.trainer == "t2"
 
 
 def test_asynchronous_training_is_refused_for_now() -> None:
@@ -652,3 +675,95 @@ def test_time_never_goes_backwards(desk: Desk) -> None:
     before = desk.core.live.now_ns
     list(desk.core.receive(inbox.Tick(id="t"), 50, before - 5 * SECOND))
     assert desk.core.live.now_ns == before
+
+
+# ---- time that nobody could use ----
+
+
+def confirmed_later(desk: Desk, answered: int, after_s: float) -> list[ev.AnyEvent]:
+    return desk.say(inbox.Tick(id=desk.id(), answered=answered), after_s)
+
+
+def test_a_claim_has_its_time_to_be_confirmed_from_when_its_answer_left(desk: Desk) -> None:
+    desk.claim(claim="k")
+    before = desk.seq - 1
+    for _ in range(5):
+        assert confirmed_later(desk, before, after_s=1) == [], "its decision has not landed yet"
+    assert confirmed_later(desk, desk.seq, after_s=4) == []
+    assert aborts(confirmed_later(desk, desk.seq, after_s=1)) == [(("main-1-1",), AbortReason.UNCONFIRMED)]
+
+
+def test_the_time_in_which_the_bus_was_away_ends_nothing(desk: Desk) -> None:
+    (episode,) = desk.claim(claim="k", discard_timeout_s=30)
+    confirmed_later(desk, desk.seq, after_s=1)
+    assert confirmed_later(desk, desk.seq, after_s=60) == [], "neither the claim, nor the episode, nor the replica"
+    desk.say(inbox.Touch(id=desk.id(), engine=ENGINE, confirmed=("k",)))
+    desk.say(inbox.ReplicaAlive(id=desk.id(), engine=ENGINE, replica="r1", url="http://r1"), after_s=1)
+    for _ in range(28):
+        desk.say(inbox.ReplicaAlive(id=desk.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        assert confirmed_later(desk, desk.seq, after_s=1) == []
+    assert aborts(confirmed_later(desk, desk.seq, after_s=1)) == [((episode,), AbortReason.IDLE)]
+
+
+# ---- storage ----
+
+
+def sees(desk: Desk, used: int, what: str = "calls") -> list[ev.AnyEvent]:
+    return desk.say(inbox.StorageSeen(id=desk.id(), what=what, used=used, size=100, reserve=10))
+
+
+def test_new_work_is_refused_while_less_than_the_reserve_is_left(desk: Desk) -> None:
+    assert sees(desk, 90) == []
+    filled = only(sees(desk, 91), ev.StorageFilled)
+    assert isinstance(filled, ev.StorageFilled)
+    assert "calls" in filled.why
+    assert "calls" in refused(desk.ask(desk.claim_message()), Code.STORAGE_FULL)
+    assert sees(desk, 95) == [], "said once"
+
+
+def test_work_is_taken_again_when_half_as_much_more_is_free(desk: Desk) -> None:
+    sees(desk, 91)
+    assert sees(desk, 86) == []
+    assert [ev.kind_of(event) for event in sees(desk, 85)] == ["storage.freed"]
+    assert desk.claim()
+
+
+def test_what_is_under_way_goes_on_while_storage_is_full(desk: Desk) -> None:
+    ended, aborted = desk.claim(count=2)
+    desk.play("t1")
+    desk.play("t2")
+    desk.play("t2")
+    sees(desk, 99)
+    desk.call(ended)
+    assert isinstance(desk.end(ended, "t1"), Done)
+    desk.say(inbox.Abort(id=desk.id(), engine=ENGINE, client="c1", episodes=(aborted,)))
+    assert desk.engine.phase == Phase.WEIGHT_SYNCING
+    desk.train()
+    assert desk.engine.version == 1
+
+
+def test_a_claim_that_waits_is_told_that_storage_is_full_and_gets_nothing(desk: Desk) -> None:
+    desk.claim(count=desk.engine.collection.max_open_claims)
+    waiting = desk.claim_message(client="c2", wait_s=1.5)
+    desk.say(waiting)
+    sees(desk, 99)
+    desk.say(inbox.Abort(id=desk.id(), engine=ENGINE, client="c1", episodes=("main-1-1",)))
+    desk.tick(after_s=2)
+    refused(desk.answers[waiting.id], Code.STORAGE_FULL)
+
+
+def test_an_engine_is_not_started_while_storage_is_full(desk: Desk) -> None:
+    sees(desk, 99)
+    desk.say(inbox.Stop(id=desk.id(), engine=ENGINE))
+    refused(desk.ask(inbox.Start(id=desk.id(), engine=ENGINE)), Code.STORAGE_FULL)
+
+
+def test_every_place_that_is_full_has_to_be_freed_and_a_recovery_knows_them(desk: Desk) -> None:
+    sees(desk, 99, "calls")
+    sees(desk, 99, "the disk")
+    sees(desk, 0, "calls")
+    after = Desk(Core(desk.core.hive))
+    after.now_ns = desk.now_ns
+    assert "the disk" in refused(after.ask(after.claim_message()), Code.STORAGE_FULL)
+    sees(after, 0, "the disk")
+    assert after.claim()

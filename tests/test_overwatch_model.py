@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bombus import events as ev
+from bombus.describe import line_of
 from bombus.events import AbortReason, EpisodeType, Event
-from bombus_overwatch.describe import GROUPS, Group, line_of
+from bombus_overwatch.describe import GROUPS, Group
 from bombus_overwatch.model import TAIL_KEPT, View, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate

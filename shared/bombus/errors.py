@@ -41,6 +41,7 @@ class Code(StrEnum):
     NO_SNAPSHOT = "no_snapshot"
     NO_REPLICA = "no_replica"
     OVERLOADED = "overloaded"
+    STORAGE_FULL = "storage_full"
     BUS_DOWN = "bus_down"
     TIMEOUT = "timeout"
     INTERNAL = "internal"
@@ -72,6 +73,7 @@ STATUS: dict[Code, int] = {
     Code.NO_SNAPSHOT: 409,
     Code.NO_REPLICA: 503,
     Code.OVERLOADED: 503,
+    Code.STORAGE_FULL: 503,
     Code.BUS_DOWN: 503,
     Code.TIMEOUT: 503,
     Code.INTERNAL: 500,

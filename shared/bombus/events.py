@@ -65,6 +65,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     sync_s: float = 600.0
     agreed_sync_s: float = 6.0  # at least, with the methods in which clients agree
     max_step_failures: int = 3
+    replay_steps: int = 1000  # whose calls are kept for replay, while there is room for them (R12)
 
     @property
     def episode_target(self) -> int:
@@ -298,6 +299,21 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
     reason: str = ""
 
 
+class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
+    """Less than the reserve of `what` (a stream, or the disk) is left: new work is refused until `storage.freed`."""
+
+    what: str
+    used: int
+    size: int
+    why: str
+
+
+class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.freed"):
+    what: str
+    used: int
+    size: int
+
+
 AnyEvent = (
     EpochOpened
     | EngineConfigured
@@ -324,6 +340,8 @@ AnyEvent = (
     | WeightsLoaded
     | ReplicaJoined
     | ReplicaLeft
+    | StorageFilled
+    | StorageFreed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -90,7 +90,12 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
-    """Time passes because the log says so (R5). The leader puts one in every second."""
+    """Time passes because the log says so (R5). The leader puts one in every second.
+
+    `answered` is the inbox sequence up to which all answers had left by then.
+    """
+
+    answered: int | None = None
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
@@ -162,11 +167,24 @@ class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     weights: Weights
 
 
+class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
+    """So many bytes of `what` are in use. The last `reserve` of them are for what is under way."""
+
+    what: str
+    used: int
+    size: int
+    reserve: int
+
+
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
-    """A trainer or replica cannot go on with this run: one clear sentence says why."""
+    """A trainer or replica cannot go on with this run: one clear sentence says why.
+
+    `trainer_epoch` is a trainer's: one that was superseded does not end the run of its successor (R11).
+    """
 
     run: int
     reason: str
+    trainer_epoch: int | None = None
 
 
 AnyMessage = (
@@ -190,6 +208,7 @@ AnyMessage = (
     | StepBroke
     | WeightsSaved
     | EngineBroke
+    | StorageSeen
 )
 
 

@@ -202,7 +202,7 @@ def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = No
 
 # ---- writing -----------------------------------------------------------------------------------------------
 
-_PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9_]*$")
+_PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9_]*\Z")
 
 
 def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:

@@ -32,7 +32,7 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
     die_with_parent()
     failed = False
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_until_signal(service))
     except* BombusError as group:
         for error in _leaves(group):
@@ -41,7 +41,7 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
     return int(failed)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop where it is installed: half the time of a small message."""
     try:
         import uvloop

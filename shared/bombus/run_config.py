@@ -87,6 +87,7 @@ class CollectionConfig(Group):
 
     With the methods in which clients agree, weights are synced for at least `agreed_sync_s`: a client of the swarm
     contract that has agreed looks for that phase every 5 s, and would wait for ever for one that it missed.
+    Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
     """
 
     method: CollectionMethod = Method.ENOUGH_TASKS
@@ -100,6 +101,7 @@ class CollectionConfig(Group):
     agreed_sync_s: Float = Field(default=6.0, ge=0, le=3600)
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
+    replay_steps: int = Field(default=1000, ge=0, le=10_000)
 
 
 class TrainerConfig(Group):
@@ -107,7 +109,8 @@ class TrainerConfig(Group):
 
     `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0
     means that the learning rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank`
-    of 0 that all weights are trained.
+    of 0 that all weights are trained. Each step's samples are written to `save_debug_rollout_data`, a path on the
+    trainer's machine: below the run's folder, or where the trainer's operator allows it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -132,6 +135,12 @@ class TrainerConfig(Group):
     lora_rank: int = Field(default=0, ge=0, le=1024)
     lora_alpha: int = Field(default=16, ge=1, le=65_536)
     target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
+    save_debug_rollout_data: str = Field(
+        default="",
+        max_length=1024,
+        pattern=r"^$|\{rollout_id\}.*\.pt$",
+        description="a path like DIR/rollout_{rollout_id}.pt",
+    )
 
 
 class ExperimentConfig(Group):
@@ -169,6 +178,7 @@ class RunConfig(Group):
             sync_s=rules.sync_s,
             agreed_sync_s=rules.agreed_sync_s,
             max_step_failures=rules.max_step_failures,
+            replay_steps=rules.replay_steps,
         )
 
     def to_yaml_mapping(self) -> Tree:
@@ -243,6 +253,8 @@ def _field(path: str) -> FieldInfo | None:
 
 def _allowed(field: FieldInfo) -> str:
     """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
+    if field.description:
+        return f"it takes {field.description}"
     signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{word} {getattr(bound, sign)}"

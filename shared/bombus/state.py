@@ -19,6 +19,7 @@ FOLD = 1  # grows when `evolve` gives another state for an old log: snapshots of
 OUTCOMES_KEPT = 100_000  # how many ended episodes of a run can still be asked about
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+STEPS_NEEDED = 2  # at most so many are not contained in the older of a trainer's two checkpoints
 BOOTED = "booted"  # the stage of an engine that has booted and does not roll yet
 
 
@@ -53,6 +54,7 @@ class Episode(msgspec.Struct, kw_only=True):
     version: int
     task_hint: str = ""
     calls: list[NotedCall] = []
+    calls_from: int = 0  # no call of it lies before this sequence of the `calls` stream (retention.py says why)
     last_call_ns: int = 0
 
     def trainable_calls(self) -> list[NotedCall]:
@@ -71,6 +73,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
     oldest: int
     bytes: int
     ended_ns: int
+    calls_from: int = 0
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
@@ -133,12 +136,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
+    newest_call: int = 0  # sequence of the call that was noted last, in any run
     batch: ev.BatchReady | None = None  # sealed, its step not completed
+    steps_from: list[int] = []  # `calls_from` of the newest steps that were sealed, in any run: the replay window's
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
     trainer: str = ""
     trainer_epoch: int = 0
-    trainer_command: str = ""  # by which that epoch was opened
+    openings: dict[str, int] = {}  # commands by which trainers opened this run, with their epoch
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
     loaded: set[str] = set()  # replicas that serve `weights`
@@ -187,6 +192,12 @@ class Hive(msgspec.Struct, kw_only=True):
     epoch: int = 0
     now_ns: int = 0
     engines: dict[str, EngineState] = {}
+    full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
+
+    @property
+    def refusing(self) -> str:
+        """Why no new work is taken, "" while there is room for it."""
+        return " ".join(filled.why for filled in self.full.values())
 
     def engine(self, name: str) -> EngineState:
         """The engine's state; a blank one, which is not kept, when no event has named it yet."""
@@ -199,9 +210,16 @@ _handlers: dict[type[Event], Callable[[EngineState, Event], None]] = {}
 
 def evolve(hive: Hive, event: Event) -> None:
     """Fold one event into the state, in place."""
-    hive.now_ns = max(hive.now_ns, event.at_ns)
+    if event.at_ns > hive.now_ns:
+        hive.now_ns = event.at_ns
     if isinstance(event, ev.EpochOpened):
         hive.epoch = event.epoch
+        return
+    if isinstance(event, ev.StorageFilled):
+        hive.full[event.what] = event
+        return
+    if isinstance(event, ev.StorageFreed):
+        hive.full.pop(event.what, None)
         return
     engine = hive.engines.get(event.engine)
     if engine is None:
@@ -253,7 +271,7 @@ def _configured(engine: EngineState, event: ev.EngineConfigured) -> None:
 
 @_on(ev.EngineStarted)
 def _started(engine: EngineState, event: ev.EngineStarted) -> None:
-    """A run begins: nothing of the one before is left but its replicas and what was answered (R8)."""
+    """A run begins: left of the one before are replicas, what was answered, and which calls are kept (R8, R12)."""
     fresh = EngineState(
         name=engine.name,
         configured=engine.configured,
@@ -261,6 +279,8 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         run=event.run,
         replicas=engine.replicas,
         commands=engine.commands,
+        newest_call=engine.newest_call,
+        steps_from=engine.steps_from,
         stage="waiting for a trainer",
     )
     for field in EngineState.__struct_fields__:
@@ -330,6 +350,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             claimed_ns=event.at_ns,
             version=event.version,
             task_hint=event.task_hint,
+            calls_from=engine.newest_call,
         )
     engine.claims[event.claim] = event.episodes
     engine.next_episode += len(event.episodes)
@@ -349,17 +370,21 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             counters.calls_late += 1
             continue
         episode.calls.append(call)
+        if call.ref.seq < episode.calls_from:  # a power cut has taken the end of the stream (R6)
+            episode.calls_from = call.ref.seq
         episode.last_call_ns = event.at_ns
+        engine.newest_call = call.ref.seq
 
 
 def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | None:
     episode = engine.open.pop(episode_id, None)
     if episode is not None:
         siblings = engine.claims.get(episode.claim, ())
-        if not any(sibling in engine.open for sibling in siblings):
+        if engine.open.keys().isdisjoint(siblings):
             engine.claims.pop(episode.claim, None)
     engine.closed[episode_id] = closed
-    trim(engine.closed, OUTCOMES_KEPT)
+    if len(engine.closed) > OUTCOMES_KEPT:
+        trim(engine.closed, OUTCOMES_KEPT)
     return episode
 
 
@@ -367,9 +392,10 @@ def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | No
 def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     engine.counters.ended += len(event.outcomes)
     engine.rewarded_ns[event.client] = event.at_ns
+    is_eval = event.type == EpisodeType.EVAL
     for outcome in event.outcomes:
-        _close(engine, outcome.episode, Closed(event.client, outcome.digest))
-        if event.type == EpisodeType.EVAL:
+        episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
+        if is_eval:
             stats = engine.evals.setdefault(event.version, EvalStats())
             stats.episodes += 1
             stats.reward_sum += outcome.reward
@@ -388,6 +414,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             oldest=outcome.oldest,
             bytes=size,
             ended_ns=event.at_ns,
+            calls_from=episode.calls_from if episode is not None else 0,
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
@@ -404,21 +431,21 @@ def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
 # ---- the pool and its batches ---------------------------------------------------------------------------------
 
 
-def _leave_pool(engine: EngineState, episode_id: str) -> bool:
+def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
     completed = engine.pool.pop(episode_id, None)
     if completed is None:
-        return False
+        return None
     engine.pool_bytes -= completed.bytes
     rest = engine.by_task[completed.task]
     rest.remove(episode_id)
     if not rest:
         del engine.by_task[completed.task]
-    return True
+    return completed
 
 
 @_on(ev.GroupDropped)
 def _group_dropped(engine: EngineState, event: ev.GroupDropped) -> None:
-    engine.counters.dropped += sum(_leave_pool(engine, episode) for episode in event.episodes)
+    engine.counters.dropped += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
 
 
 @_on(ev.PoolCleared)
@@ -434,9 +461,11 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     engine.batch = event
     engine.step = event.step
     engine.step_failures = 0
-    for group in event.groups:
-        for episode in group.episodes:
-            engine.counters.trained += _leave_pool(engine, episode.episode)
+    left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
+    sealed = [completed for completed in left if completed is not None]
+    engine.counters.trained += len(sealed)
+    engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
+    del engine.steps_from[: -max(STEPS_NEEDED, engine.collection.replay_steps)]
 
 
 # ---- training and weights -------------------------------------------------------------------------------------
@@ -446,7 +475,8 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
-    engine.trainer_command = event.command
+    engine.openings[event.command] = event.trainer_epoch
+    trim(engine.openings, COMMANDS_KEPT)
 
 
 @_on(ev.StepCompleted)

@@ -100,6 +100,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     now_ns: int
     engines: tuple[EngineStatus, ...]
+    refusing: str = ""  # why no new work is taken
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
@@ -159,6 +160,11 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
             return f"loading version {engine.version}: {loaded}"
 
 
+def noting(detail: str, refusing: str) -> str:
+    """An engine's detail, with why the hive takes no new work."""
+    return f"{detail}. No new work is taken: {refusing}" if refusing else detail
+
+
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
     return OpenEpisode(
         episode=episode.id,
@@ -200,8 +206,8 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     )
 
 
-def engine_status(engine: EngineState, now_ns: int) -> EngineStatus:
-    """`now_ns` is the reader's time; the fold's own (`hive.now_ns`) stands still while no event comes."""
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
+    """`refusing` is the hive's. `now_ns` is the reader's time: the fold's own stands still while no event comes."""
     source = engine.active or engine.configured
     done = engine.step_done
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
@@ -209,7 +215,7 @@ def engine_status(engine: EngineState, now_ns: int) -> EngineStatus:
         engine=engine.name,
         phase=engine.phase,
         phase_s=seconds_between(engine.phase_since_ns, now_ns) if engine.phase_since_ns else 0.0,
-        detail=detail_of(engine, now_ns),
+        detail=noting(detail_of(engine, now_ns), refusing),
         failure=engine.failure,
         model=source.model if source else "",
         run=engine.run,
@@ -238,8 +244,8 @@ def engine_status(engine: EngineState, now_ns: int) -> EngineStatus:
 def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
     """The status of every engine; without `now_ns`, as of the newest event."""
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
-    engines = (engine_status(engine, now_ns) for _, engine in sorted(hive.engines.items()))
-    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines))
+    engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
+    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing)
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:

@@ -4,7 +4,7 @@ import re
 from zlib import crc32
 
 SHARDS = 64
-_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}$")
+_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
 def check_name(name: str, what: str) -> str:
@@ -45,3 +45,6 @@ class Subjects:
 
     def call(self, engine: str, episode: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"
+
+    def calls_of(self, engine: str) -> str:
+        return f"bombus.{self.hive}.call.{engine}.>"

@@ -60,6 +60,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1  # of each engine
     config: Path | None = None
     device: str = "cpu"
+    debug_root: Path | None = None  # where jobs may have trainers write samples
     threads: int = 0  # of torch, for each process; 0: its default
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
@@ -128,14 +129,16 @@ def children(layout: Layout, nats: str) -> list[Child]:
     torch = ["--device", layout.device, "--threads", str(layout.threads)]
     # One that is started again has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
+    watching = [] if layout.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
     services = [
-        child(f"coordinator{which}", "coordinator", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"))
+        child(f"coordinator{which}", "coordinator", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
         for which in _numbered(layout.coordinators)
     ]
     for engine in layout.engines:
         folder = str((layout.data_dir / "engines").absolute())
         keeping = {**KEEP_FREED_MEMORY, **environment}
         trainer = ["--engine", engine, "--folder", folder, *torch]
+        trainer += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
         services.append(child(f"trainer {engine}", "trainer", *trainer, environment=keeping))
         services += [
             child(f"inference {engine}{which}", "inference", "--engine", engine, *torch)

@@ -5,7 +5,7 @@ from bombus.errors import Code, Refused
 from bombus.inbox import Claim, Granted
 from bombus.state import EngineState, Phase, episode_id
 from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
-from bombus_coordinator.live import CONFIRM_S, Live, Waiting, ns
+from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
@@ -33,6 +33,11 @@ def why_none(engine: EngineState) -> Refused:
         Code.WRONG_PHASE,
         f"{status} Configure it with sync_train_config and start it with start_engine.{failed}",
     )
+
+
+def no_room(live: Live) -> Refused:
+    """What is left is for what is under way."""
+    return Refused(Code.STORAGE_FULL, f"{live.refusing} Try again when there is room.")
 
 
 def check(engine: EngineState, claim: Claim) -> None:
@@ -79,6 +84,8 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     if granted is not None:
         yield Decision(replies=(Reply(message.id, granted),))
         return
+    if live.refusing:
+        raise no_room(live)
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
     live.enqueue(engine, message)
@@ -102,7 +109,7 @@ def _next(engine: EngineState, live: Live) -> Waiting | None:
 
 def grant(engine: EngineState, live: Live) -> Decisions:
     """Grant what there is room for. Nobody overtakes a whole group that waits for its places."""
-    while engine.phase == Phase.ROLLING:
+    while engine.phase == Phase.ROLLING and not live.refusing:
         waiting = _next(engine, live)
         if waiting is None:
             return
@@ -120,7 +127,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
             discard_timeout_s=asked.discard_timeout_s,
             version=engine.version,
         )
-        live.unconfirmed[asked.claim] = (engine.name, live.now_ns + ns(CONFIRM_S))
+        live.unconfirmed[asked.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
         live.remember_grant(asked.claim)
         yield Decision(
             events=(
@@ -148,7 +155,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
     if not over:
         return
-    answer = refusal(why_none(engine))
+    answer = refusal(no_room(live) if live.refusing else why_none(engine))
     for waiting in over:
         del queue[waiting.claim.claim]
     yield Decision(replies=tuple(Reply(command, answer) for waiting in over for command in waiting.commands))

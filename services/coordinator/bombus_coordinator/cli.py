@@ -1,6 +1,7 @@
 """`bombus coordinator`: the coordinator alone."""
 
 import argparse
+from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_hive_arguments
@@ -13,8 +14,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", default="", help="who it is: under the name of one that died it leads at once (default: a new name)"
     )
+    parser.add_argument(
+        "--watch-disk",
+        type=Path,
+        metavar="DIR",
+        help="where the bus keeps its data: new work is refused when it is full",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
-    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name))
+    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, arguments.watch_disk))

@@ -13,7 +13,7 @@ from bombus import inbox
 from bombus.errors import Refused
 from bombus.events import NotedCall
 from bombus.state import EngineState, Hive, evolve
-from bombus_coordinator import claims, engines, episodes
+from bombus_coordinator import claims, engines, episodes, storage
 from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
 from bombus_coordinator.live import Live
 
@@ -30,7 +30,8 @@ class Flown(msgspec.Struct, frozen=True):
 class Core:
     def __init__(self, hive: Hive | None = None) -> None:
         self.hive = hive if hive is not None else Hive()
-        self.live = Live(now_ns=self.hive.now_ns, epoch_ns=self.hive.now_ns)
+        now_ns = self.hive.now_ns
+        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, beat_ns=now_ns, refusing=self.hive.refusing)
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
@@ -48,6 +49,7 @@ class Core:
         may be cut off behind any of them and nothing is lost.
         """
         self.live.now_ns = max(self.live.now_ns, self.hive.now_ns, at_ns)
+        self.live.seq = seq
         if isinstance(message, inbox.CallRecorded):
             self._note(message, seq)
             if sum(map(len, self._noted.values())) >= NOTED_MAX:
@@ -79,6 +81,8 @@ class Core:
             evolve(self.hive, event)
             if isinstance(event, ev.EpochOpened):
                 self.live.epoch_ns = event.at_ns
+            elif isinstance(event, ev.StorageFilled | ev.StorageFreed):
+                self.live.refusing = self.hive.refusing
             elif isinstance(event, ev.EpisodeAborted):
                 for episode in event.episodes:
                     self.live.forget(episode)
@@ -105,8 +109,13 @@ class Core:
 
     def _decide(self, message: inbox.AnyMessage) -> Iterator[Decision]:
         if isinstance(message, inbox.Tick):
+            if message.answered is not None:
+                self.live.beat(message.answered)
             for engine in list(self.hive.engines.values()):
                 yield from self._folding(self._tick(engine))
+            return
+        if isinstance(message, inbox.StorageSeen):
+            yield from self._folding(storage.seen(self.hive, self.live, message))
             return
         engine = self.hive.engine(message.engine)
         if isinstance(message, inbox.Touch):

@@ -21,7 +21,7 @@ from bombus.inbox import (
     WeightsSaved,
 )
 from bombus.state import BOOTED, EngineState, Phase
-from bombus_coordinator.claims import why_none
+from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
 from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
@@ -30,9 +30,8 @@ REASON_CHARS_MAX = 2000
 
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
-    done = Decision(replies=(Reply(message.id, Done(run=engine.run)),))
     if message.id in engine.commands:
-        yield done
+        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
@@ -50,7 +49,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         model=message.model,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=done.replies)
+    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run)),))
 
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
@@ -59,6 +58,8 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
+    if live.refusing:
+        raise no_room(live)
     if engine.configured is None:
         raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
     run = engine.run + 1
@@ -80,8 +81,8 @@ def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
-    reply = (Reply(message.id, Done(run=engine.run)),)
-    if engine.phase == Phase.OFFLINE:
+    reply = (Reply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
+    if message.id in engine.commands or engine.phase == Phase.OFFLINE:
         yield Decision(replies=reply)
         return
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
@@ -94,7 +95,8 @@ def fail(engine: EngineState, live: Live, reason: str, before: tuple[Event, ...]
 
 
 def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
-    if message.run == engine.run and engine.phase != Phase.OFFLINE:
+    superseded = message.trainer_epoch not in (None, engine.trainer_epoch)
+    if message.run == engine.run and engine.phase != Phase.OFFLINE and not superseded:
         yield from fail(engine, live, message.reason)
 
 
@@ -120,8 +122,8 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
     """Every opening gets a higher trainer epoch: facts of the one before are ignored from here on (R11)."""
-    if message.id == engine.trainer_command:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.run, epoch=engine.trainer_epoch)),))
+    if message.id in engine.openings:
+        yield Decision(replies=(Reply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
         return
     if message.run != engine.run or engine.phase == Phase.OFFLINE:
         raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")

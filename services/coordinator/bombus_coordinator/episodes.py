@@ -187,8 +187,8 @@ def expire(engine: EngineState, live: Live) -> Decisions:
     idle = tuple(e.id for e in engine.open.values() if live.idle_deadline_ns(e) <= now)
     if idle:
         yield Decision(events=(aborted(engine, live, idle, AbortReason.IDLE),))
-    for claim, (name, until_ns) in list(live.unconfirmed.items()):
-        if name != engine.name or until_ns > now:
+    for claim, grant in list(live.unconfirmed.items()):
+        if grant.engine != engine.name or grant.until_ns > now:
             continue
         del live.unconfirmed[claim]
         lost = tuple(e for e in engine.claims.get(claim, ()) if e in engine.open)

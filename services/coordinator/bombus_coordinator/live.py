@@ -14,6 +14,7 @@ ANSWERS_KEPT = 10_000
 WAITING_MAX = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody goes back after this long
 REPLICA_LAPSE_S = 10.0
+AWAY_S = 5.0  # between two ticks of the leader: then nobody could reach the bus, or nobody led
 
 
 def ns(seconds: float) -> int:
@@ -29,11 +30,22 @@ class Waiting(msgspec.Struct, kw_only=True):
     until_ns: int
 
 
+class Unconfirmed(msgspec.Struct):
+    """A grant of the inbox message at `seq`, which goes back at `until_ns`."""
+
+    engine: str
+    seq: int
+    until_ns: int
+
+
 class Live(msgspec.Struct, kw_only=True):
     now_ns: int = 0
     epoch_ns: int = 0
+    beat_ns: int = 0  # when the leader's clock struck last
+    refusing: str = ""  # the hive's: why no new work is taken
+    seq: int = 0  # in the inbox, of the message that is being decided
     activity: dict[str, int] = {}  # episode: last sign of life
-    unconfirmed: dict[str, tuple[str, int]] = {}  # claim: its engine, and when it goes back
+    unconfirmed: dict[str, Unconfirmed] = {}  # by claim
     waiting: dict[str, dict[str, Waiting]] = {}  # engine: claim: what waits
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica)
     answers: dict[str, Answer] = {}  # command: its answer
@@ -70,6 +82,21 @@ class Live(msgspec.Struct, kw_only=True):
     def remember_grant(self, claim: str) -> None:
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
+
+    def beat(self, answered: int) -> None:
+        """The leader's clock has struck, when the answers to all messages up to `answered` had left.
+
+        Time in which nobody can show life ends nothing (R5): a claim has its time to be confirmed once its answer has
+        left, and after a long silence all deadlines begin again, as in a new epoch.
+        """
+        if self.now_ns - self.beat_ns > ns(AWAY_S):
+            self.epoch_ns = self.now_ns
+            self.replica_seen.clear()
+            answered = 0
+        self.beat_ns = self.now_ns
+        for grant in self.unconfirmed.values():
+            if grant.seq > answered:
+                grant.until_ns = self.now_ns + ns(CONFIRM_S)
 
     def forget(self, episode: str) -> None:
         self.activity.pop(episode, None)

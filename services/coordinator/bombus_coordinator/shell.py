@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -13,6 +14,7 @@ from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, 
 from bombus.errors import BusUnavailable, Deposed
 from bombus.snapshots import Snapshot
 from bombus.state import FOLD, trim
+from bombus_coordinator import retention, storage
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
 from bombus_coordinator.lease import Lease
@@ -31,7 +33,8 @@ RETRY_S = 1.0
 class Coordinator:
     """Leads one hive from `lead()` until it is cancelled or deposed. A new one is needed to lead again.
 
-    With a `lease` it decides only while it holds that; without, until another opens an epoch.
+    With a `lease` it decides only while it holds that; without, until another opens an epoch. `disk` is a folder on the
+    bus's disk, watched for room.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Coordinator:
         lease: Lease | None = None,
         trim_s: float = TRIM_S,
         snapshot_events: int = EVENTS,
+        disk: Path | None = None,
     ) -> None:
         self.bus = bus
         self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
@@ -48,6 +52,7 @@ class Coordinator:
         self.leading = asyncio.Event()
         self._lease = lease
         self._trim_s = trim_s
+        self._disk = disk
         self._snapshots = Snapshotter(bus, snapshot_events)
         self._last = 0  # sequence of the last event that landed
         self._event_id = ""  # and its message id
@@ -69,6 +74,8 @@ class Coordinator:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._trim())
+            tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, self._trim_s))
+            tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, self._disk))
             tasks.create_task(self._serve())
             if self._lease is not None:
                 tasks.create_task(self._lease.keep())
@@ -232,7 +239,7 @@ class Coordinator:
             await self._may_decide()
             count += 1
             try:
-                await self.bus.send(inbox.Tick(id=f"tick-{epoch}-{count}"))
+                await self.bus.send(inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed))
             except BusUnavailable as error:
                 log.warning("the clock waits for the bus: %s", error)
             await asyncio.sleep(TICK_S)
@@ -251,7 +258,7 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
 
-async def run(url: str, hive: str, name: str = "") -> None:
+async def run(url: str, hive: str, name: str = "", disk: Path | None = None) -> None:
     """Stand by for the lead of a hive, lead, and when deposed stand by again; until cancelled."""
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
@@ -259,10 +266,10 @@ async def run(url: str, hive: str, name: str = "") -> None:
         await bus.ensure_streams()
         lease = Lease(bus, leader)
         while True:
-            await _one_reign(bus, leader, lease)
+            await _one_reign(bus, leader, lease, disk)
 
 
-async def _one_reign(bus: Bus, leader: str, lease: Lease) -> None:
+async def _one_reign(bus: Bus, leader: str, lease: Lease, disk: Path | None) -> None:
     """Stand by, lead, return when deposed. Raises `LogCorrupted`; `BusUnavailable` when the bus was closed."""
     try:
         fold = await stand_by(bus, lease)
@@ -272,7 +279,7 @@ async def _one_reign(bus: Bus, leader: str, lease: Lease) -> None:
         log.warning("standing by for the bus: %s", error)
         await asyncio.sleep(RETRY_S)
         return
-    coordinator = Coordinator(bus, leader, lease)
+    coordinator = Coordinator(bus, leader, lease, disk=disk)
     try:
         await coordinator.lead(fold)
     except* Deposed as group:

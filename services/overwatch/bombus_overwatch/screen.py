@@ -4,10 +4,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from bombus.describe import line_of
 from bombus.events import HIVE
 from bombus.state import EngineState, Phase
 from bombus.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
-from bombus_overwatch.describe import Group, line_of, tone_of
+from bombus_overwatch.describe import Group, tone_of
 from bombus_overwatch.model import SECOND, Kept, Trail, View
 
 TAIL_SHOWN = 200

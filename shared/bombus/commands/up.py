@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="JOB.yaml", help="configure and start the engine with this job")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: one for each core")
+    parser.add_argument(
+        "--debug-root", type=Path, metavar="DIR", help="where jobs may name files for save_debug_rollout_data"
+    )
     add_key_arguments(parser)
     add_log_argument(parser)
 
@@ -68,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         replicas=arguments.replicas,
         config=arguments.config,
         device=arguments.device,
+        debug_root=arguments.debug_root,
         threads=arguments.threads,
         log_level=arguments.log_level,
         keys=keys,

@@ -1,0 +1,96 @@
+"""Is there room? The leader looks at streams and disk; what is nearly full takes no new work (R12, R20).
+
+New work is refused while less than the reserve is left: that belongs to what is under way. It is taken again once half
+as much more is free, so that this does not go back and forth. Nothing is ever dropped to make room.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+
+from bombus import events as ev
+from bombus.bus import Bus, ServerRefused
+from bombus.bus.streams import blob_stream
+from bombus.errors import BusUnavailable
+from bombus.inbox import StorageSeen
+from bombus.state import Hive
+from bombus.status import byte_size
+from bombus_coordinator.decision import Decision, Decisions
+from bombus_coordinator.live import Live
+
+log = logging.getLogger(__name__)
+
+PERIOD_S = 2.0
+RESERVE = 0.1  # of a stream
+DISK_RESERVE_BYTES = 256 << 20
+FREE_AGAIN = 1.5  # reserves
+DISK = "the disk"
+_ADVICE = {
+    "inbox": "It is trimmed as soon as the coordinator has caught up.",
+    "events": "Run `bombus log compact`, or raise events_bytes_max.",
+    "calls": "It is trimmed as steps are made; or raise calls_bytes_max.",
+    "blobs": "Raise blobs_bytes_max.",
+    DISK: "Make room where the bus keeps its data.",
+}
+
+
+def is_full(hive: Hive, place: StorageSeen) -> bool:
+    """Whether new work is to be refused for its sake."""
+    needed = place.reserve * (FREE_AGAIN if place.what in hive.full else 1.0)
+    return place.size - place.used < needed
+
+
+def seen(hive: Hive, live: Live, place: StorageSeen) -> Decisions:
+    full = is_full(hive, place)
+    if full == (place.what in hive.full):
+        return
+    if full:
+        name = place.what if place.what == DISK else f"stream {place.what}"
+        left = f"{byte_size(max(0, place.size - place.used))} of {byte_size(place.size)} are left"
+        why = f"Storage is nearly full: of {name} {left}. {_ADVICE.get(place.what, 'Make room.')}"
+        filled = ev.StorageFilled(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size, why=why)
+        yield Decision(events=(filled,))
+    else:
+        freed = ev.StorageFreed(at_ns=live.now_ns, what=place.what, used=place.used, size=place.size)
+        yield Decision(events=(freed,))
+
+
+async def watch(
+    bus: Bus,
+    hive: Callable[[], Hive],
+    disk: Path | None = None,
+    disk_reserve: int = DISK_RESERVE_BYTES,
+    period_s: float = PERIOD_S,
+) -> None:
+    """Put into the inbox what changes the answer, until cancelled. `disk` is a folder on the server's disk."""
+    count = 0
+    while True:
+        try:
+            async for place in _look(bus, disk, disk_reserve):
+                if is_full(hive(), place) != (place.what in hive().full):
+                    count += 1
+                    await bus.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
+        except (BusUnavailable, ServerRefused) as error:
+            log.warning("how full the streams are is not known: %s", error)
+        await asyncio.sleep(period_s)
+
+
+async def _look(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncIterator[StorageSeen]:
+    if disk is not None:
+        usage = shutil.disk_usage(disk)
+        yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)
+    names = bus.subjects
+    for what, stream in (
+        ("inbox", names.inbox_stream),
+        ("events", names.events_stream),
+        ("calls", names.calls_stream),
+        ("blobs", blob_stream(names)),
+    ):
+        state = await bus.state(stream)
+        if state.max_bytes > 0:
+            reserve = int(RESERVE * state.max_bytes)
+            yield StorageSeen(id="", what=what, used=state.bytes, size=state.max_bytes, reserve=reserve)

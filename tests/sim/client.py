@@ -1,0 +1,249 @@
+"""Clients and an operator: they ask some gateway until they are answered, and keep a ledger of what they were told."""
+
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from bombus import inbox
+from bombus.errors import BusUnavailable, Code, Refused
+from bombus.events import Collection, EpisodeType, Method
+from bombus.inbox import Done, EpisodeResult, Granted
+from bombus.state import Phase
+from tests.sim.faults import Fault, Faults
+from tests.sim.gateway import Gateway, GatewayFault, Hangup
+from tests.sim.loop import Process
+from tests.sim.referee import ENGINE, Referee
+
+T = TypeVar("T")
+Ask = Callable[[Gateway], Coroutine[Any, Any, T]]
+
+TASKS = ("t1", "t2", "t3")
+CALL_ATTEMPTS = 5
+OPERATOR_S = 2.0
+
+
+class Mood:
+    """What everybody outside does now: `playing` begins episodes, `meddling` stops engines and forgets episodes."""
+
+    playing = True
+    meddling = True
+
+
+class Caller(Process):
+    """`asking` names the command that is not answered yet."""
+
+    def __init__(self, name: str, gateways: list[Gateway], pick: random.Random) -> None:
+        super().__init__(gateways[0].loop, name)
+        self.asking = ""
+        self._gateways = gateways
+        self._pick = pick
+        self._numbers = 0
+
+    def kill(self) -> None:
+        super().kill()
+        self.asking = ""
+
+    def fresh(self, what: str) -> str:
+        self._numbers += 1
+        return f"{self.name}-{what}-{self._numbers}"
+
+    async def insist(self, what: str, ask: Ask[T]) -> T | Refused:
+        """Ask one gateway after the other until there is an answer."""
+        self.asking = what
+        while True:
+            try:
+                answer: T | Refused = await self._pick.choice(self._gateways).request(self, ask)
+                break
+            except Refused as refused:
+                if refused.code not in GatewayFault:
+                    answer = refused
+                    break
+            except (Hangup, BusUnavailable):
+                pass
+            await self.sleep(self._pick.random() * 0.5)
+        self.asking = ""
+        return answer
+
+
+class Client(Caller):
+    def __init__(
+        self, name: str, gateways: list[Gateway], referee: Referee, faults: Faults, mood: Mood, pick: random.Random
+    ) -> None:
+        super().__init__(name, gateways, pick)
+        self._referee = referee
+        self._faults = faults
+        self._mood = mood
+        self._rewards = pick.choice(((0.0, 1.0), (0.0, 1.0, 0.5), (0.0, 1.0, float("nan"))))
+        self._pace = pick.choice((2.0, 8.0))
+
+    async def main(self) -> None:
+        while True:
+            await self.sleep(self._pick.expovariate(self._pace))
+            if self._mood.playing:
+                await self._play()
+
+    async def _play(self) -> None:
+        pick = self._pick
+        claim = inbox.Claim(
+            id="",
+            engine=ENGINE,
+            claim=self._claim_id(),
+            client=self.name,
+            count=pick.choice((1, 1, 2, 3)),
+            type=EpisodeType.EVAL if pick.random() < 0.1 else EpisodeType.TRAIN,
+            discard_timeout_s=pick.choice((2.0, 10.0, 40.0)),
+        )
+        wait_s = pick.choice((0.0, 2.0, 5.0))
+        granted = await self.insist(f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s))
+        if not isinstance(granted, Granted):
+            return
+        self._referee.told_grant(claim.claim, granted)
+        task = pick.choice(TASKS)
+        results = []
+        for episode in granted.episodes:
+            alive = await self._run_episode(episode, granted.run)
+            roll = pick.random()
+            if not alive or roll < 0.05:
+                await self._abort(episode, infra=not alive)
+            elif roll > 0.07 or not self._mood.meddling:  # else it is forgotten, and goes idle
+                results.append(EpisodeResult(episode=episode, task=task, reward=pick.choice(self._rewards)))
+        if pick.random() < 0.5:
+            await self._end(results, granted.run)
+        else:
+            for result in results:
+                await self._end([result], granted.run)
+        if pick.random() < 0.5:
+            vote = inbox.AgreeSync(id=self.fresh("vote"), engine=ENGINE, client=self.name)
+            await self.insist("a vote", lambda gateway: gateway.command(vote))
+
+    def _claim_id(self) -> str:
+        """A fresh one, or one of few that clash: with its own past, or with what it forgot."""
+        if self._pick.random() < 0.15:
+            return f"{self.name}-claim-again-{self._pick.randint(1, 8)}"
+        return f"{self.fresh('claim')}-{self.lives}"
+
+    async def _run_episode(self, episode: str, run: int) -> bool:
+        """A few calls. False when one could not be had."""
+        pick = self._pick
+        for _ in range(pick.choice((0, 1, 1, 2, 3))):
+            if not await self._call(episode, run):
+                return False
+        if pick.random() < 0.1:
+            self.spawn(self._call(episode, run))  # still running when the episode ends
+        if pick.random() < 0.1:
+            await self.insist("a heartbeat", lambda gateway: _touched(gateway, episode))
+        return True
+
+    async def _call(self, episode: str, run: int) -> bool:
+        request = self.fresh("request")
+        cut_off = self._pick.random() < 0.05
+        for attempt in range(CALL_ATTEMPTS):
+            gateway = self._pick.choice(self._gateways)
+            try:
+                call = await gateway.request(self, lambda g: g.call(episode, run, request, attempt > 0, cut_off))  # noqa: B023
+            except Refused as refused:
+                if refused.code not in GatewayFault:
+                    return False
+            except (Hangup, BusUnavailable):
+                pass
+            else:
+                if not cut_off:
+                    self._referee.told_call(episode, call)
+                return True
+            await self.sleep(self._pick.random() * 0.3)
+        return False
+
+    async def _end(self, results: list[EpisodeResult], run: int) -> None:
+        if not results:
+            return
+        for result in results:
+            self._referee.ends(result)
+        command = inbox.End(id=self.fresh("end"), engine=ENGINE, client=self.name, results=tuple(results))
+        answer = await self.insist(f"{command.id}", lambda gateway: gateway.command(command))
+        if isinstance(answer, Refused) and answer.code == Code.BAD_REWARD:
+            await self._end([msgspec.structs.replace(result, reward=0.0) for result in results], run)
+            return
+        if not isinstance(answer, Done):
+            return
+        for result in results:
+            self._referee.told_end(result)
+        if self._faults.strikes(Fault.REPEAT):
+            again = await self.insist(f"{command.id} again", lambda gateway: gateway.command(command))
+            same_run = self._referee.hive.engine(ENGINE).run == run
+            assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; asked again: {again}"
+        if self._pick.random() < 0.05:
+            await self._call(results[0].episode, run)  # too late
+
+    async def _abort(self, episode: str, infra: bool) -> None:
+        command = inbox.Abort(id=self.fresh("abort"), engine=ENGINE, client=self.name, episodes=(episode,), infra=infra)
+        if isinstance(await self.insist(command.id, lambda gateway: gateway.command(command)), Done):
+            self._referee.told_aborted(episode)
+
+
+class Operator(Caller):
+    """Configures and starts the engine whenever it is offline; now and then stops it."""
+
+    def __init__(self, gateways: list[Gateway], faults: Faults, mood: Mood, pick: random.Random) -> None:
+        super().__init__("operator", gateways, pick)
+        self._faults = faults
+        self._mood = mood
+        self._stops = pick.choice((0.0, 0.0, 0.15))
+
+    async def main(self) -> None:
+        stopped: inbox.Stop | None = None
+        while True:
+            phase = await self.insist("the phase", _phase)
+            if phase == Phase.OFFLINE:
+                await self._command(self._configure())
+                await self._command(inbox.Start(id=self.fresh("start"), engine=ENGINE))
+                if stopped is not None and self._faults.strikes(Fault.REPEAT):
+                    await self.sleep(self._pick.random() * 5)
+                    await self._command(stopped)
+            elif self._mood.meddling and self._pick.random() < self._stops:
+                stopped = inbox.Stop(id=self.fresh("stop"), engine=ENGINE)
+                await self._command(stopped)
+            await self.sleep(OPERATOR_S)
+
+    async def _command(self, command: inbox.AnyMessage) -> None:
+        await self.insist(command.id, lambda gateway: gateway.command(command))
+
+    def _configure(self) -> inbox.Configure:
+        return inbox.Configure(
+            id=self.fresh("configure"),
+            engine=ENGINE,
+            config="{}",
+            config_digest="d",
+            collection=self._rules(),
+            model="tiny",
+        )
+
+    def _rules(self) -> Collection:
+        pick = self._pick
+        batch_size, num_repeat = pick.randint(1, 2), pick.randint(1, 3)
+        method = pick.choice(list(Method))
+        if method == Method.ENOUGH_NON_DUMMY_TASKS:
+            num_repeat = max(num_repeat, 2)  # one episode alone never differs
+        return Collection(
+            method=method,
+            batch_size=batch_size,
+            num_repeat=num_repeat,
+            max_open_claims=pick.choice((3, 6, 16)),
+            max_pool_episodes=pick.choice((batch_size * num_repeat + 4, 100)),
+            max_step_failures=pick.choice((2, 5)),
+            boot_s=30.0,
+            drain_s=pick.choice((1.0, 10.0)),
+            sync_s=pick.choice((2.0, 30.0)),
+            agreed_sync_s=pick.choice((0.0, 3.0)),
+            max_carry_staleness=pick.choice((0, 1)),
+            replay_steps=pick.choice((1, 3, 1000)),
+        )
+
+
+async def _phase(gateway: Gateway) -> Phase:
+    return gateway.engine.phase
+
+
+async def _touched(gateway: Gateway, episode: str) -> None:
+    gateway.touch(episode)

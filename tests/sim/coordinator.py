@@ -1,0 +1,258 @@
+"""shell.py, recovery.py and retention.py around the real core: stand by, lead, decide in flights, snapshot, trim."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus import events as ev
+from bombus import inbox, snapshots
+from bombus.bus.flight import Outgoing
+from bombus.bus.headers import EPOCH, INBOX, REPLY
+from bombus.errors import BusUnavailable, Deposed
+from bombus.snapshots import Snapshot
+from bombus.state import FOLD
+from bombus_coordinator.core import Core
+from bombus_coordinator.decision import Decision, Reply
+from bombus_coordinator.retention import floors_of
+from tests.sim.flight import fly
+from tests.sim.fold import RETRY_S, Fold
+from tests.sim.lease import RENEW_S, Lease
+from tests.sim.link import Link, Net, Reader
+from tests.sim.loop import Process
+from tests.sim.referee import ENGINE, RECOVERED, Referee
+from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, Message
+from tests.sim.variants import Variant
+
+ASK_S = 0.3
+TICK_S = 1.0
+TRIM_S = 3.0
+GROUPS = (1, 8, 512)
+
+Flight = list[tuple[Decision, int]]
+
+
+class Coordinator(Process):
+    """One process: stands by, leads, and when deposed stands by again."""
+
+    link: Link
+    lease: Lease
+
+    def __init__(self, name: str, net: Net, referee: Referee, variant: Variant | None) -> None:
+        super().__init__(net.loop, name)
+        self._net = net
+        self._referee = referee
+        self._variant = variant
+        self._group_max = net.pick.choice(GROUPS)
+        self._snapshot_events = net.pick.choice((5, 30, 150))
+
+    @property
+    def leads(self) -> bool:
+        return self.alive and not self.stopped and self.lease.held and self._epoch == self._referee.hive.epoch
+
+    async def main(self) -> None:
+        self._epoch = -1
+        self.link = Link(self, self._net)
+        self.lease = Lease(self.link, self.name)
+        while True:
+            try:
+                await self._lead(await self._stand_by())
+            except Deposed:
+                self._referee.count("deposed")
+                self._epoch = -1
+            except BusUnavailable:
+                await self.sleep(RETRY_S)
+
+    async def _stand_by(self) -> Fold:
+        fold = await Fold.begin(self.link)
+        if fold.position:
+            self._referee.count("began at a snapshot")
+
+        async def ask() -> None:
+            while not await self.lease.take():
+                await self.sleep(ASK_S)
+
+        async def follow() -> None:
+            reader = Reader(self.link, EVENTS_STREAM, fold.position + 1)
+            while True:
+                fold.take(await reader.read())
+
+        await self.together(ask(), follow())
+        return fold
+
+    async def _lead(self, fold: Fold) -> None:
+        while not await self._take_over(fold):
+            fold = await Fold.begin(self.link)
+        await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self.lease.keep())
+
+    async def _take_over(self, fold: Fold) -> bool:
+        """Fold to the log's end and open the next epoch. False when the old leader wrote in between."""
+        self._snapshot_at = fold.position
+        await fold.catch_up(self.link)
+        self._last, self._event_id = fold.position, fold.event_id
+        self._answered = self._consumed = self._read = fold.answered
+        self.core = Core(fold.hive)
+        self._reply_to: dict[str, str] = {}
+        self._asked: dict[str, inbox.AnyMessage] = {}
+        epoch = self.core.hive.epoch + 1
+        try:
+            await self._land([(self.core.open_epoch(self.name), self._answered)])
+            self._epoch = epoch
+            await self._land([(decision, self._answered) for decision in self.core.recover()], {RECOVERED: "1"})
+        except Deposed:
+            newest = await self._newest()
+            if newest is not None and int(newest.headers[EPOCH]) >= epoch:
+                raise
+            self._referee.count("the old leader wrote in between")
+            return False
+        self._referee.leader_state(self.core.hive, self._last)
+        return True
+
+    # ---- deciding ----
+
+    async def _serve(self) -> None:
+        start = self._answered + 1
+        if self._variant == Variant.START_LATE:
+            start = self.link.server.streams[INBOX_STREAM].last_seq + 1
+        elif self._variant == Variant.START_EARLY:
+            start = max(1, self._answered)
+        reader = Reader(self.link, INBOX_STREAM, start)
+        while True:
+            group = await reader.read(self._group_max)
+            self._read = group[-1].seq
+            await self._may_decide()
+            await self._decide(group)
+            if self._last - self._snapshot_at >= self._snapshot_events:
+                self._take_snapshot()
+
+    async def _may_decide(self) -> None:
+        """A lost lease pauses; only a higher epoch on the log deposes (R4)."""
+        while not self.lease.held:
+            newest = await self._newest()
+            if newest is not None and int(newest.headers[EPOCH]) > self._epoch:
+                raise Deposed(f"epoch {newest.headers[EPOCH]} is open")
+            await self.sleep(RENEW_S)
+
+    async def _decide(self, group: Sequence[Message]) -> None:
+        flight: Flight = []
+        for message in group:
+            said = message.said
+            if reply := message.headers.get(REPLY):
+                self._reply_to[said.id] = reply
+                self._asked[said.id] = said
+            if self._variant == Variant.OLD_TRAINER and isinstance(said, inbox.StepDone):
+                epoch = self.core.hive.engine(said.engine).trainer_epoch
+                said = msgspec.structs.replace(said, trainer_epoch=epoch)
+            for flown in self.core.receive(said, message.seq, message.time_ns):
+                flight.append((flown.decision, flown.answers))
+        flight += [(flown.decision, flown.answers) for flown in self.core.flush()]
+        replies = [reply for decision, _ in flight for reply in decision.replies]
+        if self._variant == Variant.REPLY_EARLY:
+            self._reply(replies)
+        if self._variant == Variant.SNAPSHOT_EARLY:
+            self._take_snapshot()
+        await self._land(flight)
+        self._consumed = group[-1].seq
+        self._referee.leader_state(self.core.hive, self._last)
+        self._reply(replies)
+
+    async def _land(self, flight: Flight, more: dict[str, str] | None = None) -> None:
+        """Append what was decided. While the bus is away or full this waits: the flight is kept, nothing is lost."""
+        outgoing: list[list[Outgoing]] = []
+        seq = self._last
+        for decision, answers in flight:
+            landing: list[Outgoing] = []
+            for event in decision.events:
+                seq += 1
+                landing.append(self._outgoing(event, seq, {INBOX: str(answers), **(more or {})}))
+                self._answered = answers
+            if landing:
+                outgoing.append(landing)
+        if not outgoing:
+            if any(decision.replies for decision, _ in flight):
+                await self._still_leading()
+            return
+        while True:
+            try:
+                self._last = await fly(self.link, outgoing, self._last, self._variant)
+                self._event_id = outgoing[-1][-1].msg_id
+                return
+            except BusUnavailable:
+                await self.sleep(RETRY_S)
+
+    def _outgoing(self, event: ev.Event, seq: int, headers: dict[str, str]) -> Outgoing:
+        epoch = self.core.hive.epoch
+        headers[EPOCH] = str(epoch)
+        return Outgoing(ev.kind_of(event), ev.encode_event(event), f"{self.link.token}.{epoch}.{seq}", headers)
+
+    async def _still_leading(self) -> None:
+        newest = await self._newest()
+        if newest is None or newest.seq != self._last:
+            raise Deposed("the log does not end at our event")
+
+    async def _newest(self) -> Message | None:
+        while True:
+            try:
+                return await self.link.last(EVENTS_STREAM)
+            except BusUnavailable:
+                await self.sleep(RETRY_S)
+
+    def _reply(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            to = self._reply_to.pop(reply.command, "")
+            if to:
+                answer = msgspec.structs.replace(reply.answer, position=self._last)
+                self._referee.replied(self._asked.pop(reply.command), answer)
+                self.link.reply(to, answer)
+
+    # ---- beside it ----
+
+    async def _tick(self) -> None:
+        number = 0
+        while True:
+            await self._may_decide()
+            number += 1
+            try:
+                await self.link.send(inbox.Tick(id=f"tick-{self._epoch}-{number}", answered=self._consumed))
+            except BusUnavailable:
+                pass  # the next one is as good
+            await self.sleep(TICK_S)
+
+    async def _trim(self) -> None:
+        while True:
+            await self.sleep(TRIM_S)
+            below = self._read if self._variant == Variant.PURGE_EARLY else self._consumed
+            stream = self.link.server.streams[INBOX_STREAM]
+            try:
+                await self.link.call(lambda: stream.purge_below(below))  # noqa: B023
+            except BusUnavailable:
+                pass  # the next one covers this one
+
+    async def _retain(self) -> None:
+        """Purge calls that nobody needs (R12): by a state that was on the log a period ago, as retention.py does."""
+        calls = self.link.server.streams[CALLS_STREAM]
+        while True:
+            floors = floors_of(self.core.hive)
+            position = self._consumed
+            await self.sleep(TRIM_S)
+            if self._consumed == position or not floors:
+                continue
+            overfull = self._net.pick.random() < 0.5
+            below = min(floor.needed if overfull else floor.kept for floor in floors.values())
+            if self._variant == Variant.CALLS_PURGED:
+                below = self.core.hive.engine(ENGINE).newest_call
+            try:
+                await self.link.call(lambda: calls.purge_below(below))  # noqa: B023
+                self._referee.seen["calls purged"] += calls.first_seq > 1
+            except BusUnavailable:
+                pass  # the next one covers this one
+
+    def _take_snapshot(self) -> None:
+        """Encoded now, before the state goes on; stored in the background."""
+        position, self._snapshot_at = self._last, self._last
+        body = snapshots.encode(
+            Snapshot(
+                fold=FOLD, position=position, event_id=self._event_id, answered=self._answered, hive=self.core.hive
+            )
+        )
+        self._referee.count("snapshots")
+        self.link.call(lambda: self.link.server.put_snapshot(position, body))

@@ -1,0 +1,114 @@
+"""What everybody knows: the fold of the log, from the newest good snapshot on (follow.py, recovery.py)."""
+
+from collections.abc import Callable, Sequence
+
+from bombus import snapshots
+from bombus.bus.headers import INBOX
+from bombus.errors import BusUnavailable, LogCorrupted
+from bombus.snapshots import Snapshot
+from bombus.state import FOLD, Hive, evolve
+from tests.sim.link import Link, Reader
+from tests.sim.loop import Future
+from tests.sim.server import EVENTS_STREAM, Message, Server
+
+RETRY_S = 1.0
+
+
+def _start_of(server: Server) -> Snapshot:
+    for position in sorted(server.snapshots, reverse=True):
+        try:
+            snapshot = snapshots.decode(server.get_snapshot(position))
+        except LogCorrupted:
+            continue
+        stream = server.streams[EVENTS_STREAM]
+        if position <= stream.last_seq and stream.get(position).msg_id == snapshot.event_id:
+            return snapshot
+    return Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
+
+
+class Fold:
+    """The state up to event `position`, that event's message id, and the inbox sequence that it answers."""
+
+    def __init__(self, start: Snapshot) -> None:
+        self.hive = start.hive
+        self.position = start.position
+        self.event_id = start.event_id
+        self.answered = start.answered
+
+    @classmethod
+    async def begin(cls, link: Link) -> "Fold":
+        while True:
+            try:
+                return cls(await link.call(lambda: _start_of(link.server)))
+            except BusUnavailable:
+                await link.process.sleep(RETRY_S)
+
+    def take(self, group: Sequence[Message]) -> None:
+        for message in group:
+            if message.seq != self.position + 1:
+                raise LogCorrupted(f"the log goes on at {message.seq} behind {self.position}")
+            evolve(self.hive, message.event)
+            self.position = message.seq
+        self.event_id = group[-1].msg_id
+        self.answered = int(group[-1].headers[INBOX])
+
+    async def catch_up(self, link: Link) -> None:
+        """Fold everything that is on the log now."""
+        newest = await link.last(EVENTS_STREAM)
+        reader = Reader(link, EVENTS_STREAM, self.position + 1)
+        while newest is not None and self.position < newest.seq:
+            self.take(await reader.read())
+
+
+class Follower:
+    """Keeps a fold up to date. `on_event` is called after each event."""
+
+    def __init__(self, link: Link, on_event: Callable[[], None] | None = None) -> None:
+        self.hive = Hive()
+        self.position = 0
+        self._link = link
+        self._on_event = on_event
+        self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
+
+    async def run(self) -> None:
+        start = await Fold.begin(self._link)
+        self.hive, self.position = start.hive, start.position
+        reader = Reader(self._link, EVENTS_STREAM, self.position + 1)
+        self._wake()
+        while True:
+            for message in await reader.read():
+                evolve(self.hive, message.event)
+                self.position = message.seq
+                if self._on_event is not None:
+                    self._on_event()
+            self._wake()
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for holds, future in waiting:
+            if future.done:
+                continue
+            if holds():
+                future.set(None)
+            else:
+                self._waiting.append((holds, future))
+
+    async def wait_for(self, holds: Callable[[], bool], timeout_s: float = 0.0) -> None:
+        """Return once `holds()`. Raises `TimeoutError`."""
+        if holds():
+            return
+        future: Future[None] = Future(self._link.net.loop)
+        if timeout_s:
+            future.fail_after(timeout_s, TimeoutError())
+        self._waiting.append((holds, future))
+        await future
+
+    async def caught_up(self) -> None:
+        """Return once the fold holds what was on the log when this was called. A bus that is away is waited for."""
+        while True:
+            try:
+                newest = await self._link.last(EVENTS_STREAM)
+                break
+            except BusUnavailable:
+                await self._link.process.sleep(RETRY_S)
+        await self.wait_for(lambda: newest is None or self.position >= newest.seq)

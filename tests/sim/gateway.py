@@ -1,0 +1,232 @@
+"""Gateways: commands through the inbox, calls recorded before they are told (calls.py, swarm_claims.py, context.py)."""
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from bombus import inbox
+from bombus.bus.flight import Outgoing
+from bombus.errors import BusUnavailable, Code, Refused
+from bombus.events import NotedCall
+from bombus.inbox import AnyAnswer, Found, Granted
+from bombus.records import CallRef, CallStatus, digest
+from bombus.state import EngineState, Phase
+from tests.sim.faults import Fault
+from tests.sim.fold import Follower
+from tests.sim.link import Link, Net
+from tests.sim.loop import Future, Process
+from tests.sim.referee import ENGINE
+from tests.sim.server import CALLS_STREAM
+from tests.sim.variants import Variant
+
+CLAIM_SLICE_S = 2.0
+CLAIM_ANSWER_S = 10.0
+COMMAND_S = 15.0
+POSITION_S = 5.0
+UNHEARD_S = 2.0
+RECORD_S = 5.0
+TOUCH_S = 1.0
+CONFIRM_S = 0.2
+RESPONSE_S = 20.0
+
+T = TypeVar("T")
+GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client asks again
+
+
+class Hangup(Exception):
+    """The client's connection to its gateway broke."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A call record, as far as it matters here."""
+
+    id: str
+    episode: str
+    run: int
+    request: str
+    version: int
+    status: CallStatus
+
+
+class Gateway(Process):
+    link: Link
+    follower: Follower
+
+    def __init__(self, name: str, net: Net, variant: Variant | None) -> None:
+        super().__init__(net.loop, name)
+        self._net = net
+        self._variant = variant
+        self._responses: dict[Future[Any], None] = {}
+
+    async def main(self) -> None:
+        self.link = Link(self, self._net)
+        self.follower = Follower(self.link)
+        self._open: dict[str, int] = {}  # episodes with an open call
+        self._seen: set[str] = set()
+        self._confirmed: list[str] = []
+        self._untold: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, while the coordinator may not know
+        self.spawn(self.follower.run())
+        await self.follower.caught_up()
+        await self._touches()
+
+    def kill(self) -> None:
+        super().kill()
+        for response in self._responses:
+            response.fail(Hangup())
+        self._responses.clear()
+
+    @property
+    def engine(self) -> EngineState:
+        return self.follower.hive.engine(ENGINE)
+
+    async def request(self, client: Process, handle: Callable[["Gateway"], Coroutine[Any, Any, T]]) -> T:
+        """A client's request. Raises `Hangup`, `Refused`, `BusUnavailable` (a 503)."""
+        response: Future[T] = Future(self.loop)
+        await client.sleep(self._net.pick.random() * 0.01)
+        if not self.alive:
+            raise Hangup
+        if self._net.faults.strikes(Fault.LOST_RESPONSE):
+            response.fail_after(self._net.pick.random() * 2, Hangup())
+        response.fail_after(RESPONSE_S, Hangup())
+        self._responses[response] = None
+        self.spawn(handle(self), response)
+        try:
+            return await response
+        finally:
+            self._responses.pop(response, None)
+
+    # ---- commands ----
+
+    async def command(self, message: inbox.AnyMessage, timeout_s: float = COMMAND_S) -> AnyAnswer:
+        answer = await self.link.ask(message, timeout_s)
+        try:
+            await self.follower.wait_for(lambda: self.follower.position >= answer.position, POSITION_S)
+        except TimeoutError:
+            pass  # the event has not come back yet
+        return answer
+
+    async def claim(self, claim: inbox.Claim, wait_s: float) -> Granted:
+        """In slices under one claim id until it is granted or the time is over (R13)."""
+        deadline_s = self.loop.now_s + wait_s
+        asking = self._net.fresh("asking")
+        claim = msgspec.structs.replace(claim, first_asked_ns=self.link.server.now_ns)
+        number = 0
+        while True:
+            asked_s = self.loop.now_s
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - asked_s))
+            message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
+            number += 1
+            try:
+                answer = await self.command(message, slice_s + CLAIM_ANSWER_S)
+            except Refused as refused:
+                waited = self.loop.now_s - asked_s >= slice_s / 2
+                if refused.code in (Code.NO_EPISODES, Code.WRONG_PHASE) and waited and self.loop.now_s < deadline_s:
+                    continue
+                raise
+            assert isinstance(answer, Granted)
+            if all(self.engine.is_over(episode) for episode in answer.episodes):
+                raise Refused(Code.OTHER_CLAIM, "the episodes of this claim are over")
+            self._confirmed.append(claim.claim)
+            return answer
+
+    # ---- calls ----
+
+    async def call(self, episode: str, run: int, request: str, retried: bool, cut_off: bool) -> str:
+        """One model call; its id once it is recorded and the coordinator was told (R9)."""
+        await self._check_open(episode, run)
+        if retried and (found := await self._recorded(episode, request)):
+            return found
+        self._open[episode] = self._open.get(episode, 0) + 1
+        self._seen.add(episode)
+        try:
+            version = self.engine.version
+            await self.sleep(self._net.pick.expovariate(8.0))
+            status = CallStatus.CUT_OFF if cut_off else CallStatus.COMPLETE
+            record = Record(self._net.fresh("call"), episode, run, request, version, status)
+            body = msgspec.msgpack.encode(record)
+            stored = await self.link.publish(CALLS_STREAM, Outgoing("call", body, record.id, {}), RECORD_S)
+            ref = CallRef(stored.seq, record.id, digest(body))
+            if self._variant == Variant.TOLD_EARLY:
+                self.spawn(self._tell_later(ref, record))
+            else:
+                await self._tell(ref, record)
+            return record.id
+        finally:
+            self._open[episode] -= 1
+            if not self._open[episode]:
+                del self._open[episode]
+
+    async def _check_open(self, episode: str, run: int) -> None:
+        def heard_of() -> bool:
+            engine = self.engine
+            return engine.run > run or (engine.run == run and engine.next_episode > int(episode.rpartition("-")[2]))
+
+        try:
+            await self.follower.wait_for(heard_of, UNHEARD_S)
+        except TimeoutError:
+            raise Refused(Code.BUS_DOWN, f"{episode} was not heard of yet") from None
+        if self.engine.run != run or self.engine.phase == Phase.OFFLINE or self.engine.is_over(episode):
+            raise Refused(Code.EPISODE_OVER, f"{episode} is over")
+
+    async def _tell(self, ref: CallRef, record: Record) -> None:
+        call = NotedCall(record.episode, ref, 5, 3, record.version, record.version, record.status)
+        noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
+        key = record.episode, record.request
+        if record.status == CallStatus.COMPLETE:
+            self._untold[key] = ref, record
+        await self.link.send(noted, RECORD_S)
+        self._untold.pop(key, None)
+
+    async def _tell_later(self, ref: CallRef, record: Record) -> None:
+        try:
+            await self._tell(ref, record)
+        except BusUnavailable:
+            pass  # the mistake of this variant
+
+    async def _recorded(self, episode: str, request: str) -> str:
+        """The record of this very request, when the harness asks again."""
+        untold = self._untold.get((episode, request))
+        if untold is not None:
+            await self._tell(*untold)
+            return untold[1].id
+        lookup = inbox.Lookup(id=self._net.fresh("lookup"), engine=ENGINE, episode=episode)
+        found = await self.link.ask(lookup, COMMAND_S)
+        assert isinstance(found, Found)
+        calls = self.link.server.streams[CALLS_STREAM]
+        for call in found.calls:
+            record = await self.link.call(lambda: read_record(calls.get(call.ref.seq).body, call.ref))  # noqa: B023
+            if record.request == request and record.status == CallStatus.COMPLETE:
+                return record.id
+        return ""
+
+    # ---- signs of life ----
+
+    def touch(self, episode: str) -> None:
+        self._seen.add(episode)
+
+    async def _touches(self) -> None:
+        beat = 0
+        while True:
+            await self.sleep(CONFIRM_S)
+            beat += 1
+            if beat % round(TOUCH_S / CONFIRM_S) and not self._confirmed:
+                continue
+            seen, self._seen = self._seen.union(self._open), set()
+            confirmed, self._confirmed = tuple(self._confirmed), []
+            if not seen and not confirmed:
+                continue
+            message = inbox.Touch(
+                id=self._net.fresh("touch"), engine=ENGINE, episodes=tuple(sorted(seen)), confirmed=confirmed
+            )
+            try:
+                await self.link.send(message, 3.0)
+            except BusUnavailable:
+                pass  # open calls are touched again; a claim that stays unconfirmed goes back
+
+
+def read_record(body: bytes, ref: CallRef) -> Record:
+    assert digest(body) == ref.digest, f"call {ref.id} at {ref.seq} is not the one that was referenced"
+    record = msgspec.msgpack.decode(body, type=Record)
+    assert record.id == ref.id
+    return record

@@ -1,0 +1,268 @@
+"""Sees everything as it is stored, and what clients were told; says at once what must not be."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus import events as ev
+from bombus import inbox
+from bombus.bus.headers import EPOCH, INBOX
+from bombus.events import EpisodeType, Event, Method
+from bombus.inbox import Answer
+from bombus.records import digest
+from bombus.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus_coordinator.episodes import outcome_digest
+from tests.sim.server import Message
+
+ENGINE = "main"
+RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
+SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # told by the fold (DECISIONS 6)
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A step attempt on disk. `model` stands for its tensors: what was trained on what, hashed."""
+
+    run: int
+    step: int
+    trainer_epoch: int
+    model: bytes
+    digest: str
+
+
+class Referee:
+    """`disk` and `weights` are the trainers' folder: what is in them is durable."""
+
+    def __init__(self) -> None:
+        self.hive = Hive()  # the fold of the log
+        self.position = 0
+        self.disk: dict[str, Checkpoint] = {}
+        self.weights: dict[str, tuple[int, int]] = {}  # path: run and version
+        self.seen: Counter[str] = Counter()
+        self.batches: dict[tuple[int, int], ev.BatchReady] = {}
+        self.models: dict[tuple[int, int], bytes] = {}  # what each completed step left, by run and step
+        self.ended: dict[str, bytes] = {}  # episode: digest of the outcome that is on the log
+        self.training: set[str] = set()  # ended training episodes
+        self.batched: set[str] = set()
+        self.gone: set[str] = set()  # left the pool with a reason, or with their run
+        self.noted: set[str] = set()  # calls
+        self.runs: set[int] = set()
+        self.commands: set[str] = set()  # of the operator, carried out
+        self.claimed: dict[str, str] = {}  # episode: its claim
+        # what clients were told
+        self.told_calls: dict[str, list[str]] = {}  # episode: ids of acknowledged calls
+        self.sealed: dict[str, frozenset[str]] = {}  # and those that were, when its end was first sent
+        self.told_ended: dict[str, bytes] = {}
+        self._answers: dict[str, tuple[Answer, int]] = {}
+        self._authors: dict[int, str] = {}
+        self._answered = 0
+        self._answered_at_opening = 0
+
+    def count(self, what: str) -> None:
+        self.seen[what] += 1
+
+    # ---- the log ----
+
+    def stored(self, messages: Sequence[Message]) -> None:
+        for message in messages:
+            event = message.event
+            self._check_order(message, event)
+            engine = self.hive.engine(ENGINE)
+            before = engine.phase
+            self._check(event, engine)
+            evolve(self.hive, event)
+            self.position = message.seq
+            engine = self.hive.engine(ENGINE)
+            self._check_files(engine)
+            after = engine.phase
+            assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+            self.seen[ev.kind_of(event)] += 1
+
+    def _check_order(self, message: Message, event: Event) -> None:
+        epoch, answers = int(message.headers[EPOCH]), int(message.headers[INBOX])
+        author = message.msg_id.split(".")[0]
+        assert event.at_ns >= self.hive.now_ns, "time does not go backwards"
+        assert answers >= self._answered, f"event {message.seq} answers {answers} behind {self._answered}"
+        if isinstance(event, ev.EpochOpened):
+            assert event.epoch == epoch > self.hive.epoch, "epochs go up"
+            self._authors[epoch] = author
+            self._answered_at_opening = answers
+            assert answers == self._answered, "an epoch begins where the last one ended"
+        else:
+            assert epoch == self.hive.epoch, f"an event of epoch {epoch} in epoch {self.hive.epoch}"
+            assert author == self._authors[epoch], "one epoch has one author"
+            if RECOVERED not in message.headers:
+                assert answers > self._answered_at_opening, f"inbox message {answers} is decided twice"
+        self._answered = answers
+
+    def _check(self, event: Event, engine: EngineState) -> None:
+        match event:
+            case ev.EpisodeClaimed():
+                assert engine.phase == Phase.ROLLING
+                assert not set(event.episodes) & (set(engine.open) | set(engine.closed)), "every id is fresh"
+                assert len(engine.open) + len(event.episodes) <= engine.collection.max_open_claims
+                assert event.claim not in engine.claims, "one claim has one grant"
+                self.claimed |= dict.fromkeys(event.episodes, event.claim)
+            case ev.CallsNoted():
+                self._check_noted(event)
+            case ev.EpisodeEnded():
+                self._check_ended(event, engine)
+            case ev.EpisodeAborted():
+                assert set(event.episodes) <= set(engine.open)
+            case ev.BatchReady():
+                self._check_batch(event, engine)
+            case ev.GroupDropped():
+                assert set(event.episodes) <= set(engine.pool)
+                self.gone |= set(event.episodes)
+            case ev.PoolCleared():
+                self.gone |= set(engine.pool)
+            case ev.EngineConfigured() | ev.EngineStopped():
+                self._once(event.command)
+            case ev.EngineStarted():
+                self._once(event.command)
+                assert event.run not in self.runs
+                self.runs.add(event.run)
+                self.gone |= set(engine.pool)
+                self.models[event.run, 0] = b"loaded"
+            case ev.TrainerOpened():
+                assert event.trainer_epoch == engine.trainer_epoch + 1
+            case ev.StepCompleted():
+                self._check_step(event, engine)
+            case ev.WeightsReady():
+                assert event.version == engine.version + 1, "versions go up by one"
+                assert event.version == 0 or (event.run, event.version) in self.models
+                assert self.weights.get(event.weights.where) == (event.run, event.version), "weights are durable"
+
+    def _check_files(self, engine: EngineState) -> None:
+        """What the log names is on disk."""
+        done, weights = engine.step_done, engine.weights
+        assert done is None or done.checkpoint in self.disk, f"checkpoint {done.checkpoint} is gone"
+        assert weights is None or weights.weights.where in self.weights, f"weights {weights.weights.where} are gone"
+
+    def _once(self, command: str) -> None:
+        assert command not in self.commands, f"{command} is carried out twice"
+        self.commands.add(command)
+
+    def _check_noted(self, event: ev.CallsNoted) -> None:
+        for call in event.calls:
+            assert call.ref.id not in self.noted or call.late, f"call {call.ref.id} is noted twice"
+            self.noted.add(call.ref.id)
+
+    def _check_ended(self, event: ev.EpisodeEnded, engine: EngineState) -> None:
+        for outcome in event.outcomes:
+            assert outcome.episode in engine.open, "only an open episode ends"
+            assert outcome.episode not in self.ended
+            calls = {ref.id for ref in outcome.calls}
+            missing = self.sealed[outcome.episode] - calls
+            assert not missing, f"acknowledged calls {sorted(missing)} are not in episode {outcome.episode}"
+            self.ended[outcome.episode] = outcome.digest
+            if event.type == EpisodeType.TRAIN:
+                self.training.add(outcome.episode)
+
+    def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
+        rules = engine.collection
+        episodes = [episode.episode for group in batch.groups for episode in group.episodes]
+        assert not engine.open, "everybody has finished or was taken away"
+        assert batch.step == engine.step + 1
+        assert engine.batch is None, "one batch at a time"
+        assert len(set(episodes)) == len(episodes)
+        assert set(episodes) <= set(engine.pool)
+        assert not set(episodes) & self.batched, "no episode is in two batches"
+        self.batched |= set(episodes)
+        self.batches[batch.run, batch.step] = batch
+        sizes = [len(group.episodes) for group in batch.groups]
+        match rules.method:
+            case Method.ENOUGH_EPISODES:
+                assert sum(sizes) == rules.episode_target
+            case Method.ENOUGH_TASKS | Method.ENOUGH_NON_DUMMY_TASKS:
+                assert sizes == [rules.num_repeat] * rules.batch_size
+                assert len({group.task for group in batch.groups}) == rules.batch_size
+        if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
+            assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)
+
+    def _check_step(self, event: ev.StepCompleted, engine: EngineState) -> None:
+        assert engine.batch is not None
+        assert engine.batch.step == event.step
+        assert (event.run, event.step) not in self.models, "a step happens once"
+        saved = self.disk.get(event.checkpoint)
+        assert saved is not None, f"checkpoint {event.checkpoint} of step {event.step} is not durable"
+        assert saved.digest == event.checkpoint_digest
+        assert (saved.run, saved.step) == (event.run, event.step)
+        assert saved.trainer_epoch == engine.trainer_epoch, "the step is the current trainer's"
+        before = self.models[event.run, event.step - 1]
+        assert saved.model == trained(before, engine.batch), "the model is the one before, trained on this batch once"
+        self.models[event.run, event.step] = saved.model
+
+    # ---- leaders ----
+
+    def leader_state(self, hive: Hive, position: int) -> None:
+        """A leader says what it believes once its flight has landed, or after it has taken over."""
+        if position == self.position:
+            assert hive == self.hive, "the live state is the fold of the log"
+            self.seen["states compared"] += 1
+
+    def replied(self, message: inbox.AnyMessage, answer: Answer) -> None:
+        """The same command gets the same answer, where the fold can tell and as long as its run lasts."""
+        if not isinstance(message, SURE) or isinstance(answer, inbox.Refusal):
+            return
+        if isinstance(message, inbox.Stop) and message.id not in self.commands:
+            return  # it found the engine stopped, which leaves no trace
+        answer = msgspec.structs.replace(answer, position=0)
+        run = self.hive.engine(ENGINE).run
+        before, run_before = self._answers.setdefault(message.id, (answer, run))
+        if before is not answer:
+            self.seen["answered again"] += 1
+        if not isinstance(message, inbox.End) or run == run_before:
+            assert before == answer, f"{message} was answered {before}, now {answer}"
+
+    # ---- clients ----
+
+    def told_grant(self, claim: str, granted: inbox.Granted) -> None:
+        self.seen["grants told"] += 1
+        for episode in granted.episodes:
+            assert self.claimed.get(episode) == claim, f"{episode} was told to {claim} and is not so on the log"
+
+    def told_call(self, episode: str, call: str) -> None:
+        self.seen["calls told"] += 1
+        self.told_calls.setdefault(episode, []).append(call)
+
+    def ends(self, result: inbox.EpisodeResult) -> None:
+        """A client is about to send this: whatever was acknowledged before belongs to the episode."""
+        self.sealed.setdefault(result.episode, frozenset(self.told_calls.get(result.episode, ())))
+
+    def told_end(self, result: inbox.EpisodeResult) -> None:
+        mark = outcome_digest(result)
+        found = self.ended.get(result.episode)
+        assert found == mark, f"the client was told that {result.episode} has ended, and it is not so on the log"
+        self.seen["ends told"] += 1
+        self.told_ended[result.episode] = mark
+
+    def told_aborted(self, episode: str) -> None:
+        assert episode not in self.hive.engine(ENGINE).open, f"{episode} was told to be aborted, and is open"
+
+    # ---- when all is quiet ----
+
+    def finish(self) -> None:
+        engine = self.hive.engine(ENGINE)
+        pool = set(engine.pool)
+        assert self.training == pool | self.batched | self.gone, "every ended episode is in the pool, a batch, or gone"
+        assert not pool & (self.batched | self.gone)
+        assert not self.batched & self.gone
+        for episode, mark in self.told_ended.items():
+            assert self.ended.get(episode) == mark, f"the end of {episode} is lost"
+        current = f"{ENGINE}-{engine.run}-"
+        for episode, calls in self.told_calls.items():
+            lost = set(calls) - self.noted
+            assert not lost or not episode.startswith(current), f"acknowledged calls of {episode} are lost: {lost}"
+        self._check_files(engine)
+
+    def refold(self, events: Sequence[Message]) -> None:
+        hive = Hive()
+        for message in events:
+            evolve(hive, message.event)
+        assert hive == self.hive, "the fold of the log is the state"
+
+
+def trained(model: bytes, batch: ev.BatchReady) -> bytes:
+    """Stands for an optimizer step: another model for every other order, repeat or omission."""
+    return digest(model + ev.encode_event(batch))

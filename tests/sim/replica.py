@@ -1,0 +1,104 @@
+"""An inference replica: loads what `weights.ready` names, says so, gives a sign of life, lapses."""
+
+from bombus import inbox
+from bombus.errors import BusUnavailable
+from bombus.events import WeightsReady
+from bombus.state import EngineState, Phase
+from tests.sim.fold import RETRY_S, Follower
+from tests.sim.link import Link, Net
+from tests.sim.loop import Process
+from tests.sim.referee import ENGINE, Referee
+
+ALIVE_S = 2.0
+LOAD_ATTEMPTS = 3
+
+
+class Replica(Process):
+    link: Link
+    follower: Follower
+
+    def __init__(self, name: str, net: Net, referee: Referee, keeps_name: bool) -> None:
+        super().__init__(net.loop, name)
+        self._net = net
+        self._referee = referee
+        self._keeps_name = keeps_name
+
+    async def main(self) -> None:
+        self.link = Link(self, self._net)
+        self._replica = self.name if self._keeps_name else self.link.token
+        self.follower = Follower(self.link)
+        self._run, self._version = 0, -1  # what it serves
+        self.spawn(self.follower.run())
+        self.spawn(self._stay_alive())
+        await self.follower.caught_up()
+        while True:
+            await self.follower.wait_for(self._behind)
+            wanted = self._wanted()
+            if wanted is None:
+                self._version = -1
+            else:
+                await self._load(wanted)
+
+    @property
+    def _engine(self) -> EngineState:
+        return self.follower.hive.engine(ENGINE)
+
+    def _wanted(self) -> WeightsReady | None:
+        engine = self._engine
+        return None if engine.phase == Phase.OFFLINE else engine.weights
+
+    def _behind(self) -> bool:
+        wanted = self._wanted()
+        if wanted is None:
+            return self._version >= 0 and (self._engine.phase == Phase.OFFLINE or self._engine.run != self._run)
+        return (wanted.run, wanted.version) > (self._run, self._version)
+
+    async def _load(self, ready: WeightsReady) -> None:
+        """Load and say so. A version that is overtaken meanwhile may be gone from the folder, and is let be."""
+        for _ in range(LOAD_ATTEMPTS):
+            await self.sleep(self._net.pick.random() * 0.5)
+            if ready.weights.where in self._referee.weights:
+                self._run, self._version = ready.run, ready.version
+                await self._say_loaded()
+                return
+            try:
+                await self.follower.wait_for(lambda: self._wanted() is not ready, RETRY_S)
+                return
+            except TimeoutError:
+                pass
+        newest = self._referee.hive.engine(ENGINE).weights
+        assert newest is None or newest.weights != ready.weights, f"the newest weights, {ready.weights.where}, are gone"
+        await self.follower.wait_for(lambda: self._wanted() is not ready)
+
+    async def _say_loaded(self) -> None:
+        loaded = inbox.WeightsLoadedFact(
+            id=f"{self.link.token}-{self._run}-loaded-{self._version}",
+            engine=ENGINE,
+            run=self._run,
+            version=self._version,
+            replica=self._replica,
+        )
+        while True:
+            try:
+                await self.link.send(loaded)
+                return
+            except BusUnavailable:
+                pass  # however long the bus is away
+
+    async def _stay_alive(self) -> None:
+        said = 0
+        while True:
+            said += 1
+            alive = inbox.ReplicaAlive(
+                id=f"{self.link.token}-alive-{said}",
+                engine=ENGINE,
+                replica=self._replica,
+                url=f"http://{self._replica}",
+                run=self._run,
+                version=self._version,
+            )
+            try:
+                await self.link.send(alive, ALIVE_S)
+            except BusUnavailable:
+                pass  # the next one is as good
+            await self.sleep(ALIVE_S)

@@ -1,0 +1,168 @@
+"""The bus as its server keeps it: streams with fences and duplicate detection, the lease, snapshots, a clock."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from bombus import events as ev
+from bombus import inbox
+from bombus.bus.flight import Outgoing
+from bombus.bus.wire import NotNow, PubAck, ServerRefused, WrongSequence
+from bombus.errors import LogCorrupted
+from bombus.events import Event
+from tests.sim.loop import Future, Loop
+
+SECOND = 1_000_000_000
+BEGIN_NS = 1_000 * SECOND
+EPOCH_OPENED = "epoch.opened"
+INBOX_STREAM, EVENTS_STREAM, CALLS_STREAM = "inbox", "events", "calls"
+WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120}
+
+
+class Message:
+    """A stored message. Readers share what it decodes to."""
+
+    __slots__ = ("body", "content", "headers", "msg_id", "seq", "subject", "time_ns")
+
+    def __init__(self, seq: int, put: Outgoing, time_ns: int, content: object) -> None:
+        self.seq = seq
+        self.subject = put.subject
+        self.body = put.body
+        self.msg_id = put.msg_id
+        self.headers: Mapping[str, str] = put.headers
+        self.time_ns = time_ns
+        self.content = content
+
+    @property
+    def event(self) -> Event:
+        assert isinstance(self.content, Event)
+        return self.content
+
+    @property
+    def said(self) -> inbox.AnyMessage:
+        assert isinstance(self.content, inbox.Message)
+        return self.content  # type: ignore[return-value]
+
+
+def _decode(stream: str, body: bytes) -> object:
+    match stream:
+        case "inbox":
+            return inbox.decode_message(body)
+        case "events":
+            return ev.decode_event(body)
+    return body
+
+
+class Stream:
+    def __init__(self, server: "Server", name: str) -> None:
+        self.name = name
+        self.messages: list[Message] = []
+        self.first_seq = 1
+        self.full = False
+        self.watchers: list[Callable[[Sequence[Message]], None]] = []
+        self.waiting: list[Future[None]] = []
+        self._server = server
+        self._ids: dict[str, tuple[int, int]] = {}
+        self._opened = 0  # sequence of the newest `epoch.opened`
+
+    @property
+    def last_seq(self) -> int:
+        return len(self.messages)
+
+    def append(self, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None) -> PubAck:
+        """Store all of these or none. `last` and `opened` are the fences of flight.py."""
+        now_ns = self._server.now_ns
+        again = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
+        if again and (len(puts) == 1 and not self._server.fence_first):
+            return PubAck(again[0], True)
+        if last is not None and last != self.last_seq:
+            raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
+        if opened is not None and opened != self._opened:
+            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
+        if again and len(puts) == 1:
+            return PubAck(again[0], True)
+        if again:
+            raise ServerRefused(self.name, 400, 10201, "a duplicate within a batch")
+        if self.full:
+            raise NotNow(f"{self.name} is full")
+        stored: list[Message] = []
+        for put in puts:
+            message = Message(self.last_seq + 1, put, now_ns, _decode(self.name, put.body))
+            self.messages.append(message)
+            self._ids[put.msg_id] = (message.seq, now_ns)
+            if put.subject == EPOCH_OPENED:
+                self._opened = message.seq
+            stored.append(message)
+        for watcher in self.watchers:
+            watcher(stored)
+        waiting, self.waiting = self.waiting, []
+        for future in waiting:
+            future.set(None)
+        return PubAck(self.last_seq, False)
+
+    def last(self, subject: str = "") -> Message | None:
+        if subject == EPOCH_OPENED:
+            return self.messages[self._opened - 1] if self._opened else None
+        return self.messages[-1] if self.messages else None
+
+    def get(self, seq: int) -> Message:
+        if not self.first_seq <= seq <= self.last_seq:
+            raise LogCorrupted(f"{self.name} has no message {seq}")
+        return self.messages[seq - 1]
+
+    def purge_below(self, seq: int) -> None:
+        self.first_seq = max(self.first_seq, min(seq, self.last_seq + 1))
+
+    def _stored_before(self, msg_id: str, now_ns: int) -> int:
+        found = self._ids.get(msg_id)
+        if found is None or now_ns - found[1] > WINDOW_S[self.name] * SECOND:
+            return 0
+        return found[0]
+
+
+class Lease(msgspec.Struct):
+    holder: str
+    seq: int
+    until_ns: int
+
+
+class Server:
+    """`fence_first`: whether an expected sequence is checked before a duplicate is seen, as on one replica."""
+
+    def __init__(self, loop: Loop, fence_first: bool, replicas: int) -> None:
+        self.replicas = replicas
+        self.fence_first = fence_first
+        self.streams = {name: Stream(self, name) for name in WINDOW_S}
+        self.lease: Lease | None = None
+        self.snapshots: dict[int, bytes] = {}
+        self.damaged: set[int] = set()
+        self.jump_ns = 0
+        self._loop = loop
+        self._lease_seq = 0
+
+    @property
+    def now_ns(self) -> int:
+        return BEGIN_NS + int(self._loop.now_s * 1e9) + self.jump_ns
+
+    def read_lease(self) -> Lease | None:
+        if self.lease is not None and self.lease.until_ns <= self.now_ns:
+            self.lease = None
+        return self.lease
+
+    def write_lease(self, holder: str, expected: int, ttl_s: float) -> int:
+        found = self.read_lease()
+        if (found.seq if found is not None else 0) != expected:
+            raise WrongSequence("the lease is another's")
+        self._lease_seq += 1
+        self.lease = Lease(holder, self._lease_seq, self.now_ns + int(ttl_s * 1e9))
+        return self._lease_seq
+
+    def put_snapshot(self, position: int, body: bytes) -> None:
+        self.snapshots[position] = body
+        self.damaged.discard(position)
+
+    def get_snapshot(self, position: int) -> bytes:
+        """The object store knows the digest of what it keeps."""
+        if position not in self.snapshots or position in self.damaged:
+            raise LogCorrupted(f"the snapshot at {position} is damaged")
+        return self.snapshots[position]

@@ -1,0 +1,222 @@
+"""One simulated hive: who is in it, what befalls it, and what must hold when the trouble is over."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from bombus.bus.headers import EPOCH, INBOX
+from tests.sim.client import Client, Mood, Operator
+from tests.sim.coordinator import Coordinator
+from tests.sim.faults import SCHEDULED, Fault, Faults
+from tests.sim.gateway import Gateway
+from tests.sim.link import Net
+from tests.sim.loop import Loop, Process
+from tests.sim.referee import ENGINE, Referee
+from tests.sim.replica import Replica
+from tests.sim.server import EVENTS_STREAM, SECOND, Message, Server
+from tests.sim.trainer import Trainer
+from tests.sim.variants import Variant
+
+TROUBLE_S = 25.0
+LEADER_S = 10.0  # until somebody leads: a lease, the time by which a clock was set back, a message that comes late
+STEP_S = 150.0  # until another step is completed
+QUIET_S = 60.0  # until every command is answered
+
+
+class World:
+    """`rates` are the faults, where they are not to be drawn."""
+
+    def __init__(
+        self,
+        seed: int,
+        variant: Variant | None = None,
+        trace: Callable[[str], None] | None = None,
+        rates: Mapping[Fault, float] | None = None,
+    ) -> None:
+        pick = self.pick = random.Random(seed)
+        self.loop = Loop()
+        self.faults = Faults(pick)
+        if rates is not None:
+            self.faults.rates = {fault: rates.get(fault, 0.0) for fault in Fault}
+        self.referee = Referee()
+        self.server = Server(self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)))
+        self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
+        self.mood = Mood()
+        self.net = Net(self.loop, self.server, self.faults, pick)
+        self._trace = trace
+        net, referee = self.net, self.referee
+        self.coordinators = [Coordinator(f"c{n}", net, referee, variant) for n in range(pick.randint(2, 3))]
+        self.gateways = [Gateway(f"g{n}", net, variant) for n in range(2)]
+        self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
+        keeps_name = pick.random() < 0.5
+        self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]
+        self.clients = [
+            Client(name, self.gateways, referee, self.faults, self.mood, pick) for name in ("ann", "bob", "eve")
+        ]
+        self.operator = Operator(self.gateways, self.faults, self.mood, pick)
+        self._kinds: list[list[Process]] = [
+            [*self.coordinators],
+            [*self.gateways],
+            [*self.trainers],
+            [*self.replicas],
+        ]
+        if trace is not None:
+            self.server.streams[EVENTS_STREAM].watchers.append(self._tell)
+
+    def _tell(self, messages: Sequence[Message]) -> None:
+        for each in messages:
+            self.say(f"#{each.seq} epoch {each.headers[EPOCH]} answers {each.headers[INBOX]}: {each.event}")
+
+    def say(self, line: str) -> None:
+        if self._trace is not None:
+            self._trace(f"{self.loop.now_s:8.3f} {line}")
+
+    @property
+    def processes(self) -> list[Process]:
+        return [process for kind in self._kinds for process in kind]
+
+    def run(self) -> None:
+        """Trouble, then calm, then silence. Raises `AssertionError`."""
+        for process in self.processes:
+            if process is not self.trainers[1]:
+                process.start()
+        for caller in (*self.clients, self.operator):
+            caller.start()
+        for fault in SCHEDULED:
+            self._schedule(fault)
+        self.loop.run(TROUBLE_S)
+        self.calm()
+        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "somebody leads")
+        steps = self.referee.seen["step.completed"]
+        self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
+        self.mood.playing = False
+        self._expect(QUIET_S, lambda: not any(caller.asking for caller in self.clients), "every command is answered")
+        self.loop.run(self.loop.now_s + 5.0)
+        self._expect(QUIET_S, self._everybody_agrees, "everybody has folded the log")
+        self.referee.finish()
+        self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
+
+    def _everybody_agrees(self) -> bool:
+        """Services began at some snapshot, or at none, and read on."""
+        services: list[Gateway | Trainer | Replica] = [*self.gateways, *self.trainers, *self.replicas]
+        folds = [service.follower for service in services if service.alive]
+        if any(fold.position != self.referee.position for fold in folds):
+            return False
+        assert all(fold.hive == self.referee.hive for fold in folds), "a service's fold is not that of the log"
+        return True
+
+    def calm(self) -> None:
+        """All faults stop; what is dead is started, what is stopped goes on, what is cut is healed."""
+        self.say("calm")
+        self.faults.on = False
+        self.mood.meddling = False
+        self.net.outage = False
+        for link in self.net.links.values():
+            link.cut = False
+        for stream in self.server.streams.values():
+            stream.full = False
+        for process in (*self.processes, *self.clients):
+            if process.stopped:
+                process.go_on()
+            if process is not self.trainers[1] or process.lives:
+                process.start()
+
+    def _expect(self, within_s: float, holds: Callable[[], bool], what: str) -> None:
+        met = self.loop.run(self.loop.now_s + within_s, holds)
+        assert met, f"within {within_s:.0f} s of calm: {what} (phase {self.referee.hive.engine(ENGINE).phase})"
+
+    # ---- trouble ----
+
+    def _schedule(self, fault: Fault) -> None:
+        rate = self.faults.rates[fault]
+        if rate:
+            self.loop.after(self.pick.expovariate(rate), self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        if not self.faults.on:
+            return
+        if whom := self._befall(fault):
+            self.faults.counts[fault] += 1
+            self.say(f"{fault}: {whom}")
+        self._schedule(fault)
+
+    def _befall(self, fault: Fault) -> str:
+        """Let it happen to somebody; says to whom, "" when there was nobody."""
+        pick, server = self.pick, self.server
+        victim = pick.choice(pick.choice(self._kinds))
+        seconds = pick.choice((0.3, 2.0, 6.0)) * pick.random()
+        match fault:
+            case Fault.KILL if victim.alive:
+                victim.kill()
+                self.loop.after(seconds, victim.start)
+            case Fault.STOP if victim.alive:
+                victim.stop()
+                self.loop.after(2 * seconds, victim.go_on)
+            case Fault.PARTITION if victim.name in self.net.links:
+                self.net.links[victim.name].cut = True
+                self.loop.after(seconds, self._heal, victim.name)
+            case Fault.OUTAGE:
+                self.net.outage = True
+                self.loop.after(seconds, self._end_outage)
+                return f"for {seconds:.1f} s"
+            case Fault.LEASE:
+                server.lease = None
+                return "now"
+            case Fault.CLOCK:
+                jump_s = pick.choice((-4, -1, 3, 30, 300))
+                server.jump_ns += jump_s * SECOND
+                return f"by {jump_s} s"
+            case Fault.FULL:
+                stream = pick.choice(list(server.streams.values()))
+                stream.full = True
+                self.loop.after(seconds, setattr, stream, "full", False)
+                return f"{stream.name}, {seconds:.1f} s"
+            case Fault.DAMAGE if server.snapshots:
+                server.damaged.add(max(server.snapshots))
+                return f"at {max(server.snapshots)}"
+            case Fault.VANISH:
+                client = pick.choice(self.clients)
+                client.kill()
+                client.start()
+                return client.name
+            case Fault.ZOMBIE:
+                # It opens the run while the other one, which does not know, goes on.
+                current = self.referee.hive.engine(ENGINE).trainer
+                second = next(each for each in self.trainers if not current.startswith(each.name))
+                second.kill()
+                second.start()
+                return second.name
+            case _:
+                return ""
+        return f"{victim.name}, {seconds:.1f} s"
+
+    def _heal(self, name: str) -> None:
+        self.net.links[name].cut = False
+
+    def _end_outage(self) -> None:
+        self.net.outage = False
+
+
+def simulate(
+    seed: int,
+    variant: Variant | None = None,
+    trace: Callable[[str], None] | None = None,
+    rates: Mapping[Fault, float] | None = None,
+) -> World:
+    """Run one seed to its end. Raises `AssertionError` with the command that replays it."""
+    world = World(seed, variant, trace, rates)
+    try:
+        world.run()
+    except Exception as error:
+        command = f"python -m tests.sim --seed {seed}"
+        if variant is not None:
+            command += f" --variant {variant.name}"
+        if rates is not None:
+            command += " --faults " + ",".join(f"{fault.name}={rate}" for fault, rate in rates.items())
+        raise AssertionError(f"replay with: {command}: {error}") from error
+    return world
+
+
+def tally(world: World) -> Counter[str]:
+    """What this run went through."""
+    return world.referee.seen + Counter({fault.name: count for fault, count in world.faults.counts.items()})
