@@ -50,6 +50,20 @@ def test_a_stopped_server_leaves_no_process_behind(server: EmbeddedServer) -> No
     server.stop()
 
 
+def test_two_servers_do_not_serve_one_folder(server: EmbeddedServer) -> None:
+    second = EmbeddedServer(server.data_dir)
+    with pytest.raises(BusUnavailable, match="another nats-server is at work"):
+        second.start()
+    assert second.pid is None
+    server.kill()
+    second.start()
+    with pytest.raises(BusUnavailable, match="another nats-server is at work"):
+        server.start()
+    second.stop()
+    server.start()
+    assert accepts(server.port)
+
+
 async def test_a_killed_server_starts_again_on_the_same_port_with_the_same_data(server: EmbeddedServer) -> None:
     url = server.url
     async with await Bus.connect(url, "h") as bus:

@@ -23,7 +23,7 @@ class Follower:
 
     `on_event(position, event)` is called after each event has been folded in, and must not block. Whoever gives
     `on_start` wants every event that is kept: it is told the position and the state that they follow. All others begin
-    at the newest snapshot. `traceparent` is the trace of the event that was folded last, "" when nobody traces.
+    at the newest snapshot.
     """
 
     def __init__(
@@ -32,13 +32,18 @@ class Follower:
         on_event: Callable[[int, AnyEvent], None] | None = None,
         on_start: Callable[[int, Hive], None] | None = None,
     ) -> None:
-        self.traceparent = ""
         self.hive = Hive()
         self.position = 0
         self._bus = bus
         self._on_event = on_event
         self._on_start = on_start
+        self._newest: Stored | None = None
         self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    @property
+    def traceparent(self) -> str:
+        """The trace of the event that was folded last, "" when nobody traces."""
+        return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
     async def run(self) -> None:
         """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
@@ -71,7 +76,7 @@ class Follower:
             event = read_event(stored)
             evolve(self.hive, event)
             self.position = stored.seq
-            self.traceparent = stored.headers.get(TRACEPARENT, "")
+            self._newest = stored
             if self._on_event is not None:
                 self._on_event(stored.seq, event)
         return True

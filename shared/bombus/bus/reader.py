@@ -2,17 +2,20 @@
 
 An ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its ordered
 consumer drops silently; here messages come by callback against credits, their delivery sequence is checked, and the
-consumer is made anew behind the last good message on any gap, error status or silence.
+consumer is made anew behind the last good message on any gap, error status or silence. A long stretch that is there
+when reading begins comes by `bulk`.
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any, Self
 
 from nats.errors import Error as NatsError
 
+from bombus.bus.bulk import BulkStopped, Stretch, read_bulk
 from bombus.bus.connection import Bus
 from bombus.bus.wire import (
     NO_HEADERS,
@@ -29,6 +32,9 @@ CREDIT_BYTES = 8 << 20  # in each request: without it large messages overrun the
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
+CREATE_S = 0.5  # for the server to make a consumer, doubled with each attempt up to CREATE_S_MAX
+CREATE_S_MAX = 2.0
+BULK_MESSAGES = 5_000  # so many that are there already are worth a connection of their own
 INACTIVE_S = 30.0
 _PAUSE_S = 0.05
 _NS = 1_000_000_000
@@ -138,8 +144,7 @@ class Reader:
             data = message.data
             self._buffer.append(Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4])))
             self._buffer_bytes += len(data)
-            if self._waiter is not None and not self._waiter.done():
-                self._waiter.set_result(None)
+            self._tell()
         if self._wants_more():
             self._wake.set()
 
@@ -185,6 +190,7 @@ class Reader:
                 pending_msgs_limit=4 * CREDIT_MESSAGES,
                 pending_bytes_limit=8 * self._credit_bytes(),
             )
+            await self._run_up()
             while True:
                 await self._make_consumer()
                 await self._give_credit()
@@ -197,14 +203,69 @@ class Reader:
             stop_listening()
             await self._leave(subscription)
 
+    async def _run_up(self) -> None:
+        """Take in what is there already in bulk, if it is much. However that ends, a consumer goes on behind it."""
+        server = self._bus.client.connected_url
+        if self._filter is not None or server is None:
+            return
+        try:
+            state = await self._bus.state(self.stream)
+            first = max(self._last + 1, state.first_seq)
+            if state.last_seq - first < BULK_MESSAGES:
+                return
+            inbox = self._bus.new_inbox()
+            await self._create(_flat(inbox), first)
+            stretch = Stretch(self.stream, _flat(inbox), inbox, first, state.last_seq, self._credit_bytes())
+            try:
+                async with aclosing(read_bulk(server, stretch)) as groups:
+                    async for group in groups:
+                        await self._take(group)
+            finally:
+                await self._delete(stretch.consumer)
+            logger.info("reader of %s: read %d to %d in bulk", self.stream, first, state.last_seq)
+        except (BulkStopped, BusUnavailable, OSError) as error:
+            logger.info("reader of %s at %d: no longer in bulk, because of %r", self.stream, self._last, error)
+
+    async def _take(self, group: list[Stored]) -> None:
+        """Put a group behind what is buffered; return when there is room for another."""
+        self._last = group[-1].seq
+        self._buffer += group
+        self._buffer_bytes += sum([len(stored.data) for stored in group])
+        self._tell()
+        while not self._wants_more():
+            self._wake.clear()
+            await self._wake.wait()
+
     async def _make_consumer(self) -> None:
-        """Make a consumer that starts behind the last message. Waits for the bus for as long as it is away."""
-        self._generation += 1
-        name = f"{self._inbox.rsplit('.', 2)[1]}-{self._inbox.rsplit('.', 1)[1]}-{self._generation}"
+        """Make a consumer that starts behind the last message. Waits for the bus for as long as it is away.
+
+        Each attempt is a consumer of its own: where a cluster has given one to a server that has just died, its name
+        is taken, and nobody answers for it until that server is back.
+        """
+        timeout_s = CREATE_S
+        while True:
+            self._generation += 1
+            name = f"{_flat(self._inbox)}-{self._generation}"
+            try:
+                await self._create(name, self._last + 1, timeout_s)
+                await self._check_length()
+                break
+            except BusUnavailable as unavailable:
+                if self._bus.is_closed:
+                    raise
+                logger.warning("reader of %s waits: %s", self.stream, unavailable)
+                timeout_s = min(2 * timeout_s, CREATE_S_MAX)
+                await asyncio.sleep(_PAUSE_S)
+        self._delivered = 0
+        self._credit = 0
+        self._heard = True
+        self._consumer = name
+
+    async def _create(self, name: str, start_seq: int, timeout_s: float = CREATE_S_MAX) -> None:
         config: dict[str, object] = {
             "name": name,
             "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._last + 1,
+            "opt_start_seq": start_seq,
             "ack_policy": "none",
             "replay_policy": "instant",
             "inactive_threshold": int(INACTIVE_S * _NS),
@@ -216,20 +277,13 @@ class Reader:
             config["filter_subject"] = self._filter
             subject += f".{self._filter}"
         body = json.dumps({"stream_name": self.stream, "config": config}).encode()
-        while True:
-            try:
-                await self._bus.requests.api(f"reader of {self.stream}", subject, decode_consumer, body)
-                await self._check_length()
-                break
-            except BusUnavailable as unavailable:
-                if self._bus.is_closed:
-                    raise
-                logger.warning("reader of %s waits: %s", self.stream, unavailable)
-                await asyncio.sleep(_PAUSE_S)
-        self._delivered = 0
-        self._credit = 0
-        self._heard = True
-        self._consumer = name
+        what = f"reader of {self.stream}"
+        await self._bus.requests.api(what, subject, decode_consumer, body, timeout_s=timeout_s)
+
+    async def _delete(self, name: str) -> None:
+        """The server forgets it by itself, only later."""
+        if self._bus.is_connected:
+            await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_length(self) -> None:
         """The server takes a position behind the end without a word, but then the log has lost its end (R6)."""
@@ -281,6 +335,10 @@ class Reader:
 
     def _fail(self, error: BombusError) -> None:
         self._failure = error
+        self._tell()
+
+    def _tell(self) -> None:
+        """Whoever reads has something to come for."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -290,4 +348,9 @@ class Reader:
             return
         await subscription.unsubscribe()
         if consumer:
-            await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{consumer}")
+            await self._delete(consumer)
+
+
+def _flat(inbox: str) -> str:
+    """What is unique in it, as a consumer's name."""
+    return "-".join(inbox.rsplit(".", 2)[1:])

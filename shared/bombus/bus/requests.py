@@ -10,7 +10,7 @@ from bombus.bus.wire import ApiReply, NotNow, ReceivedMessage, error_of
 from bombus.errors import BusUnavailable
 
 Reply = TypeVar("Reply", bound=ApiReply)
-_ATTEMPT_S = 2.0
+AGAIN_S = 1.0  # a stream that gets a leader does not answer what was asked before
 _PAUSE_S = 0.05
 
 
@@ -28,38 +28,49 @@ class Requests:
         self._client = client
         self._prefix = f"{inbox}."
         self._timeout_s = timeout_s
-        self._waiting: dict[int, asyncio.Future[ReceivedMessage]] = {}
+        self._waiting: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # None: ask again
         self._next = 0
 
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
     async def ask(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """The server's answer. Raises `BusUnavailable` when there is none within `timeout_s`."""
+        """The server's answer, to whichever of the attempts. Raises `BusUnavailable` without one in `timeout_s`."""
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s
+        token = self._next
+        self._next = token + 1
         why = "not connected"
-        while (now := loop.time()) < deadline:
-            try:
-                return await self._attempt(subject, body, min(now + _ATTEMPT_S, deadline))
-            except TimeoutError:
-                why = "no answer"
-            except _TryAgain as reason:
-                why = str(reason)
-                await asyncio.sleep(min(_PAUSE_S, deadline - now))
+        try:
+            while (now := loop.time()) < deadline:
+                try:
+                    return await self._attempt(token, subject, body, min(now + AGAIN_S, deadline))
+                except TimeoutError:
+                    why = "no answer"
+                except _TryAgain as reason:
+                    why = str(reason)
+                    await asyncio.sleep(min(_PAUSE_S, deadline - now))
+        finally:
+            self._waiting.pop(token, None)
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
 
     async def api(
-        self, what: str, subject: str, decode: Callable[[bytes], Reply], body: bytes = b"", accept: int = 0
+        self,
+        what: str,
+        subject: str,
+        decode: Callable[[bytes], Reply],
+        body: bytes = b"",
+        accept: int = 0,
+        timeout_s: float | None = None,
     ) -> Reply:
         """JetStream's answer to `$JS.API.<subject>`, decoded. `accept` is an error code that the caller handles.
 
         Raises what `error_of` makes of any other error, once it has lasted as long as an answer may take.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
-            reply = decode((await self.ask(f"$JS.API.{subject}", body)).data)
+            reply = decode((await self.ask(f"$JS.API.{subject}", body, timeout_s)).data)
             if reply.error is None or reply.error.err_code == accept:
                 return reply
             error = error_of(reply.error, what)
@@ -71,27 +82,26 @@ class Requests:
         """Answers to what was asked before will not come any more."""
         for answered in self._waiting.values():
             if not answered.done():
-                answered.set_exception(_TryAgain("the connection broke"))
+                answered.set_result(None)
 
-    async def _attempt(self, subject: str, body: bytes, until: float) -> ReceivedMessage:
+    async def _attempt(self, token: int, subject: str, body: bytes, until: float) -> ReceivedMessage:
         if self._client.is_closed:
             raise BusUnavailable(f"{subject}: the bus is closed")
         if not self._client.is_connected:
             raise _TryAgain("not connected")
-        token = self._next
-        self._next = token + 1
-        answered: asyncio.Future[ReceivedMessage] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = answered
+        answered = self._waiting.get(token)
+        if answered is None or answered.done():
+            answered = self._waiting[token] = asyncio.get_running_loop().create_future()
         try:
             await self._client.publish(subject, body, reply=f"{self._prefix}{token}")
             async with asyncio.timeout_at(until):
-                answer = await answered
+                answer = await asyncio.shield(answered)
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BusUnavailable(f"{subject}: the bus is closed") from error
         except Error as error:  # the root of nats-py's errors: a connection that breaks shows in several of them
             raise _TryAgain(str(error) or type(error).__name__) from error
-        finally:
-            del self._waiting[token]
+        if answer is None:
+            raise _TryAgain("the connection broke")
         if not answer.data and answer.headers is not None and answer.headers.get("Status") == "503":
             raise _TryAgain("nobody answers (there is no such stream, or it has no leader now)")
         return answer

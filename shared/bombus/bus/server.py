@@ -1,5 +1,6 @@
 """A nats-server of our own: one child process, its data under a folder, gone when we are gone."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 from bombus.errors import BusUnavailable
 
@@ -18,6 +20,9 @@ HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
+# A stream that could not write stays broken when there is room again, until the server is started anew.
+FULL_BYTES = 16 << 20  # on the disk: twice the largest message
+ROOM_BYTES = 32 << 20
 
 # Runs in the child before it becomes the server. Linux then kills it when its parent dies. Done here and not
 # in a preexec_fn, which is unsafe in a process with threads. The second look at the parent closes a race.
@@ -55,6 +60,7 @@ class EmbeddedServer:
         self._monitor_port = monitor_port
         self._process: subprocess.Popen[bytes] | None = None
         self._exited = threading.Event()
+        self._was_full = False
 
     @property
     def url(self) -> str:
@@ -71,18 +77,21 @@ class EmbeddedServer:
     def start(self, timeout_s: float = 20.0) -> None:
         """Start the server and return when JetStream answers.
 
-        Raises `BusUnavailable` when it does not within `timeout_s`, with the end of its log.
+        Raises `BusUnavailable` when it does not within `timeout_s`, with the end of its log; and when another one
+        serves this folder, which two at once would ruin.
         """
         if self.pid is not None:
             raise RuntimeError("the server is running")
         binary = find_server()
+        self._was_full = False
         self.data_dir.mkdir(parents=True, exist_ok=True)
+        lock = _take(self.data_dir)
         config = self.data_dir / "nats-server.conf"
         config.write_text(self._config())
         for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
             stale.unlink()
         deadline = time.monotonic() + timeout_s
-        self._spawn([str(binary), "--config", str(config)])
+        self._spawn([str(binary), "--config", str(config)], lock)
         try:
             while not self._ready(deadline):
                 if self._exited.is_set():
@@ -93,6 +102,12 @@ class EmbeddedServer:
         except BaseException:
             self.stop()
             raise
+
+    def needs_restart(self) -> bool:
+        """Whether the disk was full since the start and has room again. Ask often: it looks when it is asked."""
+        free = shutil.disk_usage(self.data_dir).free
+        self._was_full = self._was_full or free < FULL_BYTES
+        return self._was_full and free > ROOM_BYTES
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """Wait until the server has exited and return its code; None when it is still running after `timeout_s`."""
@@ -119,8 +134,11 @@ class EmbeddedServer:
             self._process.kill()
             self._exited.wait()
 
-    def _spawn(self, command: list[str]) -> None:
-        """Start the child from a thread that lives as long as it does: Linux takes the thread for its parent."""
+    def _spawn(self, command: list[str], lock: IO[bytes]) -> None:
+        """Start the child from a thread that lives as long as it does: Linux takes the thread for its parent.
+
+        The child holds the folder's `lock` from here on.
+        """
         if sys.platform == "linux":
             command = [sys.executable, "-I", "-S", "-c", _TRAMPOLINE, str(os.getpid()), *command]
         self._process = None
@@ -138,11 +156,13 @@ class EmbeddedServer:
                         stderr=log,
                         start_new_session=True,  # Ctrl-C goes to the services first; the server is stopped after
                         env=os.environ | {"GOMEMLIMIT": self._memory_limit},
+                        pass_fds=(lock.fileno(),),
                     )
             except OSError as error:
                 failures.append(error)
                 return
             finally:
+                lock.close()
                 spawned.set()
             process.wait()
             exited.set()
@@ -197,6 +217,19 @@ jetstream {{
             return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
         except FileNotFoundError:
             return "(it wrote no log)"
+
+
+def _take(folder: Path) -> IO[bytes]:
+    """The folder's lock. It is free again once all processes that have it open are gone."""
+    lock = (folder / "lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise BusUnavailable(
+            f"another nats-server is at work on {folder}: stop it, or wait until it is done"
+        ) from error
+    return lock
 
 
 def find_server() -> Path:

@@ -1,6 +1,6 @@
 """What the server says, decoded: stored messages, acknowledgements, errors. Pure functions and small structs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import MappingProxyType
 from typing import Protocol
@@ -11,6 +11,7 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
+NO_PEERS = 10005  # too few servers are known, as when a cluster has just started
 NO_MESSAGE = 10037
 STREAM_NOT_FOUND = 10059
 NAME_IN_USE = 10058
@@ -190,7 +191,7 @@ def error_of(error: ApiError, what: str) -> BombusError:
         )
     if error.err_code == MESSAGE_TOO_LARGE:
         return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
-    if error.code >= 500:
+    if error.code >= 500 or error.err_code == NO_PEERS:
         return NotNow(f"{what}: {error.description} ({error.code}, {error.err_code})")
     return ServerRefused(what, error.code, error.err_code, error.description)
 
@@ -225,6 +226,30 @@ def parse_headers(raw: bytes) -> Mapping[str, str]:
         if colon:
             headers[name.decode("ascii", "replace")] = value.strip().decode("utf-8", "replace")
     return headers
+
+
+class LazyHeaders(Mapping[str, str]):
+    """A header block that is parsed when it is asked for: of a long log nobody looks at most."""
+
+    __slots__ = ("_parsed", "_raw")
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = raw
+        self._parsed: Mapping[str, str] | None = None
+
+    def __getitem__(self, name: str) -> str:
+        return self._headers()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._headers())
+
+    def __len__(self) -> int:
+        return len(self._headers())
+
+    def _headers(self) -> Mapping[str, str]:
+        if self._parsed is None:
+            self._parsed = parse_headers(self._raw)
+        return self._parsed
 
 
 def parse_time_ns(text: str) -> int:

@@ -1,0 +1,139 @@
+"""Three real nats-servers on loopback that keep streams together: for tests that kill the leader of one."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from bombus.bus import Bus, EmbeddedServer
+from bombus.bus.server import HOST
+from bombus.bus.wire import ApiError
+
+NODES = 3
+START_S = 30.0
+_LOOK_S = 0.05
+
+
+class Peer(msgspec.Struct, frozen=True):
+    name: str
+    current: bool = False
+    offline: bool = False
+    lag: int = 0
+
+
+class Raft(msgspec.Struct, frozen=True):
+    """Who leads a stream, and the servers that follow."""
+
+    leader: str = ""
+    replicas: tuple[Peer, ...] = ()
+
+    @property
+    def in_sync(self) -> bool:
+        followers = len(self.replicas) == NODES - 1
+        return bool(self.leader) and followers and all(peer.current and not peer.lag for peer in self.replicas)
+
+
+class _Info(msgspec.Struct, frozen=True):
+    cluster: Raft = Raft()
+    error: ApiError | None = None
+
+
+_decode = msgspec.json.Decoder(_Info).decode
+
+
+class Node(EmbeddedServer):
+    """`routes` are the ports at which the servers of the cluster find each other, this one's first."""
+
+    def __init__(self, data_dir: Path, port: int, monitor_port: int, routes: Sequence[int]) -> None:
+        super().__init__(data_dir, port, store_bytes_max=16 << 30, monitor_port=monitor_port)
+        self._routes = routes
+        self._health = f"http://{HOST}:{monitor_port}/healthz"
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def healthy(self) -> bool:
+        """Whether it has caught up with the cluster, by its own account."""
+        try:
+            return httpx.get(self._health, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _config(self) -> str:
+        cluster = {
+            "name": "bombus",
+            "listen": f"{HOST}:{self._routes[0]}",
+            "routes": [f"nats://{HOST}:{port}" for port in self._routes[1:]],
+        }
+        return f"{super()._config()}cluster: {json.dumps(cluster)}\n"
+
+
+class Cluster:
+    def __init__(self, folder: Path) -> None:
+        ports = _free_ports(3 * NODES)
+        routes = ports[2 * NODES :]
+        self.nodes = [
+            Node(folder / f"node-{index}", ports[index], ports[NODES + index], routes[index:] + routes[:index])
+            for index in range(NODES)
+        ]
+
+    @property
+    def url(self) -> str:
+        return ",".join(node.url for node in self.nodes)
+
+    async def start(self) -> None:
+        """All at once: one alone is no majority, and is not ready before there is one."""
+        await asyncio.gather(*(asyncio.to_thread(node.start, START_S) for node in self.nodes))
+
+    def stop(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+    async def leader(self, bus: Bus, stream: str) -> Node:
+        """The server that leads a stream, once one does."""
+        while True:
+            raft = await self._raft(bus, stream)
+            if raft.leader:
+                return next(node for node in self.nodes if node.name == raft.leader)
+            await asyncio.sleep(_LOOK_S)
+
+    async def in_sync(self, bus: Bus, streams: Sequence[str]) -> None:
+        """Return once every server is well, and has all of every stream."""
+        for node in self.nodes:
+            while not await asyncio.to_thread(node.healthy):
+                await asyncio.sleep(_LOOK_S)
+        for stream in streams:
+            while not (await self._raft(bus, stream)).in_sync:
+                await asyncio.sleep(_LOOK_S)
+
+    async def _raft(self, bus: Bus, stream: str) -> Raft:
+        return (await bus.requests.api(f"stream {stream}", f"STREAM.INFO.{stream}", _decode)).cluster
+
+
+@asynccontextmanager
+async def nats_cluster(folder: Path) -> AsyncIterator[Cluster]:
+    """A cluster that runs while the block does."""
+    cluster = Cluster(folder)
+    try:
+        await cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Chosen together, so that they differ."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind((HOST, 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
