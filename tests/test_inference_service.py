@@ -109,6 +109,16 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(play, 
     assert (await play.hears(ReplicaLeaves)).replica == "r1"
 
 
+async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(play, nats_url, hive, tmp_path):
+    """Its facts are no repeats of those that it said in its life before."""
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    for _ in range(2):
+        async with replica(nats_url, hive):
+            assert (await play.hears(WeightsLoadedFact)).version == 0
+            assert (await play.hears(ReplicaAlive, lambda message: message.version == 0)).replica == "r1"
+        assert (await play.hears(ReplicaLeaves)).replica == "r1"
+
+
 async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, nats_url, hive, tmp_path):
     first = weights(tmp_path / "v0", llama())
     await play.say(started(1), ready(1, 0, first))

@@ -9,12 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from bombus.errors import EngineFault
 from bombus.records import digest
-from bombus_trainer import checkpoint, export
+from bombus_trainer import checkpoint
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor, Interrupted
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import pack
+from bombus_trainer.places import keep_only
 from tests.trainer_given import VOCAB, call, episode, item, tiny_model_folder, tiny_settings
 
 
@@ -77,7 +78,7 @@ def test_a_step_after_a_restart_is_the_step_without_one(
     saved = executor.save(tmp_path, facts(1))
     executor.train_step(batch(2), 2)
     restarted = Executor(folder, settings)
-    restarted.restore(checkpoint.load(Path(saved.path), saved.digest))
+    restarted.restore(checkpoint.load(Path(saved.path), saved.digest).tensors)
     restarted.train_step(batch(2), 2)
     assert weights_of(restarted) == weights_of(executor)
 
@@ -234,20 +235,25 @@ def test_a_checkpoint_of_which_one_byte_changed_is_refused(folder: Path, tmp_pat
 def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     saved = Executor(folder, tiny_settings(lora_rank=4)).save(tmp_path, facts(1))
     with pytest.raises(EngineFault, match="another model"):
-        Executor(folder, tiny_settings()).restore(checkpoint.load(Path(saved.path), saved.digest))
+        Executor(folder, tiny_settings()).restore(checkpoint.load(Path(saved.path), saved.digest).tensors)
 
 
-def test_only_what_the_log_names_is_kept(folder: Path, tmp_path: Path) -> None:
+def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touched(
+    folder: Path, tmp_path: Path
+) -> None:
     executor = Executor(folder, tiny_settings())
     saved = [executor.save(tmp_path / "c", facts(step)) for step in (1, 2, 3)]
-    (tmp_path / "c" / ".draft-left").mkdir()
-    checkpoint.keep_only(tmp_path / "c", [saved[1].path, saved[2].path])
+    for name in (".draft-epoch-1-left", ".draft-epoch-2-being-written", "step-00000009-epoch-2-attempt-1"):
+        (tmp_path / "c" / name).mkdir()
+    keep_only(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
     assert sorted(place.name for place in (tmp_path / "c").iterdir()) == [
+        ".draft-epoch-2-being-written",
         "step-00000002-epoch-1-attempt-1",
         "step-00000003-epoch-1-attempt-1",
+        "step-00000009-epoch-2-attempt-1",
     ]
     where = [executor.export(tmp_path / "w", version, 1).where for version in (0, 1, 2)]
-    export.keep_only(tmp_path / "w", where[1:])
+    keep_only(tmp_path / "w", where[1:], trainer_epoch=1)
     assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
 
 

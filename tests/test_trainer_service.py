@@ -1,9 +1,7 @@
 """The trainer on a real bus under a real coordinator; gateway, replica and clients are played."""
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from pathlib import Path
 
 import msgspec
@@ -13,142 +11,21 @@ from safetensors.torch import load_file
 
 from bombus import inbox
 from bombus.bus import Bus
-from bombus.events import NotedCall, Weights
-from bombus.follow import Follower
-from bombus.inbox import EpisodeResult
-from bombus.records import CallRef, digest, encode_record
-from bombus.run_config import RunConfig
-from bombus.state import EngineState, Phase
-from bombus_coordinator.shell import Coordinator
+from bombus.events import Weights
+from bombus.state import Phase
 from bombus_trainer import checkpoint
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
-from bombus_trainer.options import TrainerOptions
-from bombus_trainer.reading import read_batch
-from bombus_trainer.service import Trainer
+from bombus_trainer.reading import BusCalls, read_batch
+from bombus_trainer.sample_files import load_samples
 from bombus_trainer.settings import TrainerSettings
-from tests.trainer_given import call, tiny_model_folder
-
-ENGINE = "main"
-REPLICA = "r1"
-WAIT_S = 30.0
-
-
-class Stage:
-    """A hive with a coordinator, ready to be configured. `engine` is the fold as everybody sees it."""
-
-    def __init__(self, bus: Bus, folder: Path) -> None:
-        self.bus = bus
-        self.folder = folder
-        self.options = TrainerOptions(engine=ENGINE, folder=folder / "trainer", retry_s=0.01, retry_s_max=0.02)
-        self.follower = Follower(bus)
-        self.trainers: list[asyncio.Task[None]] = []
-        self._ids = itertools.count()
-
-    @property
-    def engine(self) -> EngineState:
-        return self.follower.hive.engine(ENGINE)
-
-    def id(self) -> str:
-        return f"test-{next(self._ids)}"
-
-    async def until(self, phase: Phase, version: int = -1) -> None:
-        await self.follower.wait_for(lambda _: self.engine.phase == phase and self.engine.version >= version, WAIT_S)
-
-    def job(self, **trainer: object) -> RunConfig:
-        return RunConfig.model_validate(
-            {
-                "model": {"path": str(self.folder / "model")},
-                "rollout": {"num_repeat": 2},
-                "collection": {"batch_size": 2},
-                "trainer": {"lr": 0.01, "lora_rank": 0, **trainer},
-            }
-        )
-
-    async def start(self, job: RunConfig) -> None:
-        configure = inbox.Configure(
-            id=self.id(),
-            engine=ENGINE,
-            config=job.to_json(),
-            config_digest=job.digest,
-            collection=job.to_collection(),
-            model=job.model.path,
-        )
-        await self.bus.ask(configure)
-        await self.restart()
-
-    async def restart(self) -> None:
-        answer = await self.bus.ask(inbox.Start(id=self.id(), engine=ENGINE))
-        await self.follower.wait_position(answer.position)
-
-    def train(self, name: str = "") -> asyncio.Task[None]:
-        task = asyncio.create_task(Trainer(self.bus, self.options, name).run())
-        self.trainers.append(task)
-        return task
-
-    async def replica(self) -> None:
-        """Serves whatever is newest, at once."""
-        while True:
-            await self.say(
-                inbox.ReplicaAlive(
-                    id=self.id(),
-                    engine=ENGINE,
-                    replica=REPLICA,
-                    url="http://replica",
-                    run=self.engine.run,
-                    version=self.engine.version,
-                )
-            )
-            await self._something_newer(self.engine.run, self.engine.version)
-
-    async def _something_newer(self, run: int, version: int) -> None:
-        try:
-            await self.follower.wait_for(lambda _: (self.engine.run, self.engine.version) != (run, version), 1.0)
-        except TimeoutError:
-            pass
-
-    async def say(self, fact: inbox.Message) -> None:
-        await self.bus.send(fact)
-
-    async def play_batch(self, spoil: str = "") -> None:
-        """Two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call."""
-        for task in ("t1", "t2"):
-            claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
-            granted = await self.bus.ask(claim)
-            assert isinstance(granted, inbox.Granted)
-            results = []
-            for number, episode in enumerate(granted.episodes):
-                first = call(f"{episode}-a", list(range(18)), [20 + number, 21], episode=episode)
-                second = call(f"{episode}-b", [5, 6], [30 + number, 31, 32], parent=first, episode=episode)
-                for record in (first, second):
-                    body = encode_record(record)
-                    ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
-                    spoiled = task == spoil and record is second
-                    ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
-                    noted = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=0, newest=0)
-                    await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
-                results.append(EpisodeResult(episode=episode, task=task, reward=float(number)))
-            await self.bus.ask(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
+from tests.trainer_stage import ENGINE, WAIT_S, Stage, served, staged
 
 
 @pytest.fixture
 async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
-    tiny_model_folder(tmp_path / "model")
-    stage = Stage(bus, tmp_path)
-    coordinator = Coordinator(bus)
-    tasks = [asyncio.create_task(each) for each in (coordinator.lead(), stage.follower.run())]
-    await coordinator.leading.wait()
-    tasks.append(asyncio.create_task(stage.replica()))
-    yield stage
-    for task in (*tasks, *stage.trainers):
-        task.cancel()
-    await asyncio.gather(*tasks, *stage.trainers, return_exceptions=True)
-
-
-def served(weights: Weights) -> dict[str, torch.Tensor]:
-    file = Path(weights.where) / "model.safetensors"
-    assert sha256(file.read_bytes()).hexdigest() == weights.sha256
-    return load_file(file)
+    async with staged(bus, tmp_path) as stage:
+        yield stage
 
 
 async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage: Stage) -> None:
@@ -161,7 +38,7 @@ async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage
     original = load_file(stage.folder / "model" / "model.safetensors")
     assert all(torch.equal(before[name], value) for name, value in original.items())
     files = msgspec.msgpack.decode(await stage.bus.get_blob(first.weights.tokenizer), type=dict[str, bytes])
-    assert files["tokenizer.json"] == b"{}"
+    assert files["tokenizer.json"] == (stage.folder / "model" / "tokenizer.json").read_bytes()
 
     await stage.play_batch()
     await stage.until(Phase.ROLLING, version=1)
@@ -213,7 +90,7 @@ async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage
     await stage.until(Phase.ROLLING, version=1)
     assert stage.engine.step_done is not None
     assert stage.engine.step_done.trainer_epoch == 2
-    executor.train_step(list((await read_batch(stage.bus, batch)).groups), 1)
+    executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
     ready = stage.engine.weights
     assert ready is not None
     same = served(ready.weights)
@@ -229,7 +106,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     await stage.follower.wait_for(lambda _: stage.engine.batch is not None, WAIT_S)
     batch = stage.engine.batch
     assert batch is not None
-    metrics = executor.train_step(list((await read_batch(stage.bus, batch)).groups), 1)
+    metrics = executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
     facts = Facts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
     saved = executor.save(stage.folder / "played", facts)
     await stage.say(
@@ -263,6 +140,19 @@ async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Sta
     await stage.until(Phase.ROLLING, version=1)
     assert stage.engine.trainer == "new"
     assert stage.engine.trainer_epoch == 2
+
+
+async def test_r11_a_trainer_that_was_superseded_cannot_end_the_run_of_its_successor(stage: Stage) -> None:
+    stage.train("old")
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    stage.train("new")
+    await stage.follower.wait_for(lambda _: stage.engine.trainer_epoch == 2, WAIT_S)
+    for epoch in (1, 2):
+        broke = inbox.EngineBroke(id=stage.id(), engine=ENGINE, run=1, reason=f"said {epoch}", trainer_epoch=epoch)
+        await stage.say(broke)
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure == "said 2"
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_sentence(stage: Stage) -> None:
@@ -318,3 +208,46 @@ async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage)
     assert ready is not None
     original = load_file(stage.folder / "model" / "model.safetensors")
     assert all(torch.equal(value, original[name]) for name, value in served(ready.weights).items())
+
+
+async def test_a_job_has_the_samples_of_each_step_written_below_its_runs_folder(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="mine/rollout_{rollout_id}.pt"))
+    for version in range(3):
+        await stage.until(Phase.ROLLING, version)
+        if version < 2:
+            await stage.play_batch()
+    folder = stage.options.folder / "rollouts" / stage.bus.subjects.hive / ENGINE / "run-1" / "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["rollout_1.pt", "rollout_2.pt"]
+    samples = load_samples(folder / "rollout_2.pt")
+    assert [(sample.prompt.split()[-1], sample.reward) for sample in samples] == [("w17", 0.0), ("w17", 1.0)] * 2
+    assert samples[1].response.split() == ["w21", "w21", "w5", "w6", "w31", "w31", "w32"]
+    assert samples[1].loss_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert stage.engine.step_done is not None
+    assert stage.engine.step_done.metrics["debug_rollouts_failed"] == 0.0
+
+
+async def test_debug_rollout_data_that_cannot_be_written_does_not_cost_the_step(stage: Stage) -> None:
+    folder = stage.options.folder / "rollouts" / stage.bus.subjects.hive / ENGINE / "run-1"
+    folder.mkdir(parents=True)
+    (folder / "mine").write_text("a file where a folder should be")
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="mine/rollout_{rollout_id}.pt"))
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    await stage.until(Phase.ROLLING, version=1)
+    assert stage.engine.step_done is not None
+    assert stage.engine.step_done.metrics["debug_rollouts_failed"] == 1.0
+    assert stage.engine.step_failures == 0
+
+
+async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_refused_in_one_sentence(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="/etc/rollout_{rollout_id}.pt"))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure == (
+        "trainer.save_debug_rollout_data = '/etc/rollout_{rollout_id}.pt' is refused: it takes a path below the run's "
+        "folder; start the trainer with --debug-root to allow others"
+    )

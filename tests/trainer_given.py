@@ -5,6 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bombus.records import (
@@ -82,7 +84,7 @@ def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, tempe
 
 
 def tiny_model_folder(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
-    """A Llama of two layers with grouped-query attention. Its tokenizer files are stand-ins."""
+    """A Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -96,7 +98,8 @@ def tiny_model_folder(folder: Path, tied: bool = False, dtype: torch.dtype = tor
         initializer_range=0.2,  # far from uniform, so that mistakes show
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
-    (folder / "tokenizer.json").write_text("{}")
+    words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
+    words.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 

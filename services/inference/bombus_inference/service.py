@@ -46,6 +46,8 @@ class Replica:
         self._url = url
         self._follower = Follower(bus)
         self._said = 0
+        # In the ids of what we say: a replica of a fixed name says "alive, 1" in each of its lives.
+        self._life = f"{self.name}-{secrets.token_hex(4)}"
 
     async def run(self) -> None:
         """Follow the log and serve. Ends when cancelled; raises what breaks the engine."""
@@ -64,7 +66,7 @@ class Replica:
     async def _leave(self) -> None:
         with contextlib.suppress(BusUnavailable):  # who cannot say goodbye lapses instead
             await self._bus.send(
-                ReplicaLeaves(id=f"{self.name}-leaves", engine=self._settings.engine, replica=self.name), timeout_s=2.0
+                ReplicaLeaves(id=f"{self._life}-leaves", engine=self._settings.engine, replica=self.name), timeout_s=2.0
             )
 
     # ---- what the log says ------------------------------------------------------------------------------------
@@ -113,7 +115,7 @@ class Replica:
             except TimeoutError:
                 pass
         broke = EngineBroke(
-            id=f"{self.name}-{ready.run}-broke-{ready.version}",
+            id=f"{self._life}-{ready.run}-broke-{ready.version}",
             engine=self._settings.engine,
             run=ready.run,
             reason=f"replica {self.name} cannot load version {ready.version}: {why}",
@@ -139,7 +141,7 @@ class Replica:
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
         loaded = WeightsLoadedFact(
-            id=f"{self.name}-{run}-loaded-{version}",
+            id=f"{self._life}-{run}-loaded-{version}",
             engine=self._settings.engine,
             run=run,
             version=version,
@@ -178,7 +180,7 @@ class Replica:
         while True:
             self._said += 1
             alive = ReplicaAlive(
-                id=f"{self.name}-alive-{self._said}",
+                id=f"{self._life}-alive-{self._said}",
                 engine=self._settings.engine,
                 replica=self.name,
                 url=self._url,

@@ -32,7 +32,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class _Line:
+class Line:
     """One sequence with its advantages [T] and the number of its first term in the batch."""
 
     sequence: Sequence
@@ -44,7 +44,7 @@ class _Line:
 class PreparedGroup:
     """`signal`: some trained token has an advantage. `tokens` counts each episode's trained tokens."""
 
-    lines: tuple[_Line, ...]
+    lines: tuple[Line, ...]
     tokens: dict[str, int]
     signal: bool
 
@@ -101,11 +101,11 @@ def _prepare_group(
         settings.estimator,
         settings.normalise_std,
     )
-    lines: list[_Line] = []
+    lines: list[Line] = []
     for (_, merged), of_calls in zip(kept, advantages, strict=True):
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
         for sequence in merged.sequences:
-            lines.append(_Line(sequence, table[sequence.calls_T], first_id))
+            lines.append(Line(sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
     return PreparedGroup(
         lines=tuple(lines),
@@ -147,7 +147,7 @@ def _items(
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
 
 
-def _item(line: _Line, weight: float) -> Item:
+def _item(line: Line, weight: float) -> Item:
     sequence = line.sequence
     positions_N = np.flatnonzero(sequence.loss_mask_T)
     return Item(

@@ -6,8 +6,7 @@ A checkpoint is a folder `step-<step>-epoch-<trainer epoch>-attempt-<attempt>` w
 
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
@@ -17,15 +16,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus_trainer.tensorfile import Shape, file_sha256, fsync_folder, write_tensors
+from bombus.faults import Point, reached
+from bombus_trainer.places import draft_in, durable_folder, fsync_folder
+from bombus_trainer.tensorfile import Shape, file_sha256, write_tensors
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
-KEPT = 2
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the attempt is about to publish, and what training goes on from."""
+    """What the attempt is about to publish, and what training goes on from.
+
+    `machine` is what else decides the last bits of a sum: see `machine.this_machine`.
+    """
 
     engine: str
     run: int
@@ -34,6 +37,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     config_digest: str
     metrics: dict[str, float]
+    machine: str = ""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,10 +59,11 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
     """Write a checkpoint under `root` and return only when it would survive a power cut."""
-    root.mkdir(parents=True, exist_ok=True)
+    durable_folder(root)
     place = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=root))
+    draft = draft_in(root, facts.trainer_epoch)
     try:
+        reached(Point.TRAINER_CHECKPOINT_BEGUN)
         shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
         written = write_tensors(draft / STATE, shapes, tensors.items(), durable=True)
         manifest = msgspec.json.encode(
@@ -69,10 +74,12 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
             file.flush()
             os.fsync(file.fileno())
         fsync_folder(draft)
+        reached(Point.TRAINER_CHECKPOINT_WRITTEN)
         if place.exists():  # of a log that is no more: on one log no attempt comes twice
             shutil.rmtree(place)
         draft.rename(place)
         fsync_folder(root)
+        reached(Point.TRAINER_CHECKPOINT_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Saved(str(place), sha256(manifest).hexdigest())
@@ -80,26 +87,28 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
 
 def load(path: Path, digest: str) -> Checkpoint:
     """Read back the checkpoint of that digest. Raises `EngineFault` when it is missing, damaged or another one."""
+    manifest = _read_manifest(path, digest)
     try:
-        manifest_bytes = (path / MANIFEST).read_bytes()
-    except OSError as error:
-        raise EngineFault(f"the checkpoint {path} cannot be read: {error.strerror}") from error
-    if sha256(manifest_bytes).hexdigest() != digest:
-        raise EngineFault(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
-    try:
-        manifest = msgspec.json.decode(manifest_bytes, type=_Manifest)
         if file_sha256(path / STATE) != manifest.state_sha256:
             raise EngineFault(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
         return Checkpoint(manifest.facts, load_file(path / STATE))
-    except (OSError, msgspec.MsgspecError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:
         raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def keep_only(root: Path, named: Iterable[str]) -> None:
-    """Remove what crashed attempts left and all checkpoints but these (the newest ones that the log names)."""
-    kept = {Path(path).name for path in named}
-    if not root.is_dir():
-        return
-    for place in root.iterdir():
-        if place.name not in kept and place.name.startswith(("step-", ".draft-")):
-            shutil.rmtree(place, ignore_errors=True)
+def read_facts(path: Path, digest: str) -> Facts:
+    """What the checkpoint of that digest says of its step, without its tensors. Raises `EngineFault` as `load` does."""
+    return _read_manifest(path, digest).facts
+
+
+def _read_manifest(path: Path, digest: str) -> _Manifest:
+    try:
+        body = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise EngineFault(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    if sha256(body).hexdigest() != digest:
+        raise EngineFault(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
+    try:
+        return msgspec.json.decode(body, type=_Manifest)
+    except msgspec.MsgspecError as error:
+        raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error

@@ -21,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path(".bombus/engines"),
         help="checkpoints and weights; replicas see it under the same path (default: %(default)s)",
     )
+    parser.add_argument(
+        "--debug-root",
+        type=Path,
+        metavar="DIR",
+        help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
+    )
     parser.add_argument("--bin-tokens", type=int, default=4096, help="a micro-batch that fits (default: %(default)s)")
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
 
@@ -30,6 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         options = TrainerOptions(
             engine=arguments.engine,
             folder=arguments.folder.absolute(),
+            debug_root=arguments.debug_root,
             device=arguments.device,
             bin_tokens_max=arguments.bin_tokens,
             allow_download=arguments.allow_download,

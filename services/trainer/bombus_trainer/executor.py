@@ -10,10 +10,11 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus.events import Weights
+from bombus.faults import Point, reached
 from bombus.models import load_tokenizer_files
 from bombus_trainer import checkpoint
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
-from bombus_trainer.checkpoint import Checkpoint, Facts, Saved
+from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.export import export
 from bombus_trainer.losses import policy_loss
 from bombus_trainer.model import PolicyModel
@@ -63,7 +64,14 @@ class Executor:
         for epoch in range(self.settings.ppo_epochs):
             for items in mini_batches(batch, self.settings, step, epoch):
                 self._update(items, rate, old, tally, interrupted)
-        return {**tally.metrics(), "lr": rate, **_batch_metrics(groups, batch), **staleness(batch, step)}
+        return {
+            **tally.metrics(),
+            "lr": rate,
+            "bin_tokens": float(self.settings.bin_tokens),
+            "torch_threads": float(torch.get_num_threads()),
+            **_batch_metrics(groups, batch),
+            **staleness(batch, step),
+        }
 
     def _update(
         self,
@@ -78,9 +86,11 @@ class Executor:
         for packed in self._bins(items, tally, interrupted):
             with tally.phase("forward_backward"):
                 loss += self._forward_backward(packed, old, tally)
+            reached(Point.TRAINER_BIN_DONE)
         with tally.phase("optimizer"):
             norm = self.optimizer.step(rate)
         tally.note_update(loss, norm)
+        reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
         """Add a bin's gradients to the others of its update and return its share of the loss."""
@@ -137,17 +147,21 @@ class Executor:
 
     def save(self, root: Path, facts: Facts) -> Saved:
         """Write a checkpoint below `root`; see `checkpoint.save`."""
+        return checkpoint.save(root, facts, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that `restore` wants: parameters and the optimizer's state, not copied, and the random generator's."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
         tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
-        return checkpoint.save(root, facts, tensors)
+        return tensors
 
-    def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint. Raises `EngineFault` when it is of another model."""
-        self.model.restore(_under(PARAMETER, saved.tensors))
-        self.optimizer.restore(_under(MOMENT, saved.tensors))
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave. Raises `EngineFault` when it is of another model."""
+        self.model.restore(_under(PARAMETER, tensors))
+        self.optimizer.restore(_under(MOMENT, tensors))
         self.optimizer.zero_grad()
-        torch.set_rng_state(saved.tensors[RNG])
+        torch.set_rng_state(tensors[RNG])
 
     def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
         """Write the model as it is now as a policy version; see `export.export`. Training is not disturbed."""

@@ -1,18 +1,19 @@
 """Policy versions on a shared folder: whole models in Hugging Face layout, each in a folder of its own (R15)."""
 
 import json
+import os
 import shutil
-import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from bombus.events import Weights
+from bombus.faults import Point, reached
 from bombus_trainer.model import PolicyModel
-from bombus_trainer.tensorfile import write_tensors
+from bombus_trainer.places import draft_in
+from bombus_trainer.tensorfile import Written, write_tensors
 
 FORMAT = "safetensors"
 FILE = "model.safetensors"
-KEPT = 2
 
 
 def export(
@@ -30,8 +31,9 @@ def export(
     """
     root.mkdir(parents=True, exist_ok=True)
     place = root / f"version-{version:08d}-epoch-{trainer_epoch}"
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=root))
+    draft = draft_in(root, trainer_epoch)
     try:
+        reached(Point.TRAINER_WEIGHTS_BEGUN)
         draft.chmod(0o755)
         for name, content in files.items():
             (draft / name).write_bytes(content)
@@ -40,21 +42,21 @@ def export(
             config["dtype"] = str(model.export_dtype).removeprefix("torch.")
             config.pop("torch_dtype", None)
             (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        shapes = model.dense_shapes()
-        written = write_tensors(draft / FILE, shapes, model.dense_weights(), durable=False, metadata={"format": "pt"})
+        written = _write(draft / FILE, model)
+        reached(Point.TRAINER_WEIGHTS_WRITTEN)
         if place.exists():  # the same version from the same trainer: an answer to it was lost
             shutil.rmtree(place)
         draft.rename(place)
+        reached(Point.TRAINER_WEIGHTS_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Weights(where=str(place), format=FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer)
 
 
-def keep_only(root: Path, kept: Collection[str]) -> None:
-    """Remove all versions but those in `kept` (folders as in `Weights.where`)."""
-    names = {Path(where).name for where in kept}
-    if not root.is_dir():
-        return
-    for place in root.iterdir():
-        if place.name not in names and place.name.startswith(("version-", ".draft-")):
-            shutil.rmtree(place, ignore_errors=True)
+def digest_of(model: PolicyModel) -> str:
+    """The `sha256` that `export` would give these weights, without writing them."""
+    return _write(Path(os.devnull), model).sha256
+
+
+def _write(path: Path, model: PolicyModel) -> Written:
+    return write_tensors(path, model.dense_shapes(), model.dense_weights(), durable=False, metadata={"format": "pt"})

@@ -8,16 +8,23 @@ from bombus.subjects import check_name
 
 
 class TrainerOptions(BaseModel):
-    """`folder` holds checkpoints and weights; the replicas must see it under the same path."""
+    """`folder` holds checkpoints and weights; the replicas must see it under the same path.
+
+    Below `debug_root` jobs may name files of their own (`trainer.save_debug_rollout_data`).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine: str = "main"
     folder: Path
+    debug_root: Path | None = None
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
     allow_download: bool = False
     retry_s: float = Field(default=1.0, gt=0.0, le=600.0, description="after the first failure of a step")
+    presence_s: float = Field(
+        default=15.0, gt=0.0, le=3600.0, description="how often a superseded trainer asks for the other, and waits"
+    )
     retry_s_max: float = Field(default=30.0, gt=0.0, le=3600.0)
 
     @field_validator("engine")

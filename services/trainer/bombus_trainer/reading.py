@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from bombus.bus import Bus
 from bombus.errors import LogCorrupted
@@ -12,6 +13,25 @@ from bombus_trainer.batch import EpisodeCalls, Group
 ANCESTORS_MAX = 4096
 
 
+class Calls(Protocol):
+    """Where call records are read from: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
+
+    async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
+        """The records of these references, in their order, each checked. Raises `LogCorrupted`."""
+        ...
+
+
+class BusCalls:
+    """The calls of a hive that runs."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
+        stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
+        return [decode_record(message.data, ref) for ref, message in zip(refs, stored, strict=True)]
+
+
 @dataclass(frozen=True)
 class ReadBatch:
     """`lost` says of each episode that was left out why."""
@@ -20,11 +40,11 @@ class ReadBatch:
     lost: dict[str, str]
 
 
-async def read_batch(bus: Bus, batch: BatchReady) -> ReadBatch:
+async def read_batch(calls: Calls, batch: BatchReady) -> ReadBatch:
     """All calls of a batch, each checked against its reference. Raises `BusUnavailable`."""
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
-        known = await _read(bus, refs)
+        known = await _read(calls, refs)
     except LogCorrupted:
         known = {}  # one of them is bad: read episode by episode to see which
     groups: list[Group] = []
@@ -33,27 +53,27 @@ async def read_batch(bus: Bus, batch: BatchReady) -> ReadBatch:
         kept: list[EpisodeCalls] = []
         for episode in group.episodes:
             try:
-                kept.append(await _episode(bus, episode, known))
+                kept.append(await _episode(calls, episode, known))
             except LogCorrupted as error:
                 lost[episode.episode] = str(error)
         groups.append(Group(group.task, tuple(kept)))
     return ReadBatch(tuple(groups), lost)
 
 
-async def _episode(bus: Bus, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
+async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
     missing = [ref for ref in episode.calls if ref not in known]
-    found = known | await _read(bus, missing) if missing else known
+    found = known | await _read(calls, missing) if missing else known
     records = tuple(found[ref] for ref in episode.calls)
     return EpisodeCalls(
         episode=episode.episode,
         reward=episode.reward,
         records=records,
         call_rewards=episode.call_rewards,
-        context=await _ancestors(bus, records),
+        context=await _ancestors(calls, records),
     )
 
 
-async def _ancestors(bus: Bus, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
+async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
     """Parents that do not belong to the episode (cut off, or late), and theirs."""
     have = {record.id for record in records}
     context: list[CallRecord] = []
@@ -61,12 +81,11 @@ async def _ancestors(bus: Bus, records: Sequence[CallRecord]) -> tuple[CallRecor
     while wanted := {record.parent for record in frontier if record.parent and record.parent.id not in have}:
         if len(context) + len(wanted) > ANCESTORS_MAX:
             raise LogCorrupted(f"an episode has more than {ANCESTORS_MAX} parents that are not its own calls")
-        frontier = list((await _read(bus, sorted(wanted, key=lambda ref: ref.seq))).values())
+        frontier = list((await _read(calls, sorted(wanted, key=lambda ref: ref.seq))).values())
         context += frontier
         have |= {record.id for record in frontier}
     return tuple(context)
 
 
-async def _read(bus: Bus, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
-    stored = await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in refs])
-    return {ref: decode_record(message.data, ref) for ref, message in zip(refs, stored, strict=True)}
+async def _read(calls: Calls, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
+    return dict(zip(refs, await calls.records(refs), strict=True))

@@ -101,12 +101,3 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(CHUNK_BYTES):
             seal.update(chunk)
     return seal.hexdigest()
-
-
-def fsync_folder(path: Path) -> None:
-    """Make names in a folder durable: a rename is only as safe as the folder that records it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,26 @@
+"""What decides the last bits of a sum besides its inputs: the same step on another machine may give other bytes."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def this_machine(device: str) -> str:
+    """Such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`. Equal texts should give equal bytes."""
+    if device == "cpu":
+        unit = f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
+    else:
+        unit = torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device}: {unit}, torch {torch.__version__}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def _cpu_model() -> str:
+    if CPU_INFO.is_file():
+        for line in CPU_INFO.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
