@@ -1,11 +1,14 @@
 """`bombus log verify` and `bombus log compact` on real logs, good and bad."""
 
+import asyncio
+
 import msgspec
 import pytest
 
 from bombus import events as ev
 from bombus import snapshots, upkeep
 from bombus.bus import EPOCH, INBOX, Bus
+from bombus.cli import main
 from bombus.errors import LogCorrupted, Refused
 from bombus.events import Event
 from tests.test_coordinator import boot, leading
@@ -95,3 +98,29 @@ async def test_a_log_without_two_good_snapshots_is_not_compacted(bus: Bus) -> No
     with pytest.raises(LogCorrupted):
         await upkeep.compact(bus)
     assert (await bus.state(bus.subjects.events_stream)).first_seq == 1
+
+
+async def test_an_operator_verifies_and_compacts_by_command(
+    bus: Bus, nats_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await two_snapshots(bus)
+    where = ["--nats", nats_url, "--hive", bus.subjects.hive]
+
+    async def told(*words: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, ["log", *words, *where])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = await told("verify")
+    assert code == 0
+    assert "1 epochs" in out
+    assert "the snapshot at event 14 is the fold" in out
+    code, out, _ = await told("compact")
+    assert (code, "7 events were removed" in out) == (0, True)
+    code, out, _ = await told("verify")
+    assert (code, "from 9 to" in out) == (0, True)
+    await snapshots.save(bus, b"rubbish", 14)
+    for command in ("verify", "compact"):
+        code, out, err = await told(command)
+        assert (code, out) == (1, "")
+        assert "the snapshot at event 14" in err

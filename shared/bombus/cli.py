@@ -25,6 +25,8 @@ COMMANDS = {
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
+    "replay": Command("bombus.commands.replay", "look into a hive's log: what happened, and why", "server"),
+    "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),
     "coordinator": Command("bombus_coordinator.cli", "run the coordinator alone", "coordinator"),
     "gateway": Command("bombus_gateway.cli", "run a gateway alone", "gateway"),
     "trainer": Command("bombus_trainer.cli", "run a trainer alone", "trainer"),
@@ -87,17 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if known.command is None:
         parser.print_help()
         return 2
-    return _run(known.command, rest)
+    return run_command(f"bombus {known.command}", COMMANDS[known.command], rest)
 
 
-def _run(name: str, words: Sequence[str]) -> int:
-    command = COMMANDS[name]
+def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
+    """Import what a command needs, and run it with its own words."""
     try:
         module: Module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
-        print(f"bombus {name} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
+        print(f"{prog} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
         return 1
-    parser = argparse.ArgumentParser(prog=f"bombus {name}", description=f"{command.help.capitalize()}.")
+    parser = argparse.ArgumentParser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(words))

@@ -1,0 +1,273 @@
+"""`bombus replay what-if`: the same facts under other rules. Which batches would have been made, and when?
+
+Episodes end and clients agree when they did. What the coordinator's rules make of that is worked out by these rules
+themselves (`engines.settle`), in a hive in which nothing takes time: an episode that is under way holds up no batch,
+a step is done and its weights are loaded at once, so rolling never stops.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+
+import msgspec
+from pydantic import TypeAdapter, ValidationError
+
+from bombus import events as ev
+from bombus.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
+from bombus.replay.moments import clock
+from bombus.replay.running import BadUsage, run_on_source
+from bombus.replay.source import NotOnLog, Source, add_source_arguments
+from bombus.run_config import CollectionMethod
+from bombus.state import EngineState, Hive, Phase, Replica, evolve
+from bombus_coordinator.engines import settle
+from bombus_coordinator.live import Live
+
+INSTANT = "instant"  # the name of the trainer and the replica in a hive without time
+ROWS_MAX = 40
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """`position` is the event of the log that completed it."""
+
+    step: int
+    position: int
+    at_ns: int
+    tasks: int
+    episodes: int
+    reward: float
+
+
+class Story(msgspec.Struct, kw_only=True):
+    """What came of a run's episodes under one set of rules."""
+
+    rules: Collection
+    batches: list[Batch] = []
+    dropped: dict[DropReason, int] = {}
+    ended: int = 0
+    left: int = 0  # in the pool, when the log ended
+
+    def note(self, event: AnyEvent, position: int, pool: int) -> None:
+        """`pool` is the number of episodes in the pool before this event."""
+        match event:
+            case ev.BatchReady():
+                rewards = [episode.reward for group in event.groups for episode in group.episodes]
+                self.batches.append(
+                    Batch(
+                        step=event.step,
+                        position=position,
+                        at_ns=event.at_ns,
+                        tasks=len({group.task for group in event.groups}),
+                        episodes=len(rewards),
+                        reward=sum(rewards) / len(rewards),
+                    )
+                )
+            case ev.GroupDropped():
+                self.dropped[event.reason] = self.dropped.get(event.reason, 0) + len(event.episodes)
+            case ev.PoolCleared():
+                self.dropped[event.reason] = self.dropped.get(event.reason, 0) + pool
+            case ev.EpisodeEnded() if event.type == EpisodeType.TRAIN:
+                self.ended += len(event.outcomes)
+            case _:
+                pass
+
+
+class Instant:
+    """One run of an engine in a hive without time, under `rules`."""
+
+    def __init__(self, engine: str, run: int, rules: Collection) -> None:
+        # Without time there is nothing to wait for: clients that have agreed need not see the phase change.
+        self.story = Story(rules=rules)
+        configured = ev.EngineConfigured(
+            engine=engine,
+            config="{}",
+            config_digest="",
+            collection=msgspec.structs.replace(rules, agreed_sync_s=0.0),
+            model="",
+        )
+        self._engine = EngineState(name=engine, run=run, phase=Phase.ROLLING, version=0)
+        self._engine.configured = self._engine.active = configured
+        self._engine.replicas = {INSTANT: Replica(url="", capacity=1, joined_ns=0, run=run, version=0)}
+        self._hive = Hive(engines={engine: self._engine})
+        self._claimed: dict[str, int] = {}  # episodes that are under way, with the policy version at their claim
+
+    def take(self, event: AnyEvent, position: int) -> None:
+        """A fact of the log, in its order."""
+        match event:
+            case ev.EpisodeClaimed():
+                self._claimed |= dict.fromkeys(event.episodes, self._engine.version)
+                return
+            case ev.EpisodeAborted():
+                for episode in event.episodes:
+                    self._claimed.pop(episode, None)
+                return
+            case ev.EpisodeEnded():
+                self._evolve(self._as_old_as_here(event), position)
+            case ev.SyncAgreed():
+                self._evolve(event, position)
+            case _:
+                return
+        live = Live(now_ns=event.at_ns)
+        while self._settled(live, position):
+            self._train(event.at_ns, position)
+        self.story.left = len(self._engine.pool)
+
+    def _as_old_as_here(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
+        """Its tokens were sampled under the version that was the newest at its claim in this hive."""
+        outcomes = tuple(
+            msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
+            for outcome in event.outcomes
+        )
+        return msgspec.structs.replace(event, outcomes=outcomes)
+
+    def _settled(self, live: Live, position: int) -> bool:
+        """Make all transitions that are due; True when that has left a batch to be trained."""
+        for decision in settle(self._engine, live):
+            for event in decision.events:
+                self._evolve(event, position)
+        return self._engine.batch is not None
+
+    def _train(self, at_ns: int, position: int) -> None:
+        name, run, step = self._engine.name, self._engine.run, self._engine.step
+        self._evolve(
+            ev.StepCompleted(
+                at_ns=at_ns, engine=name, run=run, step=step, trainer_epoch=0, checkpoint="", checkpoint_digest=""
+            ),
+            position,
+        )
+        weights = Weights(where="")
+        self._evolve(ev.WeightsReady(at_ns=at_ns, engine=name, run=run, version=step, weights=weights), position)
+        self._evolve(ev.WeightsLoaded(at_ns=at_ns, engine=name, run=run, version=step, replica=INSTANT), position)
+
+    def _evolve(self, event: ev.Event, position: int) -> None:
+        self.story.note(event, position, len(self._engine.pool))  # type: ignore[arg-type]  # it is one of them
+        evolve(self._hive, event)
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    engine: str
+    run: int
+    began_ns: int
+    was: Story
+    would_be: Story
+
+
+async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
+    """One run as it was, and as it would have been with `changes` to its rules. By default the last run.
+
+    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its beginning.
+    """
+    wanted = run if run is not None else await _last_run(source, engine)
+    found: Compared | None = None
+    instant: Instant | None = None
+    hive, _ = await source.base()
+    async for entry in source.events():
+        event = entry.event
+        if event.engine != engine:
+            continue
+        if isinstance(event, ev.EngineStarted) and event.run == wanted:
+            evolve(hive, event)
+            rules = hive.engine(engine).collection
+            instant = Instant(engine, wanted, msgspec.structs.replace(rules, **changes))
+            found = Compared(
+                engine=engine, run=wanted, began_ns=event.at_ns, was=Story(rules=rules), would_be=instant.story
+            )
+        elif instant is None or found is None:
+            evolve(hive, event)
+        elif getattr(event, "run", wanted) == wanted:
+            found.was.note(event, entry.seq, len(hive.engine(engine).pool))
+            evolve(hive, event)
+            found.was.left = len(hive.engine(engine).pool)
+            instant.take(event, entry.seq)
+        elif isinstance(event, ev.EngineStarted):
+            break
+    if found is None:
+        raise NotOnLog(f"the start of run {wanted} of engine {engine} is not on {source.title}")
+    return found
+
+
+async def _last_run(source: Source, engine: str) -> int:
+    run = (await source.base())[0].engine(engine).run
+    async for entry in source.events():
+        if isinstance(entry.event, ev.EngineStarted) and entry.event.engine == engine:
+            run = entry.event.run
+    if run == 0:
+        raise NotOnLog(f"engine {engine} has never been started on {source.title}")
+    return run
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").replace("`", "")
+    parser.add_argument("--method", metavar="NAME", help=f"one of {', '.join(Method)}")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
+    parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
+    parser.add_argument("--max-carry-staleness", type=int, metavar="N", help="versions that an episode may wait")
+    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="beyond which the pool is cleared")
+    parser.add_argument("--engine", default="main", help="default: %(default)s")
+    parser.add_argument("--run", type=int, metavar="R", help="which run of it (default: the last)", dest="which_run")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_source_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus replay what-if", _show, arguments)
+
+
+async def _show(source: Source, arguments: argparse.Namespace) -> None:
+    compared = await compare(source, arguments.engine, arguments.which_run, _changes(arguments))
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(compared), indent=2))
+    else:
+        print("\n".join(render(compared)))
+
+
+def _changes(arguments: argparse.Namespace) -> dict[str, object]:
+    """Raises `BadUsage`."""
+    changes: dict[str, object] = {}
+    if arguments.method is not None:
+        try:
+            changes["method"] = TypeAdapter(CollectionMethod).validate_python(arguments.method)
+        except ValidationError:
+            known = ", ".join(Method)
+            raise BadUsage(f"there is no method {arguments.method!r}: use one of {known}") from None
+    for name in ("batch_size", "num_repeat", "max_carry_staleness", "max_pool_episodes"):
+        value = getattr(arguments, name)
+        least = 0 if name == "max_carry_staleness" else 1
+        if value is not None and value < least:
+            raise BadUsage(f"--{name.replace('_', '-')} is {value}: at least {least}")
+        if value is not None:
+            changes[name] = value
+    return changes
+
+
+def render(compared: Compared) -> Iterator[str]:
+    """Both stories, one below the other, as a person reads them."""
+    yield f"run {compared.run} of engine {compared.engine}, since {clock(compared.began_ns)}"
+    yield ""
+    yield from _render("as it was", compared.was, compared.began_ns)
+    yield ""
+    yield from _render("as it would have been, had nothing taken time", compared.would_be, compared.began_ns)
+
+
+def _render(title: str, story: Story, began_ns: int) -> Iterator[str]:
+    rules = story.rules
+    yield f"{title}: {rules.method}, {rules.batch_size} tasks x {rules.num_repeat}"
+    if story.batches:
+        yield "   step  after s     event  tasks  episodes   reward"
+    shown = story.batches if len(story.batches) <= ROWS_MAX else story.batches[: ROWS_MAX - 1]
+    for batch in shown:
+        after_s = (batch.at_ns - began_ns) / 1e9
+        yield (
+            f"  {batch.step:5}  {after_s:7.1f}  {batch.position:8}  {batch.tasks:5}  {batch.episodes:8}  "
+            f"{batch.reward:7.4f}"
+        )
+    if len(shown) < len(story.batches):
+        yield f"  ... and {len(story.batches) - len(shown)} more; --json has them all"
+    used = sum(batch.episodes for batch in story.batches)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(story.dropped.items())) or "none"
+    yield (
+        f"  {len(story.batches)} batches; of {story.ended} ended episodes {used} in batches, {story.left} left over, "
+        f"dropped: {dropped}"
+    )

@@ -1,0 +1,86 @@
+"""`bombus log`: what an operator does with a log."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from bombus import upkeep
+from bombus.bus import Bus
+from bombus.replay.export import export
+from bombus.replay.running import BadUsage, run_on_source
+from bombus.replay.source import BusSource, Source, add_source_arguments
+from bombus.status import byte_size
+
+PROGRESS_S = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
+    exporting = subcommands.add_parser("export", help="write the log to one file, for `bombus replay --log`")
+    exporting.add_argument("file", type=Path, help="it appears when it is whole")
+    exporting.add_argument("--no-calls", action="store_true", help="the events alone: no prompts, tokens or replies")
+    add_source_arguments(exporting)
+    verifying = subcommands.add_parser(
+        "verify", help="fold it from the beginning: is every event as it should be, and does every snapshot agree?"
+    )
+    add_source_arguments(verifying)
+    compacting = subcommands.add_parser(
+        "compact", help="remove the events before the older of the two newest snapshots, after looking at both"
+    )
+    add_source_arguments(compacting)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    work = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
+    return run_on_source(f"bombus log {arguments.subcommand}", work, arguments)
+
+
+# ---- verify and compact -------------------------------------------------------------------------------------------
+
+
+async def _verify(source: Source, arguments: argparse.Namespace) -> None:
+    verified = await upkeep.verify(_bus_of(source), _Progress())
+    events = verified.last - verified.first + 1
+    print(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {verified.epochs} epochs")
+    for position in verified.agreed:
+        print(f"  the snapshot at event {position:,} is the fold of what is before it")
+    for position in verified.other_fold:
+        print(f"  the snapshot at event {position:,} was made by another version and was not compared")
+    print(f"  {verified.calls:,} calls of open episodes, of the pool and of the outstanding batch are as referenced")
+
+
+async def _compact(source: Source, arguments: argparse.Namespace) -> None:
+    removed = await upkeep.compact(_bus_of(source))
+    print(f"{source.title}: {removed:,} events were removed and can no longer be replayed")
+
+
+def _bus_of(source: Source) -> Bus:
+    if not isinstance(source, BusSource):
+        raise BadUsage("an archive has no snapshots: name a hive with --nats or --data")
+    return source.bus
+
+
+# ---- export -------------------------------------------------------------------------------------------------------
+
+
+async def _export(source: Source, arguments: argparse.Namespace) -> None:
+    path: Path = arguments.file
+    if path.exists() or not path.absolute().parent.is_dir():
+        raise BadUsage(f"{path} exists" if path.exists() else f"there is no folder {path.parent}")
+    kept = await export(source, path, with_calls=not arguments.no_calls, progress=_Progress())
+    print(f"{path}: {kept.events:,} events, {kept.calls:,} calls, {byte_size(path.stat().st_size)}")
+    if kept.calls_gone:
+        print(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file has none of their tokens")
+
+
+class _Progress:
+    """Says now and then how far it is, on a log that takes a while."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + PROGRESS_S
+
+    def __call__(self, position: int, end: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + PROGRESS_S
+            print(f"event {position:,} of {end:,}", file=sys.stderr)

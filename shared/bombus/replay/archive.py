@@ -1,0 +1,195 @@
+"""A log as one file: for golden logs, bug reports and exports.
+
+A gzip of frames, each a little-endian uint32 length and a msgpack struct: a `Header`, the events byte for byte with the
+calls that they name behind them, the tokenizers, and `Trailer`. A file without its trailer was cut off.
+"""
+
+import gzip
+import struct
+import tempfile
+import zlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Self
+
+import msgspec
+
+from bombus import snapshots
+from bombus.bus import BlobMissing, Stored
+from bombus.errors import LogCorrupted
+from bombus.records import CallRef
+from bombus.replay.source import End, NotOnLog, Source
+from bombus.state import Hive
+
+FORMAT = 1
+FRAME_BYTES_MAX = 256 << 20
+_length = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
+    """`base` is a snapshot of the state before the first event, empty for a log from its beginning."""
+
+    format: int
+    bombus: str
+    hive: str
+    last: int
+    last_ns: int
+    base: bytes = b""
+
+
+class EventFrame(msgspec.Struct, frozen=True, tag="event", array_like=True):
+    seq: int
+    time_ns: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+
+
+class CallFrame(msgspec.Struct, frozen=True, tag="call", array_like=True):
+    seq: int
+    data: bytes
+
+
+class BlobFrame(msgspec.Struct, frozen=True, tag="blob", array_like=True):
+    name: str
+    data: bytes
+
+
+class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
+    """How much there is. `calls_gone` were purged before the log was exported, or are not what was referenced (R6)."""
+
+    events: int
+    calls: int
+    blobs: int
+    calls_gone: int = 0
+
+
+Frame = EventFrame | CallFrame | BlobFrame | Trailer
+_encoder = msgspec.msgpack.Encoder()
+_header = msgspec.msgpack.Decoder(Header)
+_frame: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def pack(frame: Header | Frame) -> bytes:
+    """A frame as it lies in the file."""
+    body = _encoder.encode(frame)
+    return _length.pack(len(body)) + body
+
+
+class FileSource(Source):
+    """An archive. Calls and tokenizers are unpacked to a temporary file when the first of them is asked for."""
+
+    def __init__(self, path: Path, header: Header, spool: IO[bytes]) -> None:
+        self.title = str(path)
+        self.hive = header.hive
+        self._header = header
+        self._path = path
+        self._spool = spool
+        self._places: dict[int | str, tuple[int, int]] | None = None
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator[Self]:
+        """Raises `NotOnLog` when it is no archive that this version can read."""
+        if not path.is_file():
+            raise NotOnLog(f"there is no file {path}")
+        with tempfile.TemporaryFile() as spool:
+            yield cls(path, _read_header(path), spool)
+
+    async def base(self) -> tuple[Hive, int]:
+        if not self._header.base:
+            return Hive(), 0
+        start = snapshots.decode(self._header.base)
+        return start.hive, start.position
+
+    async def end(self) -> End:
+        return End(self._header.last, self._header.last_ns)
+
+    async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
+        last = self._header.last if until is None else min(until, self._header.last)
+        if after >= last:
+            return
+        for frame in _frames(self._path):
+            if isinstance(frame, EventFrame) and frame.seq > after:
+                if frame.seq > last:
+                    return
+                yield Stored(frame.seq, frame.subject, frame.data, frame.headers, frame.time_ns)
+
+    async def bodies(self, refs: Sequence[CallRef]) -> list[bytes | None]:
+        return [self._unpacked(ref.seq) for ref in refs]
+
+    async def blob(self, name: str) -> bytes:
+        body = self._unpacked(name)
+        if body is None:
+            raise BlobMissing(f"{self._path} has no object {name}")
+        return body
+
+    def _unpacked(self, key: int | str) -> bytes | None:
+        place = self._all_places().get(key)
+        if place is None:
+            return None
+        self._spool.seek(place[0])
+        return self._spool.read(place[1])
+
+    def _all_places(self) -> dict[int | str, tuple[int, int]]:
+        """Where each call and object lies in the temporary file: (offset, length)."""
+        if self._places is None:
+            places: dict[int | str, tuple[int, int]] = {}
+            for frame in _frames(self._path):
+                if isinstance(frame, CallFrame | BlobFrame):
+                    key = frame.seq if isinstance(frame, CallFrame) else frame.name
+                    places[key] = (self._spool.tell(), len(frame.data))
+                    self._spool.write(frame.data)
+            self._places = places
+        return self._places
+
+
+def _read_header(path: Path) -> Header:
+    try:
+        with gzip.open(path) as file:
+            header = _header.decode(_body(file, path))
+    except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError) as error:
+        raise NotOnLog(f"{path} is no archive of a log; `bombus log export` makes one") from error
+    except EOFError as error:
+        raise _cut_off(path) from error
+    if header.format > FORMAT:
+        raise NotOnLog(
+            f"{path} is of format {header.format}, written by bombus {header.bombus}; this version reads up to format "
+            f"{FORMAT}: upgrade bombus"
+        )
+    return header
+
+
+def _frames(path: Path) -> Iterator[Frame]:
+    """Everything behind the header. Raises `LogCorrupted` for a file that is damaged or was cut off."""
+    try:
+        with gzip.open(path) as file:
+            _body(file, path)
+            while True:
+                frame = _frame.decode(_body(file, path))
+                yield frame
+                if isinstance(frame, Trailer):
+                    file.read(1)  # the end of the gzip, where its checksum is
+                    return
+    except EOFError as error:
+        raise _cut_off(path) from error
+    except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError) as error:
+        raise LogCorrupted(f"{path} is damaged ({error}): export the log again") from error
+
+
+def _body(file: gzip.GzipFile, path: Path) -> bytes:
+    head = file.read(_length.size)
+    if len(head) < _length.size:
+        raise EOFError
+    (length,) = _length.unpack(head)
+    if length > FRAME_BYTES_MAX:
+        raise LogCorrupted(f"{path} is damaged: a frame of {length} bytes")
+    body = file.read(length)
+    if len(body) < length:
+        raise EOFError
+    return body
+
+
+def _cut_off(path: Path) -> LogCorrupted:
+    return LogCorrupted(f"{path} was cut off before its end: copy it again, or export the log again")

@@ -1,0 +1,148 @@
+"""Writes a log as an archive."""
+
+import gzip
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from bombus import events as ev
+from bombus import snapshots
+from bombus.bus import BlobMissing, Stored
+from bombus.follow import read_event
+from bombus.records import CallRef, decode_record, digest
+from bombus.replay.archive import FORMAT, BlobFrame, CallFrame, EventFrame, Frame, Header, Trailer, pack
+from bombus.replay.source import Source
+from bombus.snapshots import Snapshot
+from bombus.state import FOLD, Hive
+
+log = logging.getLogger(__name__)
+
+EVENTS_AT_ONCE = 500  # their calls are asked for together
+Progress = Callable[[int, int], None]  # the event that was reached, and the last one
+
+
+async def export(
+    source: Source, path: Path, with_calls: bool = True, progress: Progress = lambda position, end: None
+) -> Trailer:
+    """Write the log to `path`, which appears when it is whole. Raises `LogCorrupted`, `BusUnavailable`."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    draft = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with gzip.GzipFile(filename="", fileobj=file, mode="wb", compresslevel=6, mtime=0) as packed:
+                trailer = await _Writer(source, packed, with_calls, progress).write()
+            file.flush()
+            os.fsync(file.fileno())
+        draft.chmod(0o644)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    return trailer
+
+
+class _Writer:
+    def __init__(self, source: Source, file: gzip.GzipFile, with_calls: bool, progress: Progress) -> None:
+        self._source = source
+        self._file = file
+        self._with_calls = with_calls
+        self._progress = progress
+        self._calls: set[int] = set()  # sequences of those that are written, or gone
+        self._blobs: set[str] = set()
+        self._gone = 0
+        self._events = 0
+
+    async def write(self) -> Trailer:
+        state, position = await self._source.base()
+        end = await self._source.end()
+        base = Snapshot(fold=FOLD, position=position, event_id="", answered=0, hive=state)
+        self._put(
+            Header(
+                format=FORMAT,
+                bombus=version("bombus"),
+                hive=self._source.hive,
+                last=end.seq,
+                last_ns=end.time_ns,
+                base=snapshots.encode(base) if position else b"",
+            )
+        )
+        if self._with_calls:
+            await self._references(_held_by(state), _tokenizers_of(state))
+        group: list[Stored] = []
+        async for stored in self._source.stored(position):
+            group.append(stored)
+            if len(group) == EVENTS_AT_ONCE:
+                await self._group(group)
+                group = []
+                self._progress(stored.seq, end.seq)
+        await self._group(group)
+        trailer = Trailer(self._events, len(self._calls) - self._gone, len(self._blobs), self._gone)
+        self._put(trailer)
+        return trailer
+
+    async def _group(self, group: Sequence[Stored]) -> None:
+        refs: list[CallRef] = []
+        tokenizers: list[str] = []
+        for stored in group:
+            self._put(EventFrame(stored.seq, stored.time_ns, stored.subject, dict(stored.headers), stored.data))
+            self._events += 1
+            event = read_event(stored)
+            refs += calls_of(event)
+            if isinstance(event, ev.WeightsReady) and event.weights.tokenizer:
+                tokenizers.append(event.weights.tokenizer)
+        if self._with_calls:
+            await self._references(refs, tokenizers)
+
+    async def _references(self, refs: Sequence[CallRef], tokenizers: Sequence[str]) -> None:
+        """Write the calls that are not written yet, those that they extend, and the tokenizers."""
+        while wanted := {ref.seq: ref for ref in refs if ref.seq not in self._calls}:
+            self._calls |= wanted.keys()
+            bodies = await self._source.bodies(list(wanted.values()))
+            refs = []
+            for ref, body in zip(wanted.values(), bodies, strict=True):
+                if body is None or digest(body) != ref.digest:
+                    self._gone += 1
+                    continue
+                self._put(CallFrame(ref.seq, body))
+                parent = decode_record(body, ref).parent
+                refs += [parent] if parent is not None else []
+        for name in dict.fromkeys(tokenizers):
+            if name not in self._blobs:
+                self._blobs.add(name)
+                try:
+                    self._put(BlobFrame(name, await self._source.blob(name)))
+                except BlobMissing as missing:
+                    log.warning("%s: tokens will be shown as numbers", missing)
+
+    def _put(self, frame: Header | Frame) -> None:
+        self._file.write(pack(frame))
+
+
+def calls_of(event: ev.AnyEvent) -> list[CallRef]:
+    """Every call that an event names."""
+    match event:
+        case ev.CallsNoted():
+            return [call.ref for call in event.calls]
+        case ev.EpisodeEnded():
+            return [ref for outcome in event.outcomes for ref in outcome.calls]
+        case ev.BatchReady():
+            return [ref for group in event.groups for episode in group.episodes for ref in episode.calls]
+        case _:
+            return []
+
+
+def _held_by(hive: Hive) -> list[CallRef]:
+    """The calls that a state still refers to."""
+    refs: list[CallRef] = []
+    for engine in hive.engines.values():
+        refs += (call.ref for episode in engine.open.values() for call in episode.calls)
+        refs += (ref for completed in engine.pool.values() for ref in completed.calls)
+        refs += calls_of(engine.batch) if engine.batch is not None else []
+    return refs
+
+
+def _tokenizers_of(hive: Hive) -> list[str]:
+    ready = [engine.weights for engine in hive.engines.values() if engine.weights is not None]
+    return [event.weights.tokenizer for event in ready if event.weights.tokenizer]

@@ -1,0 +1,242 @@
+"""`bombus replay lineage`: from a weights version back to its batches, and to what was played for them."""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from bombus import events as ev
+from bombus.events import NotedCall, Outcome
+from bombus.replay.running import run_on_source
+from bombus.replay.source import Logged, NotOnLog, Source, add_source_arguments
+from bombus.state import Hive, evolve
+from bombus.status import byte_size, one_line
+
+STEPS_SHOWN = 10
+GROUPS_SHOWN = 32
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode of a batch. `versions` are those that sampled its tokens, from the oldest to the newest."""
+
+    episode: str
+    client: str
+    reward: float
+    calls: int
+    tokens: int
+    versions: tuple[int, int]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    task: str
+    episodes: tuple[Member, ...]
+
+
+class Step(msgspec.Struct, kw_only=True):
+    """An optimizer step, and the version that it made. What has not happened yet is empty."""
+
+    step: int
+    batch_event: int
+    groups: tuple[Group, ...]
+    config_digest: str
+    checkpoint: str = ""
+    checkpoint_digest: str = ""
+    trainer_epoch: int = 0
+    weights: ev.Weights | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        return [member for group in self.groups for member in group.episodes]
+
+
+class Lineage(msgspec.Struct, kw_only=True):
+    """`steps` lead to the version that was asked for, the newest last; `model` is what version 0 was."""
+
+    engine: str
+    run: int
+    model: str
+    steps: list[Step]
+
+
+async def trace(source: Source, step: int, engine: str = "", run: int = 0) -> Lineage:
+    """The ancestry of a version, in the newest run that has it. Raises `NotOnLog` when there is none."""
+    hive, _ = await source.base()
+    tracer = _Tracer(hive, engine, run, step)
+    async with aclosing(source.events()) as entries:
+        async for entry in entries:
+            tracer.take(entry)
+    return tracer.found()
+
+
+class _Tracer:
+    def __init__(self, hive: Hive, engine: str, run: int, step: int) -> None:
+        self._hive = hive
+        self._wanted = (engine, run)
+        self._step = step
+        self._runs: dict[tuple[str, int], Lineage] = {}
+        self._played: dict[str, Member] = {}  # ended, and not in a batch yet
+
+    def take(self, entry: Logged) -> None:
+        event = entry.event
+        engine = self._hive.engines.get(event.engine)
+        if isinstance(event, ev.EpisodeEnded) and engine is not None and event.type == ev.EpisodeType.TRAIN:
+            for outcome in event.outcomes:
+                episode = engine.open.get(outcome.episode)
+                self._played[outcome.episode] = _member(outcome, event.client, episode.calls if episode else [])
+        evolve(self._hive, event)
+        match event:
+            case ev.EngineStarted():
+                active = self._hive.engines[event.engine].active
+                self._runs[event.engine, event.run] = Lineage(
+                    engine=event.engine, run=event.run, model=active.model if active else "", steps=[]
+                )
+            case ev.BatchReady():
+                self._run_of(event).steps.append(self._sealed(event, entry.seq))
+            case ev.StepCompleted():
+                for step in self._steps(event, event.step):
+                    step.checkpoint, step.checkpoint_digest = event.checkpoint, event.checkpoint_digest
+                    step.trainer_epoch = event.trainer_epoch
+            case ev.WeightsReady():
+                for step in self._steps(event, event.version):
+                    step.weights = event.weights
+            case ev.GroupDropped():
+                for name in event.episodes:
+                    self._played.pop(name, None)
+            case ev.PoolCleared():
+                self._played = {name: member for name, member in self._played.items() if self._waits(name)}
+
+    def _waits(self, episode: str) -> bool:
+        return any(episode in engine.pool for engine in self._hive.engines.values())
+
+    def _run_of(self, event: ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
+        """One that began before the base of a compacted log is made when it is first heard of."""
+        active = self._hive.engines[event.engine].active
+        fresh = Lineage(engine=event.engine, run=event.run, model=active.model if active else "", steps=[])
+        return self._runs.setdefault((event.engine, event.run), fresh)
+
+    def _steps(self, event: ev.StepCompleted | ev.WeightsReady, number: int) -> list[Step]:
+        """The step of this number; none for version 0, or when its batch was sealed before a compacted log's base."""
+        return [step for step in self._run_of(event).steps[-1:] if step.step == number]
+
+    def _sealed(self, event: ev.BatchReady, seq: int) -> Step:
+        groups = tuple(
+            Group(task=group.task, episodes=tuple(self._take(member) for member in group.episodes))
+            for group in event.groups
+        )
+        return Step(step=event.step, batch_event=seq, groups=groups, config_digest=event.config_digest)
+
+    def _take(self, member: ev.BatchEpisode) -> Member:
+        """What was played; of an episode that ended before the base of a compacted log, what its batch says."""
+        return self._played.pop(member.episode, None) or Member(
+            episode=member.episode,
+            client="",
+            reward=member.reward,
+            calls=len(member.calls),
+            tokens=0,
+            versions=(-1, -1),
+        )
+
+    def found(self) -> Lineage:
+        engine, run = self._wanted
+        runs = [
+            lineage
+            for lineage in self._runs.values()
+            if engine in ("", lineage.engine) and run in (0, lineage.run) and lineage.steps
+        ]
+        holding = [lineage for lineage in runs if any(step.step == self._step for step in lineage.steps)]
+        if not holding:
+            known = ", ".join(
+                f"engine {each.engine} run {each.run} has {each.steps[0].step} to {each.steps[-1].step}"
+                for each in runs
+            )
+            raise NotOnLog(f"there is no step {self._step} on this log; {known or 'no batch was sealed'}")
+        newest = holding[-1]
+        newest.steps = [step for step in newest.steps if step.step <= self._step]
+        return newest
+
+
+def _member(outcome: Outcome, client: str, calls: list[NotedCall]) -> Member:
+    mine = [call for call in calls if call.ref in outcome.calls]
+    return Member(
+        episode=outcome.episode,
+        client=client,
+        reward=outcome.reward,
+        calls=len(outcome.calls),
+        tokens=outcome.completion_tokens,
+        versions=(min((call.oldest for call in mine), default=-1), max((call.newest for call in mine), default=-1)),
+    )
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    parser.add_argument("step", type=int, metavar="STEP", help="it made the policy version of its number")
+    parser.add_argument("--engine", default="", help="where there are several")
+    parser.add_argument("--run", type=int, default=0, metavar="R", help="where several have it (default: the last)")
+    parser.add_argument("--episodes", action="store_true", help="list every episode of the step")
+    parser.add_argument("--json", action="store_true", help="everything, of all steps up to this one")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus replay lineage", _show, arguments)
+
+
+async def _show(source: Source, arguments: argparse.Namespace) -> None:
+    lineage = await trace(source, arguments.step, arguments.engine, arguments.run)
+    if arguments.json:
+        print(json.dumps(msgspec.to_builtins(lineage), ensure_ascii=False, indent=2))
+    else:
+        print("\n".join(as_text(lineage, arguments.episodes)))
+
+
+def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
+    """Lines for a person; with `episodes`, every episode of the last step."""
+    *before, last = lineage.steps
+    yield f"policy version {last.step} of engine {lineage.engine}, run {lineage.run}"
+    if last.weights is not None:
+        yield f"  weights     {one_line(last.weights.where)}, {byte_size(last.weights.bytes)}"
+        yield f"              sha256 {last.weights.sha256}"
+    if last.checkpoint:
+        yield f"  checkpoint  {one_line(last.checkpoint)}, by trainer epoch {last.trainer_epoch}"
+        yield f"              digest {last.checkpoint_digest}"
+    else:
+        yield "  checkpoint  none: the step was not completed on this log"
+    yield f"  job         configuration {last.config_digest}"
+    yield f"  made of     version {last.step - 1}, and the batch of event {last.batch_event}: {_summary(last.members)}"
+    yield f"\n  {'task':<24} episodes  reward             sampled on  tokens  clients"
+    shown = last.groups if episodes else last.groups[:GROUPS_SHOWN]
+    for group in shown:
+        yield _row(one_line(group.task)[:24], group.episodes)
+        for member in group.episodes if episodes else ():
+            yield _row(f"  {member.episode}", (member,))
+    if len(shown) < len(last.groups):
+        yield f"  and {len(last.groups) - len(shown)} more: --episodes"
+    if before:
+        yield f"\n  {'before it':<24} episodes  reward             sampled on  tokens  checkpoint"
+        for step in before[: -STEPS_SHOWN - 1 : -1]:
+            yield f"{_row(f'step {step.step}', step.members, named=False)}  {step.checkpoint_digest[:12]}"
+        if len(before) > STEPS_SHOWN:
+            yield f"  and {len(before) - STEPS_SHOWN} more: --json"
+    yield f"  version 0 was the model {one_line(lineage.model)}"
+
+
+def _summary(members: Sequence[Member]) -> str:
+    clients = len({member.client for member in members})
+    mean = sum(member.reward for member in members) / max(len(members), 1)
+    return f"{len(members)} episodes of {clients} client{'s' * (clients != 1)}, mean reward {mean:.3f}"
+
+
+def _row(name: str, members: Sequence[Member], named: bool = True) -> str:
+    rewards = [member.reward for member in members]
+    mean = sum(rewards) / max(len(rewards), 1)
+    spread = f" ({min(rewards):.2f} to {max(rewards):.2f})" if len(rewards) > 1 else ""
+    oldest = min((member.versions[0] for member in members), default=-1)
+    newest = max((member.versions[1] for member in members), default=-1)
+    versions = "-" if newest < 0 else str(newest) if oldest == newest else f"{oldest} to {newest}"
+    tokens = sum(member.tokens for member in members)
+    row = f"  {name:<24} {len(members):>8}  {f'{mean:.3f}{spread}':<22} {versions:>6}  {tokens:>6}"
+    return row + "  " + one_line(", ".join(sorted({member.client[:12] for member in members}))) if named else row

@@ -1,0 +1,53 @@
+"""Moments as a person gives them: a date, a time of the log's last day, so long before its end or after its start."""
+
+import re
+import time
+from datetime import datetime
+from functools import lru_cache
+
+from bombus.replay.running import BadUsage
+
+SECOND = 1_000_000_000
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_RELATIVE = re.compile(r"([+-]?)(\d+(?:\.\d+)?)([smhd])")
+_CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d(\.\d+)?)?")
+
+
+def moment(text: str, start_ns: int, end_ns: int) -> int:
+    """Nanoseconds since the epoch: `-10m` before the end, `+30s` after the start, `14:03:20` on the last day, or ISO.
+
+    `10m` is `-10m`, which a command line would take for an option. Times without a zone are local. Raises `BadUsage`.
+    """
+    relative = _RELATIVE.fullmatch(text)
+    if relative:
+        span_ns = int(float(relative[2]) * _UNITS[relative[3]] * SECOND)
+        return start_ns + span_ns if relative[1] == "+" else end_ns - span_ns
+    try:
+        if _CLOCK.fullmatch(text):
+            day = datetime.fromtimestamp(end_ns / SECOND).date().isoformat()
+            return _ns(datetime.fromisoformat(f"{day}T{text.zfill(len(text) + (text[1] == ':'))}"))
+        return _ns(datetime.fromisoformat(text))
+    except ValueError:
+        raise BadUsage(
+            f"{text!r} is no moment: use 2026-01-31T14:03:20, 14:03:20 (of the log's last day), 10m (before its end) "
+            "or +30s (after its start)"
+        ) from None
+
+
+def _ns(moment: datetime) -> int:
+    return int(moment.timestamp() * 1_000_000) * 1_000
+
+
+def clock(at_ns: int) -> str:
+    """`14:03:20.125`, local."""
+    return f"{_local(at_ns // SECOND)[11:]}.{at_ns % SECOND // 1_000_000:03d}"
+
+
+def date(at_ns: int) -> str:
+    """`2026-01-31`, local."""
+    return _local(at_ns // SECOND)[:10]
+
+
+@lru_cache(maxsize=64)  # a log has thousands of events in a second
+def _local(seconds: int) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

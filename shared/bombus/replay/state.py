@@ -1,0 +1,31 @@
+"""`bombus replay state`: what the hive was doing at a position of its log."""
+
+import argparse
+import json
+
+from bombus.replay.moments import clock, date
+from bombus.replay.running import run_on_source
+from bombus.replay.source import Source, add_source_arguments, state_at
+from bombus.status import render_status, status_dict
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    parser.add_argument("--at", type=int, metavar="SEQ", help="after this event (default: the last)")
+    parser.add_argument("--engine", default="", help="only this engine")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus replay state", _show, arguments)
+
+
+async def _show(source: Source, arguments: argparse.Namespace) -> None:
+    seq = (await source.end()).seq if arguments.at is None else arguments.at
+    hive = await state_at(source, seq)
+    if arguments.json:
+        print(json.dumps({"seq": seq, **status_dict(hive)}, indent=2))
+        return
+    when = f", {date(hive.now_ns)} {clock(hive.now_ns)}" if hive.now_ns else ""
+    print(f"after event {seq}{when}, epoch {hive.epoch}\n")
+    print(render_status(hive, arguments.engine), end="")

@@ -1,0 +1,34 @@
+"""Which episodes a log has, in a few words: for answers about one that it has not."""
+
+from bombus.events import AnyEvent, EpisodeClaimed
+from bombus.replay.source import NotOnLog
+
+RUNS_NAMED = 6
+
+
+class EpisodesSeen:
+    """The numbers of the first and last episode of each run (ids count, so those between are there too)."""
+
+    def __init__(self, begins_behind: int = 0) -> None:
+        self._compacted = f" (what was before event {begins_behind} was compacted)" if begins_behind else ""
+        self._numbers: dict[str, tuple[int, int]] = {}  # by engine and run, as the stem of an id
+
+    def note(self, event: AnyEvent) -> None:
+        if isinstance(event, EpisodeClaimed):
+            for episode in event.episodes:
+                stem, _, number = episode.rpartition("-")
+                first, last = self._numbers.get(stem, (int(number), 0))
+                self._numbers[stem] = (first, max(last, int(number)))
+
+    def check(self, episode: str) -> None:
+        """Raises `NotOnLog`, naming the episodes that there are, when this one is not among them."""
+        if not self._numbers:
+            raise NotOnLog(f"there is no episode {episode}: no episode was claimed on this log{self._compacted}")
+        stem, _, number = episode.rpartition("-")
+        if stem in self._numbers and number.isdigit():
+            first, last = self._numbers[stem]
+            if first <= int(number) <= last:
+                return
+        near = [stem] if stem in self._numbers else list(self._numbers)[-RUNS_NAMED:]
+        spans = (f"{each}-{self._numbers[each][0]} to {each}-{self._numbers[each][1]}" for each in near)
+        raise NotOnLog(f"there is no episode {episode} on this log; there are {', '.join(spans)}{self._compacted}")

@@ -1,0 +1,158 @@
+"""`bombus replay timeline`: what happened, one line an event."""
+
+import argparse
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import get_args
+
+import msgspec
+
+from bombus import events as ev
+from bombus.describe import line_of
+from bombus.events import AnyEvent, kind_of
+from bombus.replay.moments import clock, date, moment
+from bombus.replay.running import BadUsage, run_on_source
+from bombus.replay.source import Logged, Source, add_source_arguments
+from bombus.replay.tally import EpisodesSeen
+
+KINDS = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)))
+
+
+class Filter(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of a log. Empty means all; times are nanoseconds on the server's clock."""
+
+    engine: str = ""
+    episode: str = ""
+    kinds: frozenset[str] = frozenset()
+    since_ns: int = 0
+    until_ns: int = 1 << 63
+    after: int = 0
+
+    def wanted(self, entry: Logged) -> AnyEvent | None:
+        """The event, or the part of it that is about the episode; None when it is not wanted."""
+        event = entry.event
+        if not self.since_ns <= entry.time_ns <= self.until_ns:
+            return None
+        if self.engine and event.engine not in (self.engine, ev.HIVE):
+            return None
+        if self.kinds and kind_of(event) not in self.kinds:
+            return None
+        return about(event, self.episode) if self.episode else event
+
+
+def about(event: AnyEvent, episode: str) -> AnyEvent | None:
+    """The part of an event that is about one episode, None when nothing is."""
+    match event:
+        case ev.EpisodeClaimed() if episode in event.episodes:
+            return msgspec.structs.replace(event, episodes=(episode,))
+        case ev.CallsNoted():
+            calls = tuple(call for call in event.calls if call.episode == episode)
+            return msgspec.structs.replace(event, calls=calls) if calls else None
+        case ev.EpisodeEnded():
+            outcomes = tuple(outcome for outcome in event.outcomes if outcome.episode == episode)
+            return msgspec.structs.replace(event, outcomes=outcomes) if outcomes else None
+        case ev.EpisodeAborted() if episode in event.episodes:
+            return msgspec.structs.replace(event, episodes=(episode,))
+        case ev.GroupDropped() if episode in event.episodes:
+            return event
+        case ev.BatchReady() if any(member.episode == episode for group in event.groups for member in group.episodes):
+            return event
+        case _:
+            return None
+
+
+async def select(source: Source, wanted: Filter) -> AsyncGenerator[tuple[Logged, AnyEvent], None]:
+    """The wanted events, one by one. Raises `NotOnLog` when the log knows no such episode."""
+    seen = EpisodesSeen((await source.base())[1])
+    found = False
+    async with aclosing(source.events(0 if wanted.episode else wanted.after)) as entries:
+        async for entry in entries:
+            seen.note(entry.event)
+            if entry.seq <= wanted.after:
+                continue
+            if entry.time_ns > wanted.until_ns:
+                break
+            event = wanted.wanted(entry)
+            if event is not None:
+                found = True
+                yield entry, event
+    if wanted.episode and not found:
+        seen.check(wanted.episode)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    parser.add_argument("--engine", default="", help="only of this engine (and of the hive)")
+    parser.add_argument("--episode", default="", metavar="ID", help="only what is about this episode")
+    parser.add_argument("--kind", nargs="+", default=[], choices=KINDS, metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("--since", metavar="T", help="2026-01-31T14:03, 14:03:20 (of the last day), 10m, +30s")
+    parser.add_argument("--until", metavar="T", help="10m or =-10m is before the log's end, +30s after its start")
+    parser.add_argument("--after", type=int, default=0, metavar="SEQ", help="only what comes behind this event")
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many lines")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is in it")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_on_source("bombus replay timeline", _show, arguments)
+
+
+async def _show(source: Source, arguments: argparse.Namespace) -> None:
+    if arguments.limit is not None and arguments.limit < 1:
+        raise BadUsage("--limit is at least 1")
+    left = arguments.limit
+    day = ""
+    async with aclosing(select(source, await _filter(source, arguments))) as entries:
+        async for entry, event in entries:
+            if arguments.json:
+                print(_as_json(entry))
+            else:
+                if date(entry.time_ns) != day:
+                    day = date(entry.time_ns)
+                    print(f"-- {day}")
+                engine = "" if event.engine == ev.HIVE else event.engine
+                print(f"{entry.seq:>8}  {clock(entry.time_ns)}  {engine:<8} {kind_of(event):<17} {line_of(event)}")
+            if left is not None:
+                left -= 1
+                if not left:
+                    return
+
+
+async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
+    times: dict[str, int] = {}
+    if arguments.since or arguments.until:
+        start_ns, end_ns = await _span(source)
+        for name in ("since", "until"):
+            text = getattr(arguments, name)
+            if text:
+                times[f"{name}_ns"] = moment(text, start_ns, end_ns)
+    return Filter(
+        engine=arguments.engine,
+        episode=arguments.episode,
+        kinds=frozenset(arguments.kind),
+        after=arguments.after,
+        **times,
+    )
+
+
+async def _span(source: Source) -> tuple[int, int]:
+    """When the first and the last event that are kept were written."""
+    end = await source.end()
+    async with aclosing(source.events()) as entries:
+        async for entry in entries:
+            return entry.time_ns, end.time_ns
+    return end.time_ns, end.time_ns
+
+
+def _as_json(entry: Logged) -> str:
+    line = {
+        "seq": entry.seq,
+        "time_ns": entry.time_ns,
+        "epoch": entry.epoch,
+        "answers": entry.answers,
+        "event": msgspec.to_builtins(entry.event),
+    }
+    return json.dumps(line, ensure_ascii=False)
