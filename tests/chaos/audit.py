@@ -29,6 +29,7 @@ class Report:
     episodes_evaluated: int = 0
     steps: int = 0
     epochs: int = 0
+    trained_again: bool = False  # the last step from the log, to the same bytes
     lost: int = 0
     doubled: int = 0
     wrong: list[str] = field(default_factory=list)

@@ -63,10 +63,24 @@ async def run(folder: Path, kills: int, seed: int, say: Say) -> Outcome:
             await asyncio.gather(telling, playing, return_exceptions=True)
         async with await Bus.connect((folder / "data/nats-url").read_text().strip(), "main", name="audit") as bus:
             report = await audit(bus, agents.ledger)
+        if report.steps:
+            await _train_again(folder / "data", report)
     finally:
         process.terminate()
         await process.wait()
     return Outcome(report, killer, agents, time.monotonic() - began)
+
+
+async def _train_again(data: Path, report: Report) -> None:
+    """The last step, once more from the log and the checkpoint before it: are these the weights that are served?"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bombus", "replay", "train", "--step", str(report.steps), "--data", str(data),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    report.trained_again = process.returncode == 0
+    if not report.trained_again:
+        report.wrong.append(f"step {report.steps}, trained again from the log: {said.decode()}")
 
 
 async def _ready(process: asyncio.subprocess.Process, log: Path) -> str:
@@ -127,6 +141,7 @@ def told(outcome: Outcome) -> str:
             f"episodes trained once   {report.episodes_trained_once:6}   (in {report.steps} steps)",
             f"  waiting, dropped      {report.episodes_waiting:6}, {report.episodes_dropped}",
             f"  evaluation            {report.episodes_evaluated:6}",
+            f"last step made again    {'same bytes' if report.trained_again else 'OTHER BYTES'}",
             f"lost                    {report.lost:6}",
             f"doubled                 {report.doubled:6}",
             f"otherwise wrong         {len(report.wrong) - report.lost - report.doubled:6}",
