@@ -10,6 +10,8 @@ PARTS = {
     "gateway": ["-m", "bench.gateway"],
     "episodes": ["-m", "bench.episodes"],
     "bus": ["bench/bus.py"],
+    "recovery": ["-m", "bench.recovery", "--events", "300000"],
+    "takeover": ["-m", "bench.takeover", "--times", "3"],
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],
 }

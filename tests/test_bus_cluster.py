@@ -23,7 +23,9 @@ MB = 1 << 20
 LIMITS = StreamLimits(
     inbox_bytes_max=256 * MB, events_bytes_max=256 * MB, calls_bytes_max=256 * MB, blobs_bytes_max=64 * MB, replicas=3
 )
-GAP_S_MAX = 10.0
+# The aim is 10 s, and bench/RESULTS.md says how often it is met: the server's elections take 4 to 9 s, more when the
+# machine is busy and a first round fails. Here it is a hang that must not be.
+GAP_S_MAX = 30.0
 PATIENCE_S = 60.0  # of a client: a gap must never show as an error to one that is patient
 CLIENTS = 6
 

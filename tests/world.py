@@ -293,6 +293,8 @@ class World:
             self._say(inbox.Start(id=self._id(), engine=ENGINE))
         elif self.random.random() < 0.3:
             self._say(inbox.Stop(id=self._id(), engine=ENGINE))
+        used = self.random.choice((0, 0, 0, 99))
+        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
 
 
 def reasons(world: World) -> set[AbortReason]:

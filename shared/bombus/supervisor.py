@@ -196,6 +196,10 @@ class Supervisor:
             # Polled, because a thread that waits cannot be cancelled.
             code = await asyncio.to_thread(server.wait, 0.5)
             if code is None:
+                if await asyncio.to_thread(server.needs_restart):
+                    # A stream that could not write stays silent until its server starts anew.
+                    log.error("the disk was full and has room again: nats-server is started anew")
+                    await asyncio.to_thread(server.stop)
                 continue
             log.error("nats-server ended with code %s; it is started again with the same data", code)
             try:

@@ -1,4 +1,4 @@
-"""shell.py, recovery.py and retention.py around the real core: stand by, lead, decide in flights, snapshot, trim."""
+"""The coordinator's shell around the real core: stand by, lead, decide in flights, snapshot, trim, watch for room."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,20 @@ from bombus.state import FOLD
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
 from bombus_coordinator.retention import floors_of
+from bombus_coordinator.storage import is_full
 from tests.sim.flight import fly
 from tests.sim.fold import RETRY_S, Fold
 from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, RECOVERED, Referee
-from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, Message
+from tests.sim.server import CALLS_STREAM, EVENTS_STREAM, INBOX_STREAM, SIZE, Message
 from tests.sim.variants import Variant
 
 ASK_S = 0.3
 TICK_S = 1.0
 TRIM_S = 3.0
+WATCH_S = 2.0
 GROUPS = (1, 8, 512)
 
 Flight = list[tuple[Decision, int]]
@@ -82,7 +84,7 @@ class Coordinator(Process):
     async def _lead(self, fold: Fold) -> None:
         while not await self._take_over(fold):
             fold = await Fold.begin(self.link)
-        await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self.lease.keep())
+        await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self._watch(), self.lease.keep())
 
     async def _take_over(self, fold: Fold) -> bool:
         """Fold to the log's end and open the next epoch. False when the old leader wrote in between."""
@@ -245,6 +247,23 @@ class Coordinator(Process):
                 self._referee.seen["calls purged"] += calls.first_seq > 1
             except BusUnavailable:
                 pass  # the next one covers this one
+
+    async def _watch(self) -> None:
+        """Say what is nearly full, and what has room again, as storage.py does."""
+        number = 0
+        while True:
+            for name, stream in self.link.server.streams.items():
+                place = inbox.StorageSeen(id="", what=name, used=stream.used, size=SIZE, reserve=SIZE // 10)
+                if is_full(self.core.hive, place) == (name in self.core.hive.full):
+                    continue
+                number += 1
+                try:
+                    await self.link.send(
+                        msgspec.structs.replace(place, id=f"{self.name}-{self._epoch}-storage-{number}")
+                    )
+                except BusUnavailable:
+                    break  # it is seen again
+            await self.sleep(WATCH_S)
 
     def _take_snapshot(self) -> None:
         """Encoded now, before the state goes on; stored in the background."""

@@ -53,12 +53,15 @@ def _decode(stream: str, body: bytes) -> object:
     return body
 
 
+SIZE = 100  # of each stream
+
+
 class Stream:
     def __init__(self, server: "Server", name: str) -> None:
         self.name = name
         self.messages: list[Message] = []
         self.first_seq = 1
-        self.full = False
+        self.used = 0  # of 100; nothing is stored beyond that
         self.watchers: list[Callable[[Sequence[Message]], None]] = []
         self.waiting: list[Future[None]] = []
         self._server = server
@@ -83,7 +86,7 @@ class Stream:
             return PubAck(again[0], True)
         if again:
             raise ServerRefused(self.name, 400, 10201, "a duplicate within a batch")
-        if self.full:
+        if self.used >= SIZE:
             raise NotNow(f"{self.name} is full")
         stored: list[Message] = []
         for put in puts:

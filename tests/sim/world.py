@@ -13,7 +13,7 @@ from tests.sim.link import Net
 from tests.sim.loop import Loop, Process
 from tests.sim.referee import ENGINE, Referee
 from tests.sim.replica import Replica
-from tests.sim.server import EVENTS_STREAM, SECOND, Message, Server
+from tests.sim.server import EVENTS_STREAM, SECOND, SIZE, Message, Server
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
@@ -114,7 +114,7 @@ class World:
         for link in self.net.links.values():
             link.cut = False
         for stream in self.server.streams.values():
-            stream.full = False
+            stream.used = 0
         for process in (*self.processes, *self.clients):
             if process.stopped:
                 process.go_on()
@@ -168,9 +168,9 @@ class World:
                 return f"by {jump_s} s"
             case Fault.FULL:
                 stream = pick.choice(list(server.streams.values()))
-                stream.full = True
-                self.loop.after(seconds, setattr, stream, "full", False)
-                return f"{stream.name}, {seconds:.1f} s"
+                stream.used = pick.choice((SIZE - 5, SIZE, SIZE))
+                self.loop.after(seconds, setattr, stream, "used", 0)
+                return f"{stream.name} to {stream.used} %, {seconds:.1f} s"
             case Fault.DAMAGE if server.snapshots:
                 server.damaged.add(max(server.snapshots))
                 return f"at {max(server.snapshots)}"

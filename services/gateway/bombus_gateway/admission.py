@@ -4,7 +4,7 @@ from bombus.errors import Code, Refused
 from bombus.events import EpisodeType
 from bombus.records import SamplingParams
 from bombus.run_config import RunConfig
-from bombus.state import EngineState, Phase
+from bombus.state import EngineState, Hive, Phase
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.openai_wire import Ask, BadParameter
 from bombus_gateway.rendering import TextModel
@@ -23,6 +23,12 @@ def check_episode(engine: EngineState, claims: KeyClaims) -> None:
         closed = engine.closed.get(claims.episode)
         how = "has been ended" if closed is None or closed.aborted is None else f"was aborted ({closed.aborted})"
         raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} {how}; {_CLAIM}.")
+
+
+def check_storage(hive: Hive) -> None:
+    """Raise `Refused` STORAGE_FULL while what is left is kept for what is under way."""
+    if hive.refusing:
+        raise Refused(Code.STORAGE_FULL, f"{hive.refusing} Try again when there is room.")
 
 
 def heard_of(engine: EngineState, claims: KeyClaims) -> bool:

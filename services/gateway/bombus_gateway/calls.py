@@ -26,7 +26,7 @@ from bombus.records import (
 )
 from bombus.run_config import RunConfig
 from bombus.state import EngineState, trim
-from bombus_gateway.admission import check_episode, check_sampling, heard_of, sampling_of
+from bombus_gateway.admission import check_episode, check_sampling, check_storage, heard_of, sampling_of
 from bombus_gateway.completion import Completion, Piece
 from bombus_gateway.context import Gateway, Touches
 from bombus_gateway.conversation import Conversation, prefix_digests, root_digest
@@ -109,6 +109,7 @@ class Calls:
     async def open(self, request: Request) -> "Call":
         """Everything before the first token. Raises `Refused`."""
         claims, ask = request.claims, request.ask
+        check_storage(self.follower.hive)
         engine, kind = await self._episode(claims)
         job = self.models.job(engine)
         check_sampling(ask, job, kind)

@@ -76,7 +76,8 @@ class Touches:
         try:
             await self._bus.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
-            # Open calls are touched again a second later; a claim that stays unconfirmed goes back to its client.
+            # Open calls are touched again a second later.
+            self._confirmed.setdefault(engine, []).extend(confirmed)
             log.warning("signs of life were not sent", extra={"engine": engine, "why": str(error)})
 
 

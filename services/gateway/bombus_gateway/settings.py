@@ -35,6 +35,7 @@ class GatewaySettings(BaseModel):
     call_s_max: PositiveFloat = 1800.0
     drain_s: Annotated[float, Field(ge=0, le=600)] = 5.0  # how long a stopping gateway lets open calls finish
     record_s_max: PositiveFloat = 20.0  # for the bus to acknowledge a call's record
+    command_s_max: PositiveFloat = 20.0  # for the coordinator to answer a command
     lookup_s_max: PositiveFloat = 10.0
     claim_wait_s: Annotated[float, Field(ge=0, le=25)] = 6.0  # a contract client gives up after 30 s
     replica_wait_s: PositiveFloat = 5.0

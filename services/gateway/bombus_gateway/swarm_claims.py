@@ -17,6 +17,7 @@ from bombus.inbox import Granted
 from bombus.records import digest
 from bombus_gateway import swarm_models as models
 from bombus_gateway import swarm_views as views
+from bombus_gateway.admission import check_storage
 from bombus_gateway.swarm_desk import Desk, Json
 from bombus_gateway.swarm_models import parse, read_raw
 
@@ -100,6 +101,7 @@ class ClaimRoutes:
 
         Returns why there is no episode now; raises `Refused` for a claim that could never be granted.
         """
+        check_storage(self._desk.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))

@@ -2,6 +2,7 @@
 
 import logging
 import uuid
+from math import inf
 from typing import Any
 
 import msgspec
@@ -16,7 +17,6 @@ from bombus_gateway.context import Gateway
 
 log = logging.getLogger(__name__)
 
-COMMAND_S = 20.0
 POSITION_S = 5.0
 KEY_CHARACTERS_MAX = 256
 TRACEPARENT_CHARACTERS_MAX = 100
@@ -45,13 +45,14 @@ class Desk:
     def state(self) -> EngineState:
         return self.gateway.follower.hive.engines.get(self.engine) or EngineState(name=self.engine)
 
-    async def ask(self, request: Request, message: Message, timeout_s: float = COMMAND_S) -> AnyAnswer:
+    async def ask(self, request: Request, message: Message, timeout_s: float = inf) -> AnyAnswer:
         """Carry out a command; afterwards this gateway's own reads show it."""
         traceparent = request.headers.get(TRACEPARENT, "")
         if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
             traceparent = ""
         try:
-            answer = await self.gateway.bus.ask(message, timeout_s, traceparent=traceparent)
+            limit_s = min(timeout_s, self.gateway.settings.command_s_max)
+            answer = await self.gateway.bus.ask(message, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # From the encoder: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error

@@ -32,7 +32,8 @@ class EngineRoutes:
 
     async def get_engine_status(self, request: Request) -> Response:
         """The engine's phase, what it waits for, and the optimizer steps that it has made."""
-        return Json(views.engine_status(self._desk.state, time.time_ns()))
+        refusing = self._desk.gateway.follower.hive.refusing
+        return Json(views.engine_status(self._desk.state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
         """Give the engine its job; only while it is OFFLINE. The latest one wins."""
@@ -62,6 +63,8 @@ class EngineRoutes:
             run = answer.run if isinstance(answer, inbox.Done) else 0
             await self._desk.gateway.follower.wait_for(lambda _: self._desk.state.run >= run, START_VISIBLE_S)
         except Refused as error:
+            if error.status == 503:
+                raise
             return Json({"success": False, "error": error.why, "code": error.code})
         except TimeoutError:
             raise BusUnavailable("the engine was started, but this gateway has not heard of it yet") from None
@@ -77,6 +80,8 @@ class EngineRoutes:
         try:
             await self._desk.ask(request, command)
         except Refused as error:
+            if error.status == 503:
+                raise
             return Json({"success": False, "failure_reason": error.why, "code": error.code})
         return Json({"success": True, "failure_reason": ""})
 
@@ -92,6 +97,8 @@ class EngineRoutes:
         try:
             await self._desk.ask(request, command)
         except Refused as error:
+            if error.status == 503:
+                raise
             return Json({"success": False, "failure_reason": error.why, "code": error.code})
         return Json({"success": True, "failure_reason": ""})
 

@@ -6,15 +6,15 @@ from typing import Any
 from bombus.collection import progress
 from bombus.records import CallRef
 from bombus.state import EngineState, Episode, Phase
-from bombus.status import detail_of, seconds_between
+from bombus.status import detail_of, noting, seconds_between
 
 View = dict[str, Any]  # a JSON object
 
 
-def engine_status(engine: EngineState, now_ns: int) -> View:
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> View:
     return {
         "engine_status": engine.phase,
-        "engine_status_detail": engine.failure if _failed(engine) else detail_of(engine, now_ns),
+        "engine_status_detail": noting(engine.failure if _failed(engine) else detail_of(engine, now_ns), refusing),
         "global_step": engine.global_step,
         "policy_version": engine.version,
         "run": engine.run,

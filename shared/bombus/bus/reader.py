@@ -253,7 +253,8 @@ class Reader:
             except BusUnavailable as unavailable:
                 if self._bus.is_closed:
                     raise
-                logger.warning("reader of %s waits: %s", self.stream, unavailable)
+                level = logging.WARNING if timeout_s == CREATE_S else logging.INFO  # it says so once
+                logger.log(level, "reader of %s waits: %s", self.stream, unavailable)
                 timeout_s = min(2 * timeout_s, CREATE_S_MAX)
                 await asyncio.sleep(_PAUSE_S)
         self._delivered = 0

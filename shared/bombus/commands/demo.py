@@ -127,7 +127,7 @@ def _main(out: Path, seed: int, minutes: float) -> int:
     for point in curve.measured[1:]:
         print(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
     print("\n" + game.in_words(first.kinds, last.kinds))
-    print(f"\n{len(curve.steps)} optimizer steps. Picture: {picture}\nWeights (load them with transformers): {weights}")
+    print(f"\n{len(curve.steps)} rounds of play. Picture: {picture}\nWeights (load them with transformers): {weights}")
     return 0
 
 
