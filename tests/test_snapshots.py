@@ -97,6 +97,25 @@ async def test_a_leader_takes_snapshots_as_it_goes_and_one_when_it_leaves(bus: B
         assert (await snapshots.load(bus, position)).hive == await folded(bus, position)
 
 
+async def test_leaders_that_all_die_early_leave_a_snapshot_in_the_end(bus: Bus) -> None:
+    """Each took over from a standby's fold and wrote less than what is between two snapshots."""
+    for reign in range(4):
+        fold = await Fold.begin(bus)
+        await fold.catch_up(bus)
+        coordinator = Coordinator(bus, snapshot_events=16)
+        task = asyncio.create_task(coordinator.lead(fold))
+        await coordinator.leading.wait()
+        if reign == 0:
+            await boot(bus, batch_size=1000)
+        await play(bus, 4 * reign, 2)
+        if reign == 3:
+            async with asyncio.timeout(10):
+                while not await snapshots.positions(bus):
+                    await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_recovery_is_a_snapshot_and_what_came_behind_it(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=1000)

@@ -88,7 +88,7 @@ class Coordinator(Process):
 
     async def _take_over(self, fold: Fold) -> bool:
         """Fold to the log's end and open the next epoch. False when the old leader wrote in between."""
-        self._snapshot_at = fold.position
+        self._snapshot_at = fold.snapshot
         await fold.catch_up(self.link)
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = self._read = fold.answered

@@ -31,7 +31,7 @@ class Fold:
 
     def __init__(self, start: Snapshot) -> None:
         self.hive = start.hive
-        self.position = start.position
+        self.position = self.snapshot = start.position
         self.event_id = start.event_id
         self.answered = start.answered
 

@@ -17,9 +17,13 @@ ASK_S = 0.2  # how often a standby asks for the lease
 
 
 class Fold:
-    """The state up to event `position`, that event's message id, and the inbox sequence that it answers."""
+    """The state up to event `position`, that event's message id, and the inbox sequence that it answers.
+
+    `snapshot` is the position of the snapshot that it began at.
+    """
 
     def __init__(self, start: Snapshot) -> None:
+        self.snapshot = start.position
         self.hive: Hive = start.hive
         self.position = start.position
         self.event_id = start.event_id

@@ -90,7 +90,7 @@ class Coordinator:
 
         Raises `Deposed` when somebody else has opened that epoch.
         """
-        self._snapshots.note(fold.position)
+        self._snapshots.note(fold.snapshot)
         await fold.catch_up(self.bus)
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = fold.answered
@@ -270,20 +270,20 @@ async def run(url: str, hive: str, name: str = "", disk: Path | None = None) -> 
 
 
 async def _one_reign(bus: Bus, leader: str, lease: Lease, disk: Path | None) -> None:
-    """Stand by, lead, return when deposed. Raises `LogCorrupted`; `BusUnavailable` when the bus was closed."""
-    try:
-        fold = await stand_by(bus, lease)
-    except BusUnavailable as error:
-        if bus.is_closed:
-            raise
-        log.warning("standing by for the bus: %s", error)
-        await asyncio.sleep(RETRY_S)
-        return
+    """Stand by, lead, return when deposed or when the bus was away for too long to take over.
+
+    Raises `LogCorrupted`; `BusUnavailable` when the bus was closed.
+    """
     coordinator = Coordinator(bus, leader, lease, disk=disk)
     try:
-        await coordinator.lead(fold)
+        await coordinator.lead(await stand_by(bus, lease))
     except* Deposed as group:
         log.warning("deposed, standing by: %s", group.exceptions[0])
+    except* BusUnavailable as group:
+        if bus.is_closed:
+            raise
+        log.warning("standing by for the bus: %s", group.exceptions[0])
+        await asyncio.sleep(RETRY_S)
     finally:
         await lease.release()
         await coordinator.leave()
