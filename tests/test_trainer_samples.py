@@ -5,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pandas
 import pytest
 import torch
 from pyarrow import parquet
@@ -141,7 +142,6 @@ def test_a_parquet_file_has_a_row_for_each_sample(tmp_path: Path) -> None:
 
 
 def test_pandas_reads_a_parquet_file(tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
     write(tmp_path / "b.parquet", 3, samples())
     table = pandas.read_parquet(tmp_path / "b.parquet")
     assert table["reward"].tolist() == [sample.reward for sample in samples()]
