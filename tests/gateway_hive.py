@@ -19,6 +19,7 @@ from bombus.events import EpisodeType, NotedCall, Weights
 from bombus.follow import Follower
 from bombus.generation import Fault, Finished, Frame, Generate, Tokens, decode_request, encode_frame
 from bombus.job import parse_job
+from bombus.process import listen
 from bombus.records import CallRecord, decode_record, pack_logprobs, pack_tokens, unpack_tokens
 from bombus.state import EngineState, Phase
 from bombus_coordinator.shell import Coordinator
@@ -26,7 +27,7 @@ from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.rendering import TextModel
-from bombus_gateway.service import http_server, listen
+from bombus_gateway.service import http_server
 from bombus_gateway.settings import GatewaySettings
 
 ENGINE = "main"

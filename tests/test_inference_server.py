@@ -11,9 +11,10 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.generation import CONTENT_TYPE, Fault, FrameReader, Generate, encode_request
+from bombus.process import listen
 from bombus_inference.engine import Engine
 from bombus_inference.server import App
-from bombus_inference.service import STOPPED, http_server, listen, url_of
+from bombus_inference.service import STOPPED, http_server, url_of
 from bombus_inference.settings import ServerSettings
 from tests.inference_given import Answer, another, engine_for, finish, llama, request
 

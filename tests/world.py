@@ -133,22 +133,13 @@ class World:
                 assert set(event.episodes) <= set(engine.open)
 
     def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
-        rules = engine.collection
         episodes = [episode.episode for group in batch.groups for episode in group.episodes]
         assert not engine.open, "everybody has finished or was taken away"
         assert len(set(episodes)) == len(episodes)
         assert not set(episodes) & self.batched, "no episode is in two batches"
         self.batched |= set(episodes)
         assert batch.step == engine.step + 1
-        sizes = [len(group.episodes) for group in batch.groups]
-        match rules.method:
-            case Method.ENOUGH_EPISODES:
-                assert sum(sizes) == rules.episode_target
-            case Method.ENOUGH_TASKS | Method.ENOUGH_NON_DUMMY_TASKS:
-                assert sizes == [rules.num_repeat] * rules.batch_size
-                assert len({group.task for group in batch.groups}) == rules.batch_size
-        if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
-            assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)
+        check_as_asked(batch, engine.collection)
 
     def check_nothing_lost(self) -> None:
         """Every training episode whose end is on the log is in the pool, in one batch, or gone with a reason."""
@@ -299,3 +290,16 @@ class World:
 
 def reasons(world: World) -> set[AbortReason]:
     return {logged.event.reason for logged in world.log if isinstance(logged.event, ev.EpisodeAborted)}
+
+
+def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:
+    """A batch holds exactly what its method asks for."""
+    sizes = [len(group.episodes) for group in batch.groups]
+    match rules.method:
+        case Method.ENOUGH_EPISODES:
+            assert sum(sizes) == rules.episode_target
+        case Method.ENOUGH_TASKS | Method.ENOUGH_NON_DUMMY_TASKS:
+            assert sizes == [rules.num_repeat] * rules.batch_size
+            assert len({group.task for group in batch.groups}) == rules.batch_size
+    if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
+        assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)

@@ -1,15 +1,16 @@
-"""How a service runs as a process: it stops in order on a signal, and does not outlive who started it."""
+"""How a service runs as a process: it stops in order on a signal, does not outlive who started it, binds its port."""
 
 import asyncio
 import ctypes
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from bombus.errors import BombusError
+from bombus.errors import BombusError, Code, Refused
 
 PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
 _PR_SET_PDEATHSIG = 1
@@ -73,3 +74,18 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     for error in group.exceptions:
         found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found
+
+
+def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """A bound socket; with `reuse_port` others here may have its port too. Raises `Refused` when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+    return bound

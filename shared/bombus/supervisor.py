@@ -22,11 +22,11 @@ import msgspec
 from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
 from bombus.cli import URL_FILE
-from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.errors import BombusError, BusUnavailable
 from bombus.follow import Follower
 from bombus.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.job import parse_job
-from bombus.process import PARENT_VARIABLE
+from bombus.process import PARENT_VARIABLE, listen
 from bombus.state import Hive
 
 log = logging.getLogger(__name__)
@@ -248,13 +248,8 @@ class Supervisor:
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[None]:
     """Keep the gateways' port ours while they come and go. Raises `Refused` when somebody else has it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-        except OSError as error:
-            raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
+    with listen(host, port) as probe:
+        family = probe.family
     with socket.socket(family, socket.SOCK_STREAM) as held:  # it never listens, so no connection comes to it
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))

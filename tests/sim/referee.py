@@ -8,12 +8,13 @@ import msgspec
 from bombus import events as ev
 from bombus import inbox
 from bombus.bus.headers import EPOCH, INBOX
-from bombus.events import EpisodeType, Event, Method
+from bombus.events import EpisodeType, Event
 from bombus.inbox import Answer
 from bombus.records import digest
 from bombus.state import ARROWS, EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
 from tests.sim.server import Message
+from tests.world import check_as_asked
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
@@ -160,7 +161,6 @@ class Referee:
                 self.training.add(outcome.episode)
 
     def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
-        rules = engine.collection
         episodes = [episode.episode for group in batch.groups for episode in group.episodes]
         assert not engine.open, "everybody has finished or was taken away"
         assert batch.step == engine.step + 1
@@ -170,15 +170,7 @@ class Referee:
         assert not set(episodes) & self.batched, "no episode is in two batches"
         self.batched |= set(episodes)
         self.batches[batch.run, batch.step] = batch
-        sizes = [len(group.episodes) for group in batch.groups]
-        match rules.method:
-            case Method.ENOUGH_EPISODES:
-                assert sum(sizes) == rules.episode_target
-            case Method.ENOUGH_TASKS | Method.ENOUGH_NON_DUMMY_TASKS:
-                assert sizes == [rules.num_repeat] * rules.batch_size
-                assert len({group.task for group in batch.groups}) == rules.batch_size
-        if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
-            assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)
+        check_as_asked(batch, engine.collection)
 
     def _check_step(self, event: ev.StepCompleted, engine: EngineState) -> None:
         assert engine.batch is not None

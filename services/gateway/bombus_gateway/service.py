@@ -10,8 +10,9 @@ import uvicorn
 
 from bombus import telemetry
 from bombus.bus import Bus, ServerRefused
-from bombus.errors import BusUnavailable, Code, Refused
+from bombus.errors import BusUnavailable
 from bombus.follow import Follower
+from bombus.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import SECRET_NAME, Keys
@@ -88,21 +89,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """A bound socket; with `reuse_port` other gateways may have its port too. Raises `Refused` when it is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if reuse_port:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
-    return bound
 
 
 @contextlib.asynccontextmanager

@@ -18,6 +18,7 @@ from bombus.events import WeightsReady
 from bombus.follow import Follower
 from bombus.generation import Fault
 from bombus.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
+from bombus.process import listen
 from bombus.run_config import RunConfig
 from bombus.state import EngineState, Phase
 from bombus_inference.server import App
@@ -201,15 +202,6 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket: its port is known before anybody serves it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind((host, port))
-    return bound
 
 
 def url_of(bound: socket.socket) -> str:
