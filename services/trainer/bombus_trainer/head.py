@@ -31,12 +31,17 @@ class HeadPlan:
         ]
 
 
-def chosen_logprobs(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N] (no gradient).
+def chosen_logprobs(
+    hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
 
-    Computed in float32 whatever the inputs are.
+    The entropy has a gradient only if asked for: it costs a second product with W. Computed in float32 whatever the
+    inputs are.
     """
-    logprobs_N, entropy_U = _ChosenLogprobs.apply(hidden_UH, weight_VH, head)  # type: ignore[no-untyped-call]
+    logprobs_N, entropy_U = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_UH, weight_VH, head, entropy_grad
+    )
     return logprobs_N, entropy_U[head.head_of_term_N]
 
 
@@ -45,15 +50,21 @@ def _logits(hidden_UH: Tensor, weight_VH: Tensor, temperatures_U: Tensor) -> Ten
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """d logprob_n / d hidden_u = (W[target_n] - p_u W) / temperature_u, so p_u W is all that backward needs."""
+    """d logprob_n / d hidden_u = (W[target_n] - p_u W) / temperature_u, so p_u W is all that backward needs.
+
+    d entropy_u / d logit_v = -p_v (log p_v + entropy_u), so for the entropy it is (p_u (log p_u + entropy_u)) W.
+    """
 
     @staticmethod
-    def forward(ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool
+    ) -> tuple[Tensor, Tensor]:
         wide_VH = _wide(weight_VH)
         logprobs_N = torch.empty(len(head.targets_N), dtype=torch.float32, device=hidden_UH.device)
         entropy_U = torch.empty(len(hidden_UH), dtype=torch.float32, device=hidden_UH.device)
         needs_hidden = ctx.needs_input_grad[0]
         expected_UH = torch.empty(hidden_UH.shape if needs_hidden else (0,), device=hidden_UH.device)
+        narrowing_UH = torch.empty(hidden_UH.shape if needs_hidden and entropy_grad else (0,), device=hidden_UH.device)
         for heads, terms in head.slices():
             logits_UV = _logits(hidden_UH[heads].to(wide_VH.dtype), wide_VH, head.temperatures_U[heads])
             total_U = logits_UV.logsumexp(dim=1)
@@ -63,14 +74,19 @@ class _ChosenLogprobs(torch.autograd.Function):
             entropy_U[heads] = total_U - (probs_UV * logits_UV).sum(dim=1)
             if needs_hidden:
                 expected_UH[heads] = (probs_UV.to(wide_VH.dtype) @ wide_VH).float()
-        ctx.save_for_backward(hidden_UH, weight_VH, expected_UH)
+                if entropy_grad:
+                    pull_UV = _narrowing(probs_UV, logits_UV, total_U, entropy_U[heads])
+                    narrowing_UH[heads] = (pull_UV.to(wide_VH.dtype) @ wide_VH).float()
+        ctx.save_for_backward(hidden_UH, weight_VH, expected_UH, narrowing_UH)
         ctx.head = head
-        ctx.mark_non_differentiable(entropy_U)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy_U)
+        ctx.entropy_grad = entropy_grad
         return logprobs_N, entropy_U
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, _entropy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden_UH, weight_VH, expected_UH = ctx.saved_tensors
+    def backward(ctx: Any, grad_N: Tensor, entropy_grad_U: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden_UH, weight_VH, expected_UH, narrowing_UH = ctx.saved_tensors
         head: HeadPlan = ctx.head
         at_N, targets_N = head.head_of_term_N, head.targets_N
         grad_U = grad_N.new_zeros(len(hidden_UH)).index_add_(0, at_N, grad_N)
@@ -79,21 +95,39 @@ class _ChosenLogprobs(torch.autograd.Function):
             chosen_NH = weight_VH[targets_N].float() * grad_N[:, None]
             pulled_UH = torch.zeros_like(expected_UH).index_add_(0, at_N, chosen_NH)
             pulled_UH -= grad_U[:, None] * expected_UH
+            if ctx.entropy_grad:
+                pulled_UH -= entropy_grad_U[:, None] * narrowing_UH
             grad_hidden = (pulled_UH / head.temperatures_U[:, None]).to(hidden_UH.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grad_N, grad_U)
-        return grad_hidden, grad_weight, None
+            of_entropy_U = entropy_grad_U if ctx.entropy_grad else None
+            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grad_N, grad_U, of_entropy_U)
+        return grad_hidden, grad_weight, None, None
 
 
-def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grad_N: Tensor, grad_U: Tensor) -> Tensor:
+def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: Tensor) -> Tensor:
+    """p (log p + entropy): what a step along it takes from the entropy [U, V]."""
+    return probs_UV * (logits_UV - total_U[:, None] + entropy_U[:, None])
+
+
+def _weight_gradient(
+    hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grad_N: Tensor, grad_U: Tensor, entropy_grad_U: Tensor | None
+) -> Tensor:
     wide_VH = _wide(weight_VH)
     total_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
     for heads, terms in head.slices():
         slice_UH = hidden_UH[heads].to(wide_VH.dtype)
         logits_UV = _logits(slice_UH, wide_VH, head.temperatures_U[heads])
-        grads_UV = torch.softmax(logits_UV, dim=1).mul_(-grad_U[heads, None])
+        probs_UV = torch.softmax(logits_UV, dim=1)
+        of_entropy_UV = None
+        if entropy_grad_U is not None:
+            sum_U = logits_UV.logsumexp(dim=1)
+            entropy_U = sum_U - (probs_UV * logits_UV).sum(dim=1)
+            of_entropy_UV = _narrowing(probs_UV, logits_UV, sum_U, entropy_U).mul_(entropy_grad_U[heads, None])
+        grads_UV = probs_UV.mul_(-grad_U[heads, None])
         at_N = head.head_of_term_N[terms] - heads.start
         grads_UV.index_put_((at_N, head.targets_N[terms]), grad_N[terms], accumulate=True)
+        if of_entropy_UV is not None:
+            grads_UV -= of_entropy_UV
         grads_UV /= head.temperatures_U[heads, None]
         total_VH += (grads_UV.to(wide_VH.dtype).t() @ slice_UH).float()
     return total_VH.to(weight_VH.dtype)
