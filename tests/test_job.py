@@ -15,6 +15,7 @@ from bombus import Job
 from bombus.errors import Code, Refused
 from bombus.events import Collection, Method
 from bombus.job import RunConfig, derive_lengths, parse_job, to_yaml
+from bombus.run_config import TrainerConfig
 from bombus.sdk.job import KEYWORDS
 
 AGENTJET = """
@@ -117,6 +118,26 @@ def test_short_names_of_methods_are_taken(name: str) -> None:
         ({"bombus": {"collection": {"method": "never"}}}, ["bombus.collection.method", "enough_tasks"]),
         ({"bombus": {"trainer": {"betas": [0.9]}}}, ["bombus.trainer.betas"]),
         ({"bombus": {"trainer": {"backend": "jax"}}}, ["torch, verl"]),
+        (
+            {"ajet": {"trainer_common": {"algorithm": {"adv_estimator": "sgd"}}}},
+            ['ajet.trainer_common.algorithm.adv_estimator = "sgd"', "grpo, rloo, opo, dr_grpo", "backend verl"],
+        ),
+        ({"bombus": {"trainer": {"adv_estimator": "gae"}}}, ["needs a critic", "backend verl has it"]),
+        ({"bombus": {"trainer": {"loss": "sapo"}}}, ["clipped, gspo, cispo, importance_sampling"]),
+        ({"bombus": {"trainer": {"correction": "tis"}}}, ["one of none, token_tis, sequence_tis, icepop"]),
+        ({"bombus": {"trainer": {"loss_aggregation": "sum"}}}, ["one of episode, token, constant"]),
+        ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3"]),
+        ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
+        ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 is over tis_clip 2.0"]),
+        ({"bombus": {"trainer": {"dual_clip": 0.5}}}, ["dual_clip 0.5", "more than 1"]),
+        ({"bombus": {"trainer": {"dual_clip": 3, "loss": "gspo"}}}, ["belongs to the loss clipped, not to gspo"]),
+        ({"bombus": {"trainer": {"overlong": "penalty"}}}, ["needs an overlong_buffer of at least 1 token"]),
+        ({"bombus": {"trainer": {"overlong": "penalty", "overlong_buffer": 5000}}}, ["overlong_buffer 5000", "4096"]),
+        ({"bombus": {"trainer": {"enable_lora": True}}}, ["enable_lora needs a lora_rank of at least 1"]),
+        ({"bombus": {"trainer": {"enable_lora": False, "lora_rank": 8}}}, ["enable_lora is false", "lora_rank is 8"]),
+        ({"bombus": {"trainer": {"use_tis": "yes"}}}, ["bombus.trainer.use_tis", "true or false"]),
+        ({"bombus": {"trainer": {"use_tis": True, "correction": "none"}}}, ["use_tis", "correction", "only one"]),
+        ({"bombus": {"trainer": {"eps_clip": 2}}}, ["bombus.trainer.eps_clip = 2", "at most 1"]),
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
         ("- 1", ["must be a mapping"]),
         ("a: [", ["not valid YAML"]),
@@ -229,6 +250,74 @@ except Refused as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "pip install 'bombus[yaml]'" in done.stdout
+
+
+def trainer(**options: object) -> TrainerConfig:
+    return parse_job({"bombus": {"trainer": options}}).trainer
+
+
+def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
+    assert "aggregation" not in refusal({"bombus": {"trainer": {"adv_estimator": "sgd"}}})
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"use_tis": True, "tis_clip": 3.0, "tis_clip_low": 0.1}, {"correction": "token_tis", "tis_clip_low": 0.1}),
+        ({"use_tis": False}, {"correction": "none", "tis_clip": 2.0}),
+        ({"eps_clip": 0.1}, {"clip_low": 0.1, "clip_high": 0.1}),
+        ({"eps_clip": 0.1, "eps_clip_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.28}),
+        ({"eps_clip": 0.1, "eps_clip_high": None}, {"clip_low": 0.1, "clip_high": 0.1}),
+        ({"eps_clip_c": 3.0}, {"dual_clip": 3.0}),
+        ({"advantage_estimator": "rloo"}, {"adv_estimator": "rloo", "loss": "clipped"}),
+        ({"advantage_estimator": "gspo"}, {"adv_estimator": "grpo", "loss": "gspo"}),
+        ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}, {"kl_coef": 0.1, "kl_estimator": "k3"}),
+        ({"kl_loss_coef": 0.1, "use_kl_loss": True}, {"kl_coef": 0.1}),
+        ({"kl_loss_coef": 0.1, "use_kl_loss": False}, {"kl_coef": 0.0}),
+        ({"entropy_coef": 0.01, "use_opsm": True, "opsm_delta": 0.5}, {"entropy_coef": 0.01, "opsm_delta": 0.5}),
+        ({"calculate_per_token_loss": True}, {"loss_aggregation": "token"}),
+        ({"disable_grpo_std_normalization": True}, {"normalise_by_std": False}),
+    ],
+)
+def test_slimes_names_of_options_are_taken(options: dict[str, object], wanted: dict[str, object]) -> None:
+    found = trainer(**options)
+    assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"loss": "vanilla"}, {"loss": "clipped"}),
+        ({"adv_estimator": "reinforce++"}, {"adv_estimator": "reinforce_plus_plus"}),
+        ({"loss_aggregation": "token-mean"}, {"loss_aggregation": "token"}),
+        ({"loss_aggregation": "seq-mean-token-mean"}, {"loss_aggregation": "episode"}),
+        ({"loss_aggregation": "seq-mean-token-sum-norm"}, {"loss_aggregation": "constant"}),
+        ({"kl_estimator": "mse"}, {"kl_estimator": "k2"}),
+    ],
+)
+def test_verls_names_of_algorithms_are_taken(options: dict[str, object], wanted: dict[str, object]) -> None:
+    found = trainer(**options)
+    assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+def test_dr_grpo_brings_its_aggregation_unless_another_is_given() -> None:
+    assert trainer(adv_estimator="dr-grpo").loss_aggregation == "constant"
+    assert trainer(adv_estimator="dr_grpo", loss_aggregation="token").loss_aggregation == "token"
+    assert trainer(adv_estimator="grpo").loss_aggregation == "episode"
+
+
+def test_with_the_backend_verl_estimators_and_losses_are_verls_to_know() -> None:
+    found = trainer(backend="verl", adv_estimator="gae", loss="sapo")
+    assert (found.adv_estimator, found.loss) == ("gae", "sapo")
+
+
+def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:
+    tree = json.loads(parse_job({}).to_json())
+    fields = ("loss", "correction", "kl_estimator", "entropy_coef", "overlong", "use_opsm", "enable_lora")
+    for field in fields:
+        del tree["trainer"][field]
+    found = RunConfig.from_json(json.dumps(tree)).trainer
+    assert [getattr(found, field) for field in fields] == ["clipped", "token_tis", "k3", 0.0, "keep", False, None]
 
 
 # ---- Job ------------------------------------------------------------------------------------------------------

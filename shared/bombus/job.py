@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from bombus.errors import Code, Refused
 from bombus.run_config import GROUPS, RolloutConfig, RunConfig, Tree, shown, validated
+from bombus.slime_options import from_slime
 
 __all__ = [
     "AJET_KEYS",
@@ -67,8 +68,9 @@ LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_o
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     """The configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
 
-    Keys below `ajet` are AgentJet's; the groups below `bombus` are ours, by our names, and win. Of the four
-    lengths any may be given: the rest follows. Raises `Refused(BAD_CONFIG)`.
+    Keys below `ajet` are AgentJet's; the groups below `bombus` are ours, by our names, and win; in `trainer`
+    slime's names are understood too. Of the four lengths any may be given: the rest follows. Raises
+    `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else document
     given: Tree = {}
@@ -89,9 +91,10 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     if not kl_is_on:
         given.get("trainer", {}).pop("kl_coef", None)
     for group, fields in _own_block(tree.get("bombus")).items():
-        for field, value in fields.items():
+        plain = {field: (value, field) for field, value in fields.items()}
+        for field, (value, option) in (from_slime(fields) if group == "trainer" else plain).items():
             given.setdefault(group, {})[field] = value
-            names[f"{group}.{field}"] = f"bombus.{group}.{field}"
+            names[f"{group}.{field}"] = f"bombus.{group}.{option}"
     ignored += [str(key) for key in tree if key not in ("ajet", "bombus", "hydra", "defaults")]
     _derive_lengths(given.setdefault("rollout", {}))
     config = validated(given, names)

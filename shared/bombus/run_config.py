@@ -3,11 +3,31 @@
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from enum import StrEnum
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
+from bombus.algorithms import (
+    CRITIC_ESTIMATORS,
+    Aggregation,
+    Correction,
+    Estimator,
+    KlEstimator,
+    Loss,
+    Overlong,
+    named,
+)
 from bombus.errors import Code, Refused
 from bombus.events import Collection, Method
 from bombus.records import digest
@@ -38,9 +58,36 @@ def _method(value: object) -> object:
     return value
 
 
+def _aggregation(value: object) -> object:
+    return (named(Aggregation, value) if isinstance(value, str) else None) or value
+
+
+def _kl_estimator(value: object) -> object:
+    return (named(KlEstimator, value) if isinstance(value, str) else None) or value
+
+
 Float = Annotated[float, BeforeValidator(_number)]
 Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 CollectionMethod = Annotated[Method, BeforeValidator(_method)]
+
+
+Name = TypeVar("Name", bound=StrEnum)
+
+
+def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
+    """The name as we have it. Raises `ValueError` for one that the torch backend does not know; verl may."""
+    if info.data.get("backend") != "torch":
+        return name
+    found = named(kind, name)
+    if found is None:
+        raise ValueError(f"it takes one of {', '.join(kind)}; with backend verl, any name that verl knows")
+    return found.value
+
+
+def _own_aggregation(given: Tree) -> Aggregation:
+    """That of the estimator, where the job gives none."""
+    dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
+    return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
 
 
 class Group(BaseModel):
@@ -105,16 +152,17 @@ class CollectionConfig(Group):
 
 
 class TrainerConfig(Group):
-    """How a batch becomes an optimizer step.
+    """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
 
-    `tis_clip` bounds the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0
-    means that the learning rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank`
-    of 0 that all weights are trained. Each step's samples are written to `save_debug_rollout_data`, a path on the
+    With the backend verl, estimators and losses are looked up by name in verl. `tis_clip` bounds the importance
+    weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate does not
+    decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    `overlong_buffer` is in tokens. Each step's samples are written to `save_debug_rollout_data`, a path on the
     trainer's machine: below the run's folder, or where the trainer's operator allows it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
-    adv_estimator: Literal["grpo", "rloo", "opo"] = "grpo"
+    adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
     normalise_by_std: bool = True
     lr: Float = Field(default=1e-6, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
@@ -123,15 +171,27 @@ class TrainerConfig(Group):
     weight_decay: Float = Field(default=0.01, ge=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: Float = Field(default=1.0, gt=0, le=1000)
-    clip_low: Float = Field(default=0.2, ge=0, lt=1)
+    loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
+    clip_low: Float = Field(default=0.2, ge=0, le=1)
     clip_high: Float = Field(default=0.2, ge=0, le=10)
+    dual_clip: Float = Field(default=0.0, ge=0, le=100)
+    correction: Correction = Correction.TOKEN_TIS
     tis_clip: Float = Field(default=2.0, ge=0, le=100)
+    tis_clip_low: Float = Field(default=0.0, ge=0, le=100)
+    use_opsm: bool = False
+    opsm_delta: Float = Field(default=1e-4, ge=0, le=100)
     kl_coef: Float = Field(default=0.0, ge=0, le=10)
+    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3
+    entropy_coef: Float = Field(default=0.0, ge=0, le=10)
+    overlong: Overlong = Overlong.KEEP
+    overlong_buffer: int = Field(default=0, ge=0, le=1 << 22)
+    overlong_penalty: Float = Field(default=1.0, ge=0, le=1000)
     mini_batch_num: int = Field(default=1, ge=1, le=1024)
     ppo_epochs: int = Field(default=1, ge=1, le=64)
-    loss_aggregation: Literal["episode", "token"] = "episode"
+    loss_aggregation: Annotated[Aggregation, BeforeValidator(_aggregation)] = Field(default_factory=_own_aggregation)
     max_tokens_per_bin: int = Field(default=16_384, ge=16, le=1 << 24)
     gradient_checkpointing: bool = False
+    enable_lora: bool | None = None  # none: as lora_rank says
     lora_rank: int = Field(default=0, ge=0, le=1024)
     lora_alpha: int = Field(default=16, ge=1, le=65_536)
     target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
@@ -141,6 +201,38 @@ class TrainerConfig(Group):
         pattern=r"^$|\{rollout_id\}.*\.pt$",
         description="a path like DIR/rollout_{rollout_id}.pt",
     )
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _estimator_is_known(cls, name: str, info: ValidationInfo) -> str:
+        if name in CRITIC_ESTIMATORS and info.data.get("backend") == "torch":
+            raise ValueError("it needs a critic, which the torch backend does not have: backend verl has it")
+        return _known(Estimator, name, info)
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_is_known(cls, name: str, info: ValidationInfo) -> str:
+        return _known(Loss, name, info)
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> "TrainerConfig":
+        if self.enable_lora and not self.lora_rank:
+            raise ValueError("enable_lora needs a lora_rank of at least 1")
+        if self.enable_lora is False and self.lora_rank:
+            raise ValueError(f"enable_lora is false, but lora_rank is {self.lora_rank}: give only one of them")
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip {self.dual_clip} is refused: it takes 0 (none) or more than 1")
+        if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
+            raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
+        if self.tis_clip and self.tis_clip_low > self.tis_clip:
+            raise ValueError(f"tis_clip_low {self.tis_clip_low} is over tis_clip {self.tis_clip}")
+        if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
+            raise ValueError(
+                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper takes 0.5 and 5.0"
+            )
+        if self.overlong == Overlong.PENALTY and not self.overlong_buffer:
+            raise ValueError("overlong penalty needs an overlong_buffer of at least 1 token")
+        return self
 
 
 class ExperimentConfig(Group):
@@ -160,6 +252,13 @@ class RunConfig(Group):
     trainer: TrainerConfig = TrainerConfig()
     experiment: ExperimentConfig = ExperimentConfig()
     ignored: tuple[str, ...] = Field(default=(), exclude=True)
+
+    @model_validator(mode="after")
+    def _overlong_buffer_fits(self) -> "RunConfig":
+        room, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
+        if self.trainer.overlong == Overlong.PENALTY and buffer > room:
+            raise ValueError(f"overlong_buffer {buffer} is over max_response_length_in_one_turn {room}")
+        return self
 
     def to_collection(self) -> Collection:
         """What the coordinator needs of this job."""
@@ -221,7 +320,8 @@ def _check_plain(name: str, value: object) -> None:
 
 
 def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
-    found = error.errors(include_url=False)
+    # A default that would have come from a field that is wrong is no second fault.
+    found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
     sentences = []
     for problem in found[:3]:
         ours = ".".join(str(part) for part in problem["loc"][:2])
@@ -231,7 +331,10 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
             close = difflib.get_close_matches(ours, _all_paths(), n=1)
             sentences.append(f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
         elif field is None:
-            sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}")
+            sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+        elif problem["type"] == "value_error":
+            why = problem["msg"].removeprefix("Value error, ")
+            sentences.append(f"{name} = {shown(problem['input'])} is refused: {why}")
         else:
             sentences.append(f"{name} = {shown(problem['input'])} is refused: {_allowed(field)}")
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
@@ -263,13 +366,13 @@ def _allowed(field: FieldInfo) -> str:
         if getattr(bound, sign, None) is not None
     ]
     kind = field.annotation
-    if kind is Method:
-        return "it takes one of " + ", ".join(Method)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "it takes one of " + ", ".join(kind)
     choices = getattr(kind, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "it takes one of " + ", ".join(choices)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    word = words.get(cast(type, kind), "two numbers from 0 to below 1")
+    word = "true or false" if kind == bool | None else words.get(cast(type, kind), "two numbers from 0 to below 1")
     return ", ".join([f"it takes {word}", *bounds])
 
 

@@ -1,0 +1,81 @@
+"""The names by which a job chooses how it is trained, and what others call the same (docs/algorithms.md)."""
+
+from enum import StrEnum
+from typing import TypeVar
+
+
+class Estimator(StrEnum):
+    """Of advantages."""
+
+    GRPO = "grpo"
+    RLOO = "rloo"
+    OPO = "opo"
+    DR_GRPO = "dr_grpo"
+    REINFORCE_PLUS_PLUS = "reinforce_plus_plus"
+    REINFORCE_PLUS_PLUS_BASELINE = "reinforce_plus_plus_baseline"
+
+    @property
+    def over_batch(self) -> bool:
+        """Whether advantages are normalised over all tokens of a batch: a group alone does not give them."""
+        return self in (Estimator.REINFORCE_PLUS_PLUS, Estimator.REINFORCE_PLUS_PLUS_BASELINE)
+
+
+class Loss(StrEnum):
+    CLIPPED = "clipped"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+
+
+class Aggregation(StrEnum):
+    """Of the terms of an update to one number."""
+
+    EPISODE = "episode"
+    TOKEN = "token"
+    CONSTANT = "constant"
+
+
+class KlEstimator(StrEnum):
+    K1 = "k1"
+    K2 = "k2"
+    K3 = "k3"
+
+
+class Correction(StrEnum):
+    """Of the difference between the sampler's logprobs and the trainer's."""
+
+    NONE = "none"
+    TOKEN_TIS = "token_tis"
+    SEQUENCE_TIS = "sequence_tis"
+    ICEPOP = "icepop"
+    TOKEN_MASK = "token_mask"
+    SEQUENCE_MASK = "sequence_mask"
+
+
+class Overlong(StrEnum):
+    """What becomes of an episode one of whose calls was cut at its length."""
+
+    KEEP = "keep"
+    MASK = "mask"
+    PENALTY = "penalty"
+
+
+ALIASES: dict[type[StrEnum], dict[str, str]] = {
+    Loss: {"vanilla": "clipped"},
+    Aggregation: {
+        "token_mean": "token",
+        "seq_mean_token_mean": "episode",
+        "seq_mean_token_sum_norm": "constant",
+    },
+    KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+}
+CRITIC_ESTIMATORS = ("gae",)
+
+Name = TypeVar("Name", bound=StrEnum)
+
+
+def named(kind: type[Name], text: str) -> Name | None:
+    """What `text` names, by our name or another's; `dr-grpo` and `reinforce++` are understood. None: nothing."""
+    plain = text.lower().replace("-", "_").replace("++", "_plus_plus")
+    plain = ALIASES.get(kind, {}).get(plain, plain)
+    return next((name for name in kind if name == plain), None)
