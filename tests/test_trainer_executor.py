@@ -167,6 +167,39 @@ def test_micro_batches_add_up_to_the_update_of_the_whole(folder: Path) -> None:
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
 
 
+ALGORITHMS: list[dict[str, object]] = [
+    {"estimator": "reinforce_plus_plus_baseline", "aggregation": "token"},
+    {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    {"loss": "cispo", "entropy_coef": 0.01},
+    {"loss": "importance_sampling", "correction": "sequence_tis"},
+    {"correction": "sequence_mask", "use_opsm": True, "opsm_delta": 0.01},
+    {"correction": "icepop", "importance_floor": 0.2, "importance_cap": 5.0},
+    {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "constant"},
+]
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: next(iter(changes.values())))
+def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, changes: dict[str, object]) -> None:
+    """Packed and shared, or each sequence in a bin of its own: the same losses and gradients over two updates."""
+    found = []
+    for layout in ({"bin_tokens": 4096}, {"bin_tokens": 16, "share_prefixes": False}):
+        executor = Executor(folder, tiny_settings(ppo_epochs=2, **changes, **layout))
+        found.append(executor.train_step(batch(), 1))
+    names = ("loss", "grad_norm", "clip_fraction", "importance_capped", "masked_share", "kl_sampler", "entropy")
+    assert found[0]["grad_norm"] > 0
+    assert [found[1][name] for name in names] == pytest.approx([found[0][name] for name in names], rel=2e-3, abs=1e-5)
+
+
+def test_an_entropy_bonus_widens_the_distribution(folder: Path) -> None:
+    entropies = []
+    for coefficient in (0.0, 1.0):
+        executor = Executor(folder, tiny_settings(entropy_coef=coefficient))
+        for step in (1, 2, 3):
+            executor.train_step(batch(), step)
+        entropies.append(executor.train_step(batch(), 4)["entropy"])
+    assert entropies[1] > entropies[0] + 0.1
+
+
 def test_a_kl_term_pulls_back_to_the_model_as_loaded(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(kl_coef=0.5))
     assert executor.train_step(batch(1), 1)["kl_reference"] == pytest.approx(0.0, abs=1e-6)

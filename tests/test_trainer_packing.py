@@ -1,12 +1,15 @@
 """The trie is a layout only: rows, positions and segments say exactly which sequences went in."""
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bombus.algorithms import Correction, Loss
 from bombus_trainer.attention import plan
+from bombus_trainer.losses import LossInputs, policy_loss
 from bombus_trainer.packing import Bin, Item, Segment, pack
-from tests.trainer_given import item
+from tests.trainer_given import item, tiny_settings
 
 
 def seen_by(packed: Bin, row: int) -> list[int]:
@@ -71,7 +74,12 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
             prefix_of[len(prefix_of)] = line[:at]
     bins = pack(items, bin_tokens, share, shared_tokens_min)
     found: dict[int, list[int]] = {}
-    for packed in bins:
+    line_of = {term: number for number, each in enumerate(items) for term in each.terms.ids_N.tolist()}
+    together: dict[int, set[tuple[int, int]]] = {}
+    for number, packed in enumerate(bins):
+        assert set(packed.lines_N.tolist()) == set(range(packed.sequences))
+        for term, line in zip(packed.terms.ids_N.tolist(), packed.lines_N.tolist(), strict=True):
+            together.setdefault(line_of[term], set()).add((number, line))
         assert len(packed.tokens_T) <= max(bin_tokens, max(map(len, given_lines)) - 1)
         assert np.all(np.diff(packed.head_of_term_N) >= 0)
         for term, head in zip(packed.terms.ids_N.tolist(), packed.head_of_term_N.tolist(), strict=True):
@@ -79,13 +87,43 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
             found[term] = seen_by(packed, row)
             assert packed.positions_T[row] == len(found[term]) - 1
     assert found == prefix_of
+    assert all(len(places) == 1 for places in together.values()), "a sequence lies in one bin, under one number"
+    assert len(set.union(*together.values())) == len(items)
+
+
+@given(lines, st.integers(1, 60), st.sampled_from(Loss), st.sampled_from(Correction), st.booleans(), st.integers(0, 99))
+@settings(max_examples=100, deadline=None)
+def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
+    given_lines: list[list[int]], bin_tokens: int, loss: Loss, correction: Correction, opsm: bool, seed: int
+) -> None:
+    """Whatever looks at whole sequences finds them whole, in whichever order a trie has their tokens."""
+    items: list[Item] = []
+    for line in given_lines:
+        items.append(item(line, range(1, len(line)), first_id=sum(len(each.terms) for each in items)))
+    random = torch.Generator().manual_seed(seed)
+    policy, old, sampler, advantages = torch.randn(4, sum(len(each.terms) for each in items), generator=random) / 2
+    policy.requires_grad_()
+    rules = tiny_settings(
+        loss=loss, correction=correction, importance_floor=0.3, use_opsm=opsm, opsm_delta=0.05, clip_low=0.1
+    )
+
+    def gradient(bins: list[Bin]) -> torch.Tensor:
+        total = torch.zeros(())
+        for packed in bins:
+            ids = torch.from_numpy(packed.terms.ids_N)
+            weights, lines_N = torch.ones(len(ids)), torch.from_numpy(packed.lines_N)
+            chosen = (policy[ids], old[ids], sampler[ids], advantages[ids], weights, lines_N, packed.sequences)
+            total = total + policy_loss(LossInputs(*chosen), rules).loss
+        return torch.cat([torch.autograd.grad(total, policy)[0], total.detach()[None]])
+
+    shared = gradient(pack(items, bin_tokens, shared_tokens_min=1))
+    alone = gradient([packed for each in items for packed in pack([each], 1, share_prefixes=False)])
+    torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 5)), min_size=1, max_size=12))
 @settings(max_examples=100, deadline=None)
 def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, int]]) -> None:
-    import torch
-
     segments: list[Segment] = []
     for length, wish in shapes:
         parent = min(wish, len(segments) - 1)

@@ -1,9 +1,12 @@
-"""Advantages of the episodes of one group, from their rewards alone."""
+"""Advantages of the episodes of a batch, from their rewards alone."""
 
 from collections.abc import Sequence
 from math import sqrt
 
-from bombus_trainer.settings import Estimator
+import numpy as np
+
+from bombus.algorithms import Estimator
+from bombus_trainer.sequences import Floats
 
 EPSILON = 1e-6  # rewards that differ by less say nothing
 
@@ -17,13 +20,18 @@ def group_advantages(
     """One advantage for each of n samples of a group, from its reward r_i and its count of sampled tokens l_i.
 
     - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
-      `normalise_std`; without it this is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783).
+      `normalise_std`.
+    - Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): r_i - mean(r).
     - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
     - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
+    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, and with baseline r_i - mean(r). Both are only half of it:
+      `whitened` has to follow, over the whole batch.
 
-    A group of one, or of equal rewards, has nothing to compare: zeros.
+    A group of one, or of equal rewards, has nothing to compare: zeros, but for REINFORCE++ without baseline.
     """
     count = len(rewards)
+    if estimator == Estimator.REINFORCE_PLUS_PLUS:
+        return list(rewards)
     if count < 2 or max(rewards) - min(rewards) < EPSILON:
         return [0.0] * count
     mean = sum(rewards) / count
@@ -34,7 +42,7 @@ def group_advantages(
         baseline = weighted / max(sum(lengths), 1)
         return [reward - baseline for reward in rewards]
     centred = [reward - mean for reward in rewards]
-    if not normalise_std:
+    if estimator != Estimator.GRPO or not normalise_std:
         return centred
     std = sqrt(sum(value * value for value in centred) / (count - 1))
     return [value / (std + EPSILON) for value in centred]
@@ -53,7 +61,8 @@ def call_advantages(
     compared with the calls at the same turn of the group's other episodes: turns differ in what they can earn, and
     with one baseline for all of them an easy turn would be rewarded, and a hard one punished, whatever was said.
     A turn that only one episode reached has nothing to compare: zero. An episode without call rewards then gives its
-    reward to each of its calls.
+    reward to each of its calls. This holds for every estimator. REINFORCE++ without baseline compares within no
+    group: there a call's reward takes the place of its episode's among all tokens of the batch.
 
     Raises `ValueError` when an episode has not one reward for each of its calls.
     """
@@ -79,3 +88,15 @@ def call_advantages(
         for index, advantage in zip(there, advantages, strict=True):
             found[index][turn] = advantage
     return found
+
+
+def whitening(values_N: Floats) -> tuple[float, float]:
+    """The mean of a batch's trained tokens' values, and what their distance from it is to be multiplied by.
+
+    1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's masked_whiten
+    computes it. Fewer than two tokens, or equal values, have nothing to compare: a factor of 0.
+    """
+    if len(values_N) < 2 or float(np.ptp(values_N)) < EPSILON:
+        return 0.0, 0.0
+    values = values_N.astype(np.float64)
+    return float(values.mean()), float(1.0 / sqrt(values.var(ddof=1) + 1e-8))

@@ -1,17 +1,19 @@
 """From the groups of a batch to what is computed: sequences with an advantage and a weight for each trained token."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from bombus.algorithms import Aggregation, Overlong
 from bombus.errors import LogCorrupted
 from bombus.records import CallRecord
-from bombus_trainer.advantages import call_advantages
-from bombus_trainer.losses import episode_weights, token_weights
+from bombus_trainer.advantages import call_advantages, whitening
+from bombus_trainer.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.overlong import penalties, was_cut
 from bombus_trainer.packing import Item, Terms
 from bombus_trainer.sequences import Floats, MergedEpisode, Sequence, merge_calls
-from bombus_trainer.settings import Aggregation, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class PreparedBatch:
     calls: int
     merged_calls: int
     left_out: tuple[str, ...]  # episodes whose records cannot be trained: an infra failure each
+    cut: int = 0  # episodes one of whose calls was cut at its length
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
@@ -75,7 +78,7 @@ def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: in
     """Merge and give advantages. An episode that is corrupted leaves its group before anything is computed of it."""
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
-    terms = calls = merged_calls = 0
+    terms = calls = merged_calls = cut = 0
     for group in groups:
         kept: list[tuple[EpisodeCalls, MergedEpisode]] = []
         for episode in group.episodes:
@@ -87,31 +90,62 @@ def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: in
         terms += sum(prepared[-1].tokens.values())
         calls += sum(merged.calls for _, merged in kept)
         merged_calls += sum(merged.merged_calls for _, merged in kept)
-    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out))
+        cut += sum(any(map(was_cut, episode.records)) for episode, _ in kept)
+    if settings.estimator.over_batch:
+        prepared = _whitened(prepared)
+    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
+
+
+def episode_advantages(episodes: SequenceOf[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
+    """One advantage for each call of each episode of a group, overlong calls punished if the settings say so.
+
+    Of an estimator that normalises over the batch this is what goes into that.
+    """
+    lost = [penalties(episode.records, settings) for episode in episodes]
+    return call_advantages(
+        [episode.reward + min(less, default=0.0) for episode, less in zip(episodes, lost, strict=True)],
+        [
+            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, less, strict=True)]
+            for each, less in zip(episodes, lost, strict=True)
+        ],
+        [[record.completion_tokens() for record in episode.records] for episode in episodes],
+        settings.estimator,
+        settings.normalise_std,
+    )
 
 
 def _prepare_group(
     kept: SequenceOf[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
 ) -> PreparedGroup:
-    lengths = [[record.completion_tokens() for record in episode.records] for episode, _ in kept]
-    advantages = call_advantages(
-        [episode.reward for episode, _ in kept],
-        [episode.call_rewards for episode, _ in kept],
-        lengths,
-        settings.estimator,
-        settings.normalise_std,
-    )
+    advantages = episode_advantages([episode for episode, _ in kept], settings)
     lines: list[Line] = []
-    for (_, merged), of_calls in zip(kept, advantages, strict=True):
+    tokens: dict[str, int] = {}
+    for (episode, merged), of_calls in zip(kept, advantages, strict=True):
+        masked = settings.overlong == Overlong.MASK and any(map(was_cut, episode.records))
+        tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
-        for sequence in merged.sequences:
+        for sequence in () if masked else merged.sequences:
             lines.append(Line(sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
-    return PreparedGroup(
-        lines=tuple(lines),
-        tokens={episode.episode: merged.trained_tokens for episode, merged in kept},
-        signal=any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines),
-    )
+    return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
+
+
+def _signal(lines: SequenceOf[Line]) -> bool:
+    return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines)
+
+
+def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
+    """The groups with the advantages of all their trained tokens normalised together."""
+    parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
+    mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
+    found = []
+    for group in groups:
+        lines = tuple(
+            replace(line, advantages_T=np.where(line.sequence.calls_T >= 0, (line.advantages_T - mean) * scale, 0.0))
+            for line in group.lines
+        )
+        found.append(replace(group, lines=lines, signal=_signal(lines)))
+    return found
 
 
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
@@ -127,10 +161,11 @@ def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epo
     """Deal the groups of a batch out to its updates, anew in each of its epochs; groups stay whole.
 
     Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
-    are not computed, unless a KL term pulls on them too.
+    are not computed, unless a KL term or an entropy bonus pulls on them too.
     """
-    computed = [group for group in batch.groups if group.lines and (group.signal or settings.kl_coef > 0.0)]
-    silent = [group for group in batch.groups if not (group.signal or settings.kl_coef > 0.0)]
+    everywhere = settings.pulls_everywhere
+    computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]
+    silent = [group for group in batch.groups if not (group.signal or everywhere)]
     parts = min(settings.mini_batch_num, len(computed))
     if parts > 1:
         order = np.random.default_rng([settings.seed, step, epoch]).permutation(len(computed))
@@ -142,8 +177,12 @@ def _items(
     computed: SequenceOf[PreparedGroup], silent: SequenceOf[PreparedGroup], settings: TrainerSettings
 ) -> list[Item]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
-    weigh = episode_weights if settings.aggregation == Aggregation.EPISODE else token_weights
-    weights = weigh(tokens)
+    if settings.aggregation == Aggregation.EPISODE:
+        weights = episode_weights(tokens)
+    elif settings.aggregation == Aggregation.TOKEN:
+        weights = token_weights(tokens)
+    else:
+        weights = constant_weights(tokens, settings.response_tokens_max)
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
 
 

@@ -16,7 +16,7 @@ from bombus_trainer import checkpoint
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.export import export
-from bombus_trainer.losses import policy_loss
+from bombus_trainer.losses import LossInputs, policy_loss
 from bombus_trainer.model import PolicyModel
 from bombus_trainer.optim import Optimizer, learning_rate
 from bombus_trainer.packing import Bin, Item, pack
@@ -99,24 +99,24 @@ class Executor:
         terms = packed.terms
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
         sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(device)
-        result = policy_loss(
-            scored.logprobs_N,
-            old_N,
-            sampler_N,
-            torch.from_numpy(terms.advantages_N).to(device),
-            torch.from_numpy(terms.weights_N).to(device),
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            importance_cap=settings.importance_cap,
+        inputs = LossInputs(
+            logprobs_N=scored.logprobs_N,
+            old_logprobs_N=old_N,
+            sampler_logprobs_N=sampler_N,
+            advantages_N=torch.from_numpy(terms.advantages_N).to(device),
+            weights_N=torch.from_numpy(terms.weights_N).to(device),
+            lines_N=torch.from_numpy(packed.lines_N).to(device),
+            lines=packed.sequences,
             reference_logprobs_N=self.model.score_reference(packed) if settings.kl_coef > 0.0 else None,
-            kl_coef=settings.kl_coef,
+            entropy_N=scored.entropy_N,
         )
+        result = policy_loss(inputs, settings)
         loss = float(result.loss.detach())
         if not isfinite(loss):
             self.optimizer.zero_grad()
             raise EngineFault(f"the loss is not finite ({loss})")
         result.loss.backward()  # type: ignore[no-untyped-call]
-        tally.note_terms(result, old_N, sampler_N, scored.entropy_N, settings.importance_cap)
+        tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
         return loss
 
     def _old_logprobs(
@@ -179,6 +179,7 @@ def _batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float
         "groups_without_signal": float(sum(not group.signal for group in batch.groups)),
         "episodes": float(sum(len(group.episodes) for group in groups)),
         "episodes_left_out": float(len(batch.left_out)),
+        "episodes_cut": float(batch.cut),
         "calls": float(batch.calls),
         "merged_share": batch.merged_calls / max(batch.calls, 1),
         "tokens_trained": float(batch.terms),

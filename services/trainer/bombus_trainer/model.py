@@ -31,7 +31,8 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """For each term of a bin [N]: its logprob, with gradient unless it was switched off, and its entropy."""
+    """For each term of a bin [N]: its logprob, with gradient unless it was switched off, and its entropy, with
+    gradient if there is a bonus for it."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
@@ -101,7 +102,8 @@ class PolicyModel:
             rows_max=self._head_rows_max,
         )
         weight_VH = model.get_output_embeddings().weight
-        return Scored(*chosen_logprobs(hidden_TH.index_select(0, rows_U), weight_VH, head))
+        entropy_grad = self._settings.entropy_coef > 0.0
+        return Scored(*chosen_logprobs(hidden_TH.index_select(0, rows_U), weight_VH, head, entropy_grad))
 
     def _hidden(self, model: "PreTrainedModel", tokens_T: Ints, positions_T: Ints, tree: Tree) -> Tensor:
         hidden: Tensor = model.get_decoder()(

@@ -60,7 +60,8 @@ class Bin:
     """One micro-batch: a flat row of T tokens and the terms that its hidden states predict.
 
     `heads` are the distinct (row, temperature) pairs that need logits: several terms may ask the same hidden state
-    for different targets. `head_of_term_N` never decreases.
+    for different targets. `head_of_term_N` never decreases. `lines_N` numbers the sequence, below `sequences`, that
+    each term belongs to: a sequence is never split, so all its terms are here.
     """
 
     tokens_T: Ints
@@ -70,6 +71,7 @@ class Bin:
     head_temperatures_U: Floats
     head_of_term_N: Ints
     terms: Terms
+    lines_N: Ints
     sequences: int
     sequence_tokens: int  # what the sequences would have cost without sharing
 
@@ -188,6 +190,7 @@ def _lay_out(trie: _Trie, content: list[tuple[Item, _Node]]) -> Bin:
         rows.append(rows_T[item.positions_N - 1])
     head_rows_N = np.concatenate(rows)
     terms = Terms.concatenate([item.terms for item, _ in content])
+    lines_N = np.repeat(np.arange(len(content)), [len(item.terms) for item, _ in content])
     order = np.lexsort((terms.ids_N, terms.temperatures_N, head_rows_N))
     head_rows_N, terms = head_rows_N[order], terms.take(order)
     fresh_N = np.ones(len(terms), dtype=np.bool_)
@@ -200,6 +203,7 @@ def _lay_out(trie: _Trie, content: list[tuple[Item, _Node]]) -> Bin:
         head_temperatures_U=terms.temperatures_N[fresh_N],
         head_of_term_N=np.cumsum(fresh_N) - 1,
         terms=terms,
+        lines_N=lines_N[order],
         sequences=len(content),
         sequence_tokens=sum(len(item.tokens_T) - 1 for item, _ in content),
     )

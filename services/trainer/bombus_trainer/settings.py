@@ -5,6 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bombus.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Name, Overlong, named
 from bombus.errors import EngineFault
 from bombus.run_config import RunConfig
 
@@ -26,17 +27,6 @@ class Schedule(StrEnum):
     CONSTANT = "constant"
     LINEAR = "linear"
     COSINE = "cosine"
-
-
-class Estimator(StrEnum):
-    GRPO = "grpo"
-    RLOO = "rloo"
-    OPO = "opo"
-
-
-class Aggregation(StrEnum):
-    EPISODE = "episode"
-    TOKEN = "token"
 
 
 class TrainerSettings(BaseModel):
@@ -66,10 +56,23 @@ class TrainerSettings(BaseModel):
     estimator: Estimator = Estimator.GRPO
     normalise_std: bool = True
     aggregation: Aggregation = Aggregation.EPISODE
-    clip_low: float = Field(default=0.2, ge=0.0, lt=1.0)
+    response_tokens_max: int = Field(default=15_000, ge=1, le=1 << 22, description="of an episode: a constant length")
+    loss: Loss = Loss.CLIPPED
+    clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     clip_high: float = Field(default=0.2, ge=0.0, le=10.0)
+    dual_clip: float = Field(default=0.0, ge=0.0, le=100.0, description="0: none")
+    correction: Correction = Correction.TOKEN_TIS
     importance_cap: float = Field(default=2.0, ge=0.0, le=100.0, description="0: no correction for the sampler")
+    importance_floor: float = Field(default=0.0, ge=0.0, le=100.0)
+    use_opsm: bool = False
+    opsm_delta: float = Field(default=1e-4, ge=0.0, le=100.0)
     kl_coef: float = Field(default=0.0, ge=0.0, le=100.0)
+    kl_estimator: KlEstimator = KlEstimator.K3
+    entropy_coef: float = Field(default=0.0, ge=0.0, le=100.0)
+    overlong: Overlong = Overlong.KEEP
+    turn_tokens_max: int = Field(default=4096, ge=1, le=1 << 22, description="of a call")
+    overlong_buffer: int = Field(default=1, ge=1, le=1 << 22)
+    overlong_penalty: float = Field(default=1.0, ge=0.0, le=1000.0)
 
     bin_tokens: int = Field(default=4096, ge=16, le=1 << 24)
     share_prefixes: bool = True
@@ -80,6 +83,11 @@ class TrainerSettings(BaseModel):
     def updates(self) -> int:
         """Optimizer updates for each batch."""
         return self.mini_batch_num * self.ppo_epochs
+
+    @property
+    def pulls_everywhere(self) -> bool:
+        """Whether a token without advantage is trained too."""
+        return self.kl_coef > 0.0 or self.entropy_coef > 0.0
 
     @classmethod
     def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 4096) -> Self:
@@ -109,12 +117,33 @@ class TrainerSettings(BaseModel):
             grad_clip=asked.grad_clip,
             mini_batch_num=asked.mini_batch_num,
             ppo_epochs=asked.ppo_epochs,
-            estimator=Estimator(asked.adv_estimator),
+            estimator=_of(Estimator, "adv_estimator", asked.adv_estimator),
             normalise_std=asked.normalise_by_std,
-            aggregation=Aggregation(asked.loss_aggregation),
+            aggregation=asked.loss_aggregation,
+            response_tokens_max=job.rollout.max_response_length,
+            loss=_of(Loss, "loss", asked.loss),
             clip_low=asked.clip_low,
             clip_high=asked.clip_high,
+            dual_clip=asked.dual_clip,
+            correction=asked.correction,
             importance_cap=asked.tis_clip,
+            importance_floor=asked.tis_clip_low,
+            use_opsm=asked.use_opsm,
+            opsm_delta=asked.opsm_delta,
             kl_coef=asked.kl_coef,
+            kl_estimator=asked.kl_estimator,
+            entropy_coef=asked.entropy_coef,
+            overlong=asked.overlong,
+            turn_tokens_max=job.rollout.max_response_length_in_one_turn,
+            overlong_buffer=max(asked.overlong_buffer, 1),
+            overlong_penalty=asked.overlong_penalty,
             bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),
         )
+
+
+def _of(kind: type[Name], field: str, asked: str) -> Name:
+    """The configuration knew the name, unless it was made for another backend and then changed."""
+    found = named(kind, asked)
+    if found is None:
+        raise EngineFault(f"trainer.{field} {asked!r} is not known to the torch backend: it has {', '.join(kind)}")
+    return found

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from bombus_trainer.batch import Group
-from bombus_trainer.losses import PolicyLoss, kl_k3
+from bombus_trainer.kl import kl_k3
+from bombus_trainer.losses import PolicyLoss
 from bombus_trainer.packing import Bin
 
-MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "entropy")
+MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
 
 class Tally:
@@ -41,15 +42,13 @@ class Tally:
         self._tokens[1] += sum(packed.sequence_tokens for packed in bins)
         self._tokens[2] += sequences * longest
 
-    def note_terms(
-        self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor, importance_cap: float
-    ) -> None:
-        capped_N = loss.importance_N >= importance_cap if importance_cap > 0 else torch.zeros_like(old_N)
+    def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
         columns = {
             "kl_sampler": kl_k3(sampler_N, old_N),
             "kl_sampler_abs": (old_N - sampler_N).abs(),
             "clip_fraction": loss.clipped_N,
-            "importance_capped": capped_N,
+            "importance_capped": loss.capped_N,
+            "masked_share": loss.masked_N,
             "entropy": entropy_N,
         }
         if loss.kl_reference_N is not None:

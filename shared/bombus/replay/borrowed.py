@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bombus.errors import BombusError
+from bombus.events import BatchEpisode
+from bombus.records import CallRecord
 from bombus.run_config import RunConfig
 
 
@@ -28,19 +30,21 @@ def tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     return made
 
 
-def call_advantages(
-    rewards: Sequence[float],
-    call_rewards: Sequence[Sequence[float] | None],
-    lengths: Sequence[Sequence[int]],
-    job: RunConfig,
-) -> list[list[float]]:
+def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
     """The trainer's advantage of each call of each episode of a group, as the job asks for it.
 
-    Raises `NotInstalled`, `ValueError` when an episode has not one reward for each of its calls.
+    Raises `NotInstalled`, `ValueError` when an episode has not one reward for each of its calls, or the group alone
+    does not say.
     """
     settings = _from("bombus_trainer.settings", "trainer").TrainerSettings.of_job(job)
-    formula = _from("bombus_trainer.advantages", "trainer").call_advantages
-    found: list[list[float]] = formula(rewards, call_rewards, lengths, settings.estimator, settings.normalise_std)
+    if settings.estimator.over_batch:
+        raise ValueError(f"{settings.estimator} normalises over the whole batch: see `bombus replay batch`")
+    batch = _from("bombus_trainer.batch", "trainer")
+    episodes = [
+        batch.EpisodeCalls(member.episode, member.reward, tuple(records), member.call_rewards)
+        for member, records in group
+    ]
+    found: list[list[float]] = batch.episode_advantages(episodes, settings)
     return found
 
 

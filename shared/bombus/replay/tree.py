@@ -112,14 +112,9 @@ async def _advantages(source: Source, story: Story, notes: list[str]) -> dict[Ca
         except LogCorrupted as error:
             notes.append(f"{member.episode} is left out of the group's advantages: {error}")
             continue
-        members.append((member, [record.completion_tokens() for record in records]))
+        members.append((member, records))
     try:
-        found = call_advantages(
-            [member.reward for member, _ in members],
-            [member.call_rewards for member, _ in members],
-            [lengths for _, lengths in members],
-            RunConfig.from_json(story.config.config),
-        )
+        found = call_advantages(members, RunConfig.from_json(story.config.config))
     except (NotInstalled, EngineFault, ValueError) as error:
         notes.append(f"no advantages: {error}")
         return {}
