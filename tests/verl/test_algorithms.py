@@ -1,0 +1,272 @@
+"""Our advantages, losses, KL estimates, aggregations and corrections against verl's, on random inputs."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo.core_algos import agg_loss, get_adv_estimator_fn, get_policy_loss_fn, kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_correction_and_rejection_mask,
+    compute_rollout_rejection_mask,
+)
+from verl.workers.config import ActorConfig
+
+from bombus.algorithms import Correction, Estimator, KlEstimator
+from bombus_trainer.advantages import group_advantages, whitening
+from bombus_trainer.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.corrections import line_means, sampler_correction
+from bombus_trainer.kl import KL_ESTIMATES
+from bombus_trainer.losses import LossInputs, policy_loss
+from bombus_trainer.settings import TrainerSettings
+
+TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
+SEQUENCES, LENGTH = 12, 10
+SEEDS = range(5)
+
+
+class Batch:
+    """Twelve sequences of up to ten tokens, padded as verl has them (`_ST`) and flat as we have them (`_N`)."""
+
+    def __init__(self, seed: int) -> None:
+        random = torch.Generator().manual_seed(seed)
+        self.lengths = torch.randint(1, LENGTH + 1, (SEQUENCES,), generator=random)
+        self.mask_ST = (torch.arange(LENGTH) < self.lengths[:, None]).double()
+        self.lines_N = torch.repeat_interleave(torch.arange(SEQUENCES), self.lengths)
+        self.old_ST = -2 * torch.rand(SEQUENCES, LENGTH, generator=random, dtype=torch.float64)
+        self.logprobs_ST = self.old_ST + self._noise(random)
+        self.sampler_ST = self.old_ST + self._noise(random)
+        self.advantages_ST = torch.randn(SEQUENCES, 1, generator=random, dtype=torch.float64).expand(-1, LENGTH)
+        self.rewards = torch.randint(0, 3, (SEQUENCES,), generator=random).double()
+        self.groups = np.arange(SEQUENCES) // 4
+
+    def _noise(self, random: torch.Generator) -> torch.Tensor:
+        return 0.5 * torch.randn(SEQUENCES, LENGTH, generator=random, dtype=torch.float64)
+
+    def flat(self, values_ST: torch.Tensor) -> torch.Tensor:
+        return values_ST[self.mask_ST.bool()]
+
+    def tokens(self) -> dict[str, int]:
+        return {str(line): int(length) for line, length in enumerate(self.lengths)}
+
+    def weights_N(self, weigh: Callable[[dict[str, int]], dict[str, float]]) -> torch.Tensor:
+        weights = weigh(self.tokens())
+        return torch.tensor([weights[str(line)] for line in self.lines_N.tolist()], dtype=torch.float64)
+
+    def inputs(self, weigh: Callable[[dict[str, int]], dict[str, float]] = token_weights) -> LossInputs:
+        return LossInputs(
+            logprobs_N=self.flat(self.logprobs_ST),
+            old_logprobs_N=self.flat(self.old_ST),
+            sampler_logprobs_N=self.flat(self.sampler_ST),
+            advantages_N=self.flat(self.advantages_ST),
+            weights_N=self.weights_N(weigh),
+            lines_N=self.lines_N,
+            lines=SEQUENCES,
+        )
+
+
+@pytest.fixture(params=SEEDS)
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return Batch(request.param)
+
+
+# ---- advantages -------------------------------------------------------------------------------------------------
+
+
+def ours(batch: Batch, estimator: Estimator, normalise_std: bool) -> torch.Tensor:
+    found = torch.zeros(SEQUENCES, dtype=torch.float64)
+    for group in range(SEQUENCES // 4):
+        members = np.flatnonzero(batch.groups == group)
+        rewards = batch.rewards[members].tolist()
+        lengths = batch.lengths[members].tolist()
+        found[members] = torch.tensor(group_advantages(rewards, lengths, estimator, normalise_std), dtype=torch.float64)
+    advantages_N = found[batch.lines_N]
+    if estimator.over_batch:
+        mean, scale = whitening(advantages_N.numpy())
+        advantages_N = (advantages_N - mean) * scale
+    return advantages_N
+
+
+@pytest.mark.parametrize(
+    ("estimator", "normalise_std", "theirs"),
+    [
+        ("grpo", True, "grpo"),
+        ("grpo", False, "grpo"),
+        ("dr_grpo", True, "grpo"),
+        ("rloo", True, "rloo"),
+        ("opo", True, "opo"),
+        ("reinforce_plus_plus", True, "reinforce_plus_plus"),
+        ("reinforce_plus_plus_baseline", True, "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_advantages_are_verls(batch: Batch, estimator: str, normalise_std: bool, theirs: str) -> None:
+    rewards_ST = torch.zeros_like(batch.mask_ST)
+    rewards_ST[torch.arange(SEQUENCES), batch.lengths - 1] = batch.rewards
+    divides = normalise_std and estimator != "dr_grpo"
+    advantages_ST, _ = get_adv_estimator_fn(theirs)(
+        token_level_rewards=rewards_ST,
+        response_mask=batch.mask_ST,
+        index=batch.groups,
+        config=AlgoConfig(gamma=1.0),
+        **({"norm_adv_by_std_in_grpo": divides} if theirs == "grpo" else {}),
+    )
+    torch.testing.assert_close(ours(batch, Estimator(estimator), normalise_std), batch.flat(advantages_ST), **TOLERANCE)
+
+
+# ---- losses and aggregations ------------------------------------------------------------------------------------
+
+
+def actor(**changes: object) -> ActorConfig:
+    given = {"strategy": "fsdp", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 1, "clip_ratio_low": 0.1}
+    return ActorConfig(**{**given, "clip_ratio_high": 0.3, "clip_ratio_c": 1e6, **changes})
+
+
+def with_gradient(values_ST: torch.Tensor, loss: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    leaf = values_ST.detach().clone().requires_grad_()
+    value = loss(leaf)
+    value.backward()
+    assert leaf.grad is not None
+    return value.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "dual_clip"),
+    [("clipped", "vanilla", 0.0), ("clipped", "vanilla", 1.5), ("gspo", "gspo", 0.0), ("cispo", "cispo", 0.0)],
+)
+@pytest.mark.parametrize(
+    ("weigh", "mode"),
+    [(token_weights, "token-mean"), (episode_weights, "seq-mean-token-mean")],
+    ids=["token", "episode"],
+)
+@pytest.mark.parametrize("corrected", [False, True])
+def test_losses_and_their_gradients_are_verls(
+    batch: Batch, name: str, theirs: str, dual_clip: float, weigh: Callable, mode: str, corrected: bool
+) -> None:
+    settings = TrainerSettings(
+        loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, importance_cap=1.2 if corrected else 0.0
+    )
+    weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
+
+    def loss_here(logprobs_ST: torch.Tensor) -> torch.Tensor:
+        batch.logprobs_ST = logprobs_ST
+        return policy_loss(batch.inputs(weigh), settings).loss
+
+    def loss_there(logprobs_ST: torch.Tensor) -> torch.Tensor:
+        loss, _ = get_policy_loss_fn(theirs)(
+            old_log_prob=batch.old_ST,
+            log_prob=logprobs_ST,
+            advantages=batch.advantages_ST,
+            response_mask=batch.mask_ST,
+            loss_agg_mode=mode,
+            config=actor(**({"clip_ratio_c": dual_clip} if dual_clip else {})),
+            rollout_is_weights=weights_ST,
+        )
+        return loss
+
+    mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
+    assert other[1].abs().max() > 1e-3
+    torch.testing.assert_close(mine, other, **TOLERANCE)
+
+
+def test_without_a_bound_a_loss_is_verls_with_a_bound_that_is_never_met(batch: Batch) -> None:
+    settings = TrainerSettings(loss="importance_sampling", correction="none")
+    theirs, _ = get_policy_loss_fn("vanilla")(
+        old_log_prob=batch.old_ST,
+        log_prob=batch.logprobs_ST,
+        advantages=batch.advantages_ST,
+        response_mask=batch.mask_ST,
+        config=actor(clip_ratio_low=1.0, clip_ratio_high=1e6),
+    )
+    torch.testing.assert_close(policy_loss(batch.inputs(), settings).loss, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("weigh", "mode"),
+    [
+        (token_weights, "token-mean"),
+        (episode_weights, "seq-mean-token-mean"),
+        (lambda tokens: constant_weights(tokens, 25), "seq-mean-token-sum-norm"),
+    ],
+    ids=["token", "episode", "constant"],
+)
+def test_aggregations_are_verls(batch: Batch, weigh: Callable, mode: str) -> None:
+    batch.mask_ST[3] = 0.0  # of this sequence nothing is trained
+    batch.lengths[3] = 0
+    batch.lines_N = torch.repeat_interleave(torch.arange(SEQUENCES), batch.lengths)
+    theirs = agg_loss(batch.logprobs_ST, batch.mask_ST, mode, loss_scale_factor=25)
+    mine = (batch.weights_N(weigh) * batch.flat(batch.logprobs_ST)).sum()
+    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+
+
+@pytest.mark.parametrize("estimator", list(KlEstimator))
+@pytest.mark.parametrize("alias", [False, True])
+def test_kl_estimates_and_their_gradients_are_verls(batch: Batch, estimator: KlEstimator, alias: bool) -> None:
+    name = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[estimator] if alias else estimator.value
+    reference = batch.sampler_ST
+    mine = with_gradient(batch.logprobs_ST, lambda given: KL_ESTIMATES[estimator](given, reference).sum())
+    theirs = with_gradient(batch.logprobs_ST, lambda given: kl_penalty(given, reference, name).sum())
+    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+
+
+# ---- corrections ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("correction", "low", "high", "level", "threshold"),
+    [
+        ("token_tis", 0.0, 1.2, "token", 1.2),
+        ("sequence_tis", 0.0, 1.2, "sequence", 1.2),
+        ("icepop", 0.5, 2.0, "token", "0.5_2.0"),
+        ("token_mask", 0.0, 1.2, "token", "1e-30_1.2"),
+        ("sequence_mask", 0.0, 1.2, "sequence", "1e-30_1.2"),
+        ("sequence_mask", 0.5, 2.0, "sequence", "0.5_2.0"),
+    ],
+)
+def test_corrections_are_verls(
+    batch: Batch, correction: str, low: float, high: float, level: str, threshold: str | float
+) -> None:
+    weights, _, _ = compute_rollout_correction_and_rejection_mask(
+        old_log_prob=batch.old_ST,
+        rollout_log_prob=batch.sampler_ST,
+        response_mask=batch.mask_ST,
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+    )
+    assert weights is not None
+    theirs = batch.flat(weights.batch["rollout_is_weights"])
+    inputs = batch.inputs()
+    mine = sampler_correction(
+        inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, Correction(correction), low, high
+    )
+    torch.testing.assert_close(mine.importance_N, theirs, **TOLERANCE)
+    assert mine.capped_N.any() or mine.masked_N.any()
+
+
+def test_what_is_masked_is_what_verl_rejects(batch: Batch) -> None:
+    inputs = batch.inputs()
+    for correction, option in (("token_mask", "token_k1"), ("sequence_mask", "seq_sum_k1")):
+        kept_ST, _ = compute_rollout_rejection_mask(
+            batch.sampler_ST - batch.old_ST, batch.mask_ST, option, rollout_rs_threshold="0.5_2.0"
+        )  # its k1 is the negative of the log-ratio: of the inverse, between the inverse bounds
+        mine = sampler_correction(
+            inputs.old_logprobs_N,
+            inputs.sampler_logprobs_N,
+            inputs.lines_N,
+            SEQUENCES,
+            Correction(correction),
+            0.5,
+            2.0,
+        )
+        assert mine.masked_N.tolist() == (batch.flat(kept_ST) == 0).tolist()
+
+
+def test_the_distance_of_a_sequence_from_its_sampler_is_verls_mean_k1(batch: Batch) -> None:
+    """verl has no off-policy sequence masking; what it compares with its bound verl can compute."""
+    divergence_S = line_means(batch.flat(batch.sampler_ST - batch.logprobs_ST), batch.lines_N, SEQUENCES)
+    kept_ST, _ = compute_rollout_rejection_mask(
+        batch.logprobs_ST - batch.sampler_ST, batch.mask_ST, "seq_mean_k1", rollout_rs_threshold="1e-30_1.1"
+    )
+    far_S = divergence_S > np.log(1.1)
+    assert far_S.any()
+    assert far_S[batch.lines_N].tolist() == (batch.flat(kept_ST) == 0).tolist()
