@@ -18,6 +18,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
     python: str  # its version
     packages: dict[str, str]  # of what was asked for, and which version that became
     size_bytes: int
+    recipe: str  # the digest of how it was made: another one asks for it to be made anew
 
 
 def environments_folder() -> Path:

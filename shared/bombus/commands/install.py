@@ -1,0 +1,37 @@
+"""`bombus install`: an environment of its own for vLLM or verl, which cannot be where bombus itself is."""
+
+import argparse
+import shlex
+import sys
+
+from bombus.environments import environments_folder
+from bombus.errors import EngineFault
+from bombus.hardware import nvidia_gpus
+from bombus.installing import commands, install, recipe
+from bombus.status import byte_size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", choices=("vllm", "verl"), help="vllm serves models, verl trains them on many GPUs")
+    parser.add_argument("--force", action="store_true", help="make it anew, even if it is there")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and run none of them")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    gpus = nvidia_gpus()
+    wanted = recipe(arguments.name, gpu=bool(gpus))
+    folder = environments_folder() / arguments.name
+    if arguments.dry_run:
+        print("\n".join(shlex.join(command) for command in commands(wanted, folder)))
+        return 0
+    print(f"for {'GPU: ' + gpus[0].name if gpus else 'the CPU: no NVIDIA GPU was found'}", flush=True)
+    try:
+        made, new = install(wanted, lambda line: print(line, flush=True), arguments.force)
+    except (EngineFault, OSError) as error:
+        print(f"bombus install {arguments.name}: {error}", file=sys.stderr)
+        return 1
+    versions = ", ".join(f"{name} {version}" for name, version in made.packages.items())
+    print(
+        f"{folder} {'is made' if new else 'was there'}: {versions}; Python {made.python}; {byte_size(made.size_bytes)}"
+    )
+    return 0

@@ -1,0 +1,63 @@
+"""What this machine has, asked without torch: a command that only wants to know must not take seconds."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+NVIDIA_SMI_S = 15.0
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    name: str
+    memory_bytes: int
+
+
+def nvidia_gpus() -> tuple[Gpu, ...]:
+    """What `nvidia-smi` lists; nothing where it is missing or fails, as it does without a driver."""
+    found = shutil.which("nvidia-smi")
+    if found is None:
+        return ()
+    query = [found, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    lines = [line.rpartition(",") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return tuple(Gpu(name.strip(), int(size) << 20) for name, _, size in lines if size.strip().isdigit())
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> tuple[int, int]:
+    """All memory and what is free of it now. In a container with a limit: of that."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = _available(default=total)
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit is not None and limit < total:
+        return limit, min(free, max(limit - (used or 0), 0))
+    return total, free
+
+
+def _available(default: int) -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass  # not Linux
+    return default
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
