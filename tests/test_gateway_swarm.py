@@ -68,6 +68,9 @@ async def test_a_job_is_refused_while_the_engine_runs(rolling: PlayedHive) -> No
         ("ajet: {data: {train_batch_size: 0}}", ["ajet.data.train_batch_size", "0", "at least 1"]),
         ("ajet: [", ["YAML"]),
         ("bombus: {trainer: {lrr: 1}}", ["bombus.trainer.lrr", "trainer.lr"]),
+        ("bombus: {trainer: {processes: 8}}", ["processes 8 is refused", "backend verl has many"]),
+        ("{model_path: tiny, ulysses_parallel_size: 2}", ["ulysses_parallel_size = 2 is refused", "no backend splits"]),
+        ("{model_path: tiny, enable_lora: true, lora_rank: 0}", ["lora_rank = 0", "at least 1"]),
     ],
 )
 async def test_a_bad_job_is_refused_by_field_value_and_range(played: PlayedHive, job: str, words: list[str]) -> None:
@@ -75,6 +78,7 @@ async def test_a_bad_job_is_refused_by_field_value_and_range(played: PlayedHive,
     assert reply.status_code == 400
     assert reply.json()["code"] == "bad_config"
     assert all(word in reply.json()["detail"] for word in words)
+    assert (await played.http.get("/get_engine_status")).json()["engine_status"] == "ENGINE.OFFLINE"
 
 
 async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHive) -> None:

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bombus import inbox
 from bombus.bus import Bus
@@ -19,6 +21,7 @@ from bombus_trainer.executor import Executor
 from bombus_trainer.reading import BusCalls, read_batch
 from bombus_trainer.sample_files import load_samples
 from bombus_trainer.settings import TrainerSettings
+from tests.trainer_given import VOCAB
 from tests.trainer_stage import ENGINE, WAIT_S, Stage, served, staged
 
 
@@ -250,4 +253,52 @@ async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_ref
     assert stage.engine.failure == (
         "trainer.save_debug_rollout_data = '/etc/rollout_{rollout_id}.pt' is refused: it takes a path below the run's "
         "folder; start the trainer with --debug-root to allow others"
+    )
+
+
+def other_tokenizer(folder: Path, words: int) -> Path:
+    """A tokenizer of so many words, and no model."""
+    folder.mkdir()
+    Tokenizer(WordLevel({f"v{token}": token for token in range(words)}, unk_token="v0")).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(stage: Stage) -> None:
+    wrong = other_tokenizer(stage.folder / "wrong", VOCAB + 10)
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": str(wrong)})}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure == (
+        f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
+        "and the model's ids end at 63; set model.tokenizer to the model's own"
+    )
+    await stage.start(job)  # the same trainer goes on with a job that is right
+    await stage.until(Phase.ROLLING, version=0)
+
+
+async def test_a_tokenizer_from_elsewhere_that_fits_is_what_gateways_get(stage: Stage) -> None:
+    fitting = other_tokenizer(stage.folder / "fitting", VOCAB)
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": str(fitting)})}))
+    await stage.until(Phase.ROLLING, version=0)
+    assert stage.engine.weights is not None
+    blob = await stage.bus.get_blob(stage.engine.weights.weights.tokenizer)
+    files = msgspec.msgpack.decode(blob, type=dict[str, bytes])
+    assert files["tokenizer.json"] == (fitting / "tokenizer.json").read_bytes()
+    assert files["config.json"] == (stage.folder / "model" / "config.json").read_bytes()
+
+
+async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_get_it(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job(backend="verl", processes=2))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure == (
+        "trainer.backend 'verl' is not this trainer: it is the torch backend; run `bombus install verl` and start "
+        "`bombus trainer --backend verl`"
     )

@@ -1,4 +1,4 @@
-"""Reads a job's document: AgentJet's YAML (`ajet:`) and our own block (`bombus:`), and writes it.
+"""Reads a job's document: AgentJet's YAML (`ajet:`), xorl's flat keys and our own block (`bombus:`), and writes it.
 
 What is wrong with one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
 """
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from bombus import xorl
 from bombus.errors import Code, Refused
 from bombus.run_config import GROUPS, RolloutConfig, RunConfig, Tree, shown, validated
 from bombus.slime_options import from_slime
@@ -60,6 +61,7 @@ AJET_KEYS: dict[str, str] = {
     "lora.lora_alpha": "trainer.lora_alpha",
     "lora.target_modules": "trainer.target_modules",
 }
+BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # what a document may have at its top; the last two are Hydra's
 _KL_SWITCH = "trainer_common.use_kl_loss"  # the coefficient counts only while this is not off
 _MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
@@ -68,9 +70,9 @@ LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_o
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     """The configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
 
-    Keys below `ajet` are AgentJet's; the groups below `bombus` are ours, by our names, and win; in `trainer`
-    slime's names are understood too. Of the four lengths any may be given: the rest follows. Raises
-    `Refused(BAD_CONFIG)`.
+    Keys below `ajet` are AgentJet's; a document without them may have xorl's at its top; the groups below `bombus`
+    are ours, by our names, and win; in `trainer` slime's names are understood too. Of the four lengths any may be
+    given: the rest follows. Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else document
     given: Tree = {}
@@ -90,15 +92,30 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
             names[target] = f"ajet.{path}"
     if not kl_is_on:
         given.get("trainer", {}).pop("kl_coef", None)
+    others = {str(key): value for key, value in tree.items() if key not in BLOCKS}
+    if "ajet" in tree or not others:
+        ignored += others
+    else:
+        flat, flat_names, without_effect = xorl.read(others)
+        xorl.put(flat, given)
+        names |= flat_names
+        ignored += without_effect
+        _needs_a_model(flat, tree.get("bombus"))
     for group, fields in _own_block(tree.get("bombus")).items():
         plain = {field: (value, field) for field, value in fields.items()}
         for field, (value, option) in (from_slime(fields) if group == "trainer" else plain).items():
             given.setdefault(group, {})[field] = value
             names[f"{group}.{field}"] = f"bombus.{group}.{option}"
-    ignored += [str(key) for key in tree if key not in ("ajet", "bombus", "hydra", "defaults")]
     _derive_lengths(given.setdefault("rollout", {}))
     config = validated(given, names)
     return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+
+
+def _needs_a_model(flat: Mapping[str, object], own: object) -> None:
+    """xorl has no model that is meant when none is named."""
+    named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
+    if "model.path" not in flat and not named:
+        raise Refused(Code.BAD_CONFIG, "model_path is missing: it names the model that is trained")
 
 
 def read_document(text: str) -> Tree:

@@ -12,7 +12,7 @@ import shutil
 import string
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,10 @@ TOKENIZER_FILES = (
     "config.json",
     "generation_config.json",
 )
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+# Of those above, what is the model's own when its tokenizer comes from elsewhere.
+MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
@@ -82,6 +86,20 @@ def resolve_model(
     return _from_hub(name, allow_download)
 
 
+def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:
+    """The local folder of the tokenizer `name`: a model's name, or a folder that has a tokenizer.json and no model.
+
+    Raises `EngineFault` without such a tokenizer.
+    """
+    if name in (TINY, SMOLLM2):
+        return resolve_model(name, cache=cache)
+    if (Path(name) / "tokenizer.json").is_file():
+        return Path(name)
+    if Path(name).is_absolute() or name.startswith("."):
+        raise EngineFault(f"there is no tokenizer at {name}: its folder has a tokenizer.json")
+    return _from_hub(name, allow_download, TOKENIZER_FILES)
+
+
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """Make `folder` beside its place and rename it there: it is whole or absent, however many make it."""
     if folder.is_dir():
@@ -101,13 +119,12 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _from_hub(name: str, allow_download: bool) -> Path:
+def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FILES) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=wanted))
+        return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=list(wanted)))
     except LocalEntryNotFoundError as error:
         hint = "the hub cannot be reached" if allow_download else "downloads are not allowed"
         raise EngineFault(f"model {name!r} is not on this machine, and {hint}") from error
@@ -224,9 +241,16 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
     return model
 
 
-def load_tokenizer_files(path: Path) -> dict[str, bytes]:
-    """The files of a model's folder that say how text becomes tokens. Raises `EngineFault` without any."""
-    files = {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
+def load_tokenizer_files(path: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
+    """The files that say how text becomes tokens: of a model's folder, or of its tokenizer's where that is another.
+
+    Raises `EngineFault` without any.
+    """
+    place = tokenizer or path
+    files = {name: (place / name).read_bytes() for name in TOKENIZER_FILES if (place / name).is_file()}
     if "tokenizer.json" not in files:
-        raise EngineFault(f"the model at {path} has no tokenizer.json")
+        raise EngineFault(f"the model at {place} has no tokenizer.json")
+    if place != path:
+        files = {name: content for name, content in files.items() if name not in MODEL_CONFIGS}
+        files |= {name: (path / name).read_bytes() for name in MODEL_CONFIGS if (path / name).is_file()}
     return files

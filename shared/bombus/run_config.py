@@ -95,9 +95,13 @@ class Group(BaseModel):
 
 
 class ModelConfig(Group):
-    """`path` is `tiny`, `smollm2`, a folder or a hub's name. `seed` is that of fresh weights and of sampling."""
+    """`path` is `tiny`, `smollm2`, a folder or a hub's name; `tokenizer` the same, where it is not in the model's.
+
+    `seed` is that of fresh weights and of sampling.
+    """
 
     path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
+    tokenizer: str = Field(default="", max_length=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
 
@@ -154,14 +158,16 @@ class CollectionConfig(Group):
 class TrainerConfig(Group):
     """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
 
-    With the backend verl, estimators and losses are looked up by name in verl. `tis_clip` bounds the importance
-    weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate does not
-    decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
-    `overlong_buffer` is in tokens. Each step's samples are written to `save_debug_rollout_data`, a path on the
-    trainer's machine: below the run's folder, or where the trainer's operator allows it.
+    With the backend verl, estimators and losses are looked up by name in verl. `processes` train together, 0: as many
+    as the trainer was started with. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no
+    correction). A `total_steps` of 0 means that the learning rate does not decay; a `kl_coef` of 0 that no reference
+    model is kept; a `lora_rank` of 0 that all weights are trained. `overlong_buffer` is in tokens. Each step's samples
+    are written to `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where the
+    trainer's operator allows it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
+    processes: int = Field(default=0, ge=0, le=4096)
     adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
     normalise_by_std: bool = True
     lr: Float = Field(default=1e-6, ge=0, le=1)
@@ -216,6 +222,8 @@ class TrainerConfig(Group):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "TrainerConfig":
+        if self.backend == "torch" and self.processes > 1:
+            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
         if self.enable_lora and not self.lora_rank:
             raise ValueError("enable_lora needs a lora_rank of at least 1")
         if self.enable_lora is False and self.lora_rank:

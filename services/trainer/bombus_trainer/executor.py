@@ -38,11 +38,14 @@ class Executor:
     the next one.
     """
 
-    def __init__(self, folder: Path, settings: TrainerSettings) -> None:
-        """Load the model in `folder` as step 0. Raises `EngineFault` when it cannot be loaded or trained."""
+    def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
+        """Load the model in `folder` as step 0; `files` are its tokenizer's, where they are not in `folder`.
+
+        Raises `EngineFault` when it cannot be loaded or trained.
+        """
         torch.manual_seed(settings.seed)
         self.settings = settings
-        self.files = load_tokenizer_files(folder)
+        self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.model = PolicyModel.load(folder, settings)
         self.optimizer = Optimizer(self.model.trainable(), settings)
 

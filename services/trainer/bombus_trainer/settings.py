@@ -97,7 +97,10 @@ class TrainerSettings(BaseModel):
         """
         asked = job.trainer
         if asked.backend != "torch":
-            raise EngineFault(f"trainer.backend {asked.backend!r} is not this trainer: it is the torch backend")
+            raise EngineFault(
+                f"trainer.backend {asked.backend!r} is not this trainer: it is the torch backend; run "
+                f"`bombus install {asked.backend}` and start `bombus trainer --backend {asked.backend}`"
+            )
         everything = asked.target_modules in ("all-linear", "all")
         names = () if everything else tuple(name.strip() for name in asked.target_modules.split(","))
         return cls(
