@@ -15,9 +15,10 @@ from openai import AsyncOpenAI, AuthenticationError
 from pydantic import ValidationError
 
 from bombus.bus import Bus
+from bombus.cluster import Cluster
 from bombus.errors import Code, Refused
 from bombus.hive_keys import HiveKeys, add_key_arguments, keys_for
-from bombus.supervisor import Layout, children
+from bombus.layout import Layout, services
 from bombus_gateway.access import Door, Guard
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.settings import GatewaySettings
@@ -320,10 +321,11 @@ def test_no_repr_and_no_error_of_the_settings_shows_a_key() -> None:
 
 
 def test_under_a_supervisor_only_gateways_get_the_keys() -> None:
-    services = children(Layout(keys=BOTH, trusted_network=True, gateways=2), "nats://nowhere")
-    for one in services:
-        is_gateway = one.service == "gateway"
-        assert (ADMIN in one._environment.values()) == (CLIENT in one._environment.values()) == is_gateway
-        assert ("--trusted-network" in one._command) == is_gateway
-        assert ADMIN not in " ".join(one._command)
-    assert [one.name for one in services][-2:] == ["gateway 1", "gateway 2"]
+    cluster = Cluster.model_validate({"gateway": {"count": 2}, "engines": {"main": {"trainer": {}}}})
+    found = services(Layout(cluster=cluster, keys=BOTH, trusted_network=True), "nats://nowhere")
+    for one in found:
+        is_gateway = one.kind == "gateway"
+        assert (ADMIN in one.environment.values()) == (CLIENT in one.environment.values()) == is_gateway
+        assert ("--trusted-network" in one.command) == is_gateway
+        assert ADMIN not in str(one)
+    assert [one.name for one in found][-2:] == ["gateway 1", "gateway 2"]

@@ -226,6 +226,22 @@ def serving_us(up: Up) -> psutil.Process:
     raise AssertionError("no gateway has a connection to us")
 
 
+def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> None:
+    tiny = {"bombus": {"model": {"path": "tiny"}, "rollout": LENGTHS}}
+    file = tmp_path / "cluster.yaml"
+    engines = {"near": {"job": tiny, "trainer": {}, "inference": [{"kv_cache_mb": 64}]}, "far": {}}
+    file.write_text(json.dumps({"hive": "lab", "engines": engines}))
+    up = Up(tmp_path, "--config", str(file))
+    try:
+        with SwarmClient(f"{up.url}/e/near") as client:
+            client.wait_for_status("ENGINE.ROLLING", timeout_s=READY_S)
+        with SwarmClient(f"{up.url}/e/far") as client:
+            assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+        assert [len(up.services(kind)) for kind in ("coordinator", "trainer", "inference", "gateway")] == [1, 1, 1, 1]
+    finally:
+        assert up.interrupt() == []
+
+
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
     bad = tmp_path / "job.yaml"
     bad.write_text("ajet: {rollout: {num_repeat: -1}}")

@@ -344,7 +344,7 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
             why = problem["msg"].removeprefix("Value error, ")
             sentences.append(f"{name} = {shown(problem['input'])} is refused: {why}")
         else:
-            sentences.append(f"{name} = {shown(problem['input'])} is refused: {_allowed(field)}")
+            sentences.append(f"{name} = {shown(problem['input'])} is refused: {allowed(field)}")
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
     return "; ".join(sentences) + more
 
@@ -362,7 +362,7 @@ def _field(path: str) -> FieldInfo | None:
     return _group(group).model_fields.get(name) if group in GROUPS else None
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
     if field.description:
         return f"it takes {field.description}"

@@ -8,25 +8,20 @@ import asyncio
 import contextlib
 import http.client
 import logging
-import os
 import signal
 import socket
-import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-
-import msgspec
+from collections.abc import Iterator
 
 from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
 from bombus.cli import URL_FILE
 from bombus.errors import BombusError, BusUnavailable
 from bombus.follow import Follower
-from bombus.hive_keys import KEY_VARIABLES, HiveKeys
-from bombus.job import parse_job
-from bombus.process import PARENT_VARIABLE, listen
+from bombus.layout import Layout, Service, services
+from bombus.process import listen
+from bombus.run_config import RunConfig
 from bombus.state import Hive
 
 log = logging.getLogger(__name__)
@@ -36,62 +31,35 @@ RESTART_S_MAX = 10.0
 HEALTHY_S = 10.0  # who ran for so long starts again at once
 STOP_S = 20.0
 READY_S = 180.0
-# A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
-# and have it cleared again: 6 to 10 % of a step on a CPU.
-KEEP_FREED_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
-
-
-class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bombus up` was asked for. `nats` names an external server or cluster; empty starts our own."""
-
-    host: str = "127.0.0.1"
-    port: int = 10086
-    data_dir: Path = Path(".bombus")
-    nats: str = ""
-    nats_port: int = 0
-    hive: str = "main"
-    engines: tuple[str, ...] = ("main",)
-    gateways: int = 1  # they share the port
-    coordinators: int = 1  # one leads, the others stand by
-    replicas: int = 1  # of each engine
-    config: Path | None = None
-    device: str = "cpu"
-    debug_root: Path | None = None  # where jobs may have trainers write samples
-    threads: int = 0  # of torch, for each process; 0: its default
-    log_level: str = "info"
-    keys: HiveKeys = HiveKeys()
-    trusted_network: bool = False  # gateways may listen anywhere without keys
 
 
 class Child:
-    """One service process, kept running until `stop`."""
+    """One process, kept running until `stop`."""
 
-    def __init__(self, service: str, name: str, command: list[str], environment: Mapping[str, str]) -> None:
-        self.service = service
-        self.name = name
-        self._command = command
-        self._environment = environment
+    def __init__(self, service: Service) -> None:
+        self.kind = service.kind
+        self._service = service
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
     async def keep(self) -> None:
         """Start it, and start it again whenever it ends, until `stop`."""
         pause_s = RESTART_S
+        service = self._service
         while not self._stopping:
             began = time.monotonic()
             # A session of its own: Ctrl-C reaches the supervisor alone, which stops everybody in order.
             self._process = await asyncio.create_subprocess_exec(
-                *self._command, env=dict(self._environment), stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                *service.command,
+                env=dict(service.environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                start_new_session=True,
             )
             code = await self._process.wait()
             if self._stopping:
                 return
             pause_s = RESTART_S if time.monotonic() - began > HEALTHY_S else min(2 * pause_s, RESTART_S_MAX)
-            log.warning("%s ended with code %s; it is started again in %.1f s", self.name, code, pause_s)
+            log.warning("%s ended with code %s; it is started again in %.1f s", service.name, code, pause_s)
             await asyncio.sleep(pause_s)
 
     async def stop(self) -> None:
@@ -104,75 +72,29 @@ class Child:
             async with asyncio.timeout(STOP_S):
                 await process.wait()
         except TimeoutError:
-            log.warning("%s did not stop within %.0f s and is killed", self.name, STOP_S)
+            log.warning("%s did not stop within %.0f s and is killed", self._service.name, STOP_S)
             process.kill()
             await process.wait()
-
-
-def children(layout: Layout, nats: str) -> list[Child]:
-    """The services of a hive, in the order in which they start."""
-    environment = {
-        # Threads of torch that wait for each other must not burn the cores that trainer and replica take turns on.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        **{name: value for name, value in os.environ.items() if name not in KEY_VARIABLES},
-        PARENT_VARIABLE: str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-
-    def child(name: str, service: str, *arguments: str, environment: Mapping[str, str] = environment) -> Child:
-        command = [sys.executable, "-m", "bombus", service, "--nats", nats, "--hive", layout.hive]
-        command += ["--log-level", layout.log_level, *arguments]
-        return Child(service, name, command, environment)
-
-    torch = ["--device", layout.device, "--threads", str(layout.threads)]
-    # One that is started again has its predecessor's name, and therefore its lease.
-    stem = f"{socket.gethostname()}-{os.getpid()}"
-    watching = [] if layout.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
-    services = [
-        child(f"coordinator{which}", "coordinator", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
-        for which in _numbered(layout.coordinators)
-    ]
-    for engine in layout.engines:
-        folder = str((layout.data_dir / "engines").absolute())
-        keeping = {**KEEP_FREED_MEMORY, **environment}
-        trainer = ["--engine", engine, "--folder", folder, *torch]
-        trainer += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
-        services.append(child(f"trainer {engine}", "trainer", *trainer, environment=keeping))
-        services += [
-            child(f"inference {engine}{which}", "inference", "--engine", engine, *torch)
-            for which in _numbered(layout.replicas)
-        ]
-    engines = [argument for engine in layout.engines for argument in ("--engine", engine)]
-    door = ["--host", layout.host, "--port", str(layout.port), "--reuse-port", *engines]
-    door += ["--trusted-network"] if layout.trusted_network else []
-    keyed = {**environment, **layout.keys.environment()}  # the others run models, and need no keys
-    services += [child(f"gateway{which}", "gateway", *door, environment=keyed) for which in _numbered(layout.gateways)]
-    return services
-
-
-def _numbered(count: int) -> list[str]:
-    """What tells one of several from the others; nothing where there is but one."""
-    return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]
 
 
 class Supervisor:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.url = f"http://{layout.host}:{layout.port}"
+        self.cluster = layout.cluster
+        self.url = f"http://{layout.cluster.gateway.host}:{layout.cluster.gateway.port}"
         self._server: EmbeddedServer | None = None
         self._children: list[Child] = []
 
     async def run(self) -> None:
         """Start everything, say when it is ready, keep it running; stop it all when cancelled."""
         self.layout.data_dir.mkdir(parents=True, exist_ok=True)
-        with hold_port(self.layout.host, self.layout.port):
+        door = self.cluster.gateway
+        with hold_port(door.host, door.port) if door.count else contextlib.nullcontext():
             await self._run()
 
     async def _run(self) -> None:
-        nats = self.layout.nats or await self._start_server()
-        self._children = children(self.layout, nats)
+        nats = self.cluster.nats or await self._start_server()
+        self._children = [Child(service) for service in services(self.layout, nats)]
         url_file = self.layout.data_dir / URL_FILE.name
         url_file.write_text(nats + "\n")
         try:
@@ -209,18 +131,17 @@ class Supervisor:
                 await asyncio.sleep(RESTART_S_MAX)
 
     async def _announce(self, nats: str) -> None:
-        """Print `ready` once every door answers; then start the job that was given."""
-        async with await Bus.connect(nats, self.layout.hive, name="up") as bus:
+        """Print `ready` once every door answers; then start the jobs that were given."""
+        async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
             await bus.ensure_streams()
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
             try:
                 async with asyncio.timeout(READY_S):
                     await self._everybody_there(follower)
-                print(f"ready {self.url}", flush=True)
-                for engine in self.layout.engines:
-                    if self.layout.config is not None:
-                        await _start_job(bus, engine, self.layout.config)
+                print(f"ready {self.url if self.cluster.gateway.count else nats}", flush=True)
+                for engine, job in self.layout.jobs.items():
+                    await _start_job(bus, engine, job)
             except TimeoutError:
                 log.error("not everything was up after %.0f s: see the log above", READY_S)
             finally:
@@ -228,19 +149,22 @@ class Supervisor:
                 await asyncio.gather(following, return_exceptions=True)
 
     async def _everybody_there(self, follower: Follower) -> None:
+        """Everybody of this machine: an engine's replicas elsewhere come when they come."""
+
         def joined(hive: Hive) -> bool:
-            engines = [hive.engine(engine) for engine in self.layout.engines]
-            return hive.epoch > 0 and all(len(engine.replicas) >= self.layout.replicas for engine in engines)
+            here = self.cluster.engines.items()
+            return hive.epoch > 0 and all(len(hive.engine(name).replicas) >= part.replicas for name, part in here)
 
         await follower.caught_up(None)
         await follower.wait_for(joined)
-        while not await asyncio.to_thread(_answers, self.layout.host, self.layout.port):
+        door = self.cluster.gateway
+        while door.count and not await asyncio.to_thread(_answers, door.host, door.port):
             await asyncio.sleep(0.05)
 
     async def _stop(self) -> None:
         """Doors first, then those who work behind them, the coordinator last, then the bus."""
-        for service in ("gateway", "inference", "trainer", "coordinator"):
-            await asyncio.gather(*(child.stop() for child in self._children if child.service == service))
+        for kind in ("gateway", "inference", "trainer", "coordinator"):
+            await asyncio.gather(*(child.stop() for child in self._children if child.kind == kind))
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
 
@@ -267,9 +191,8 @@ def _answers(host: str, port: int) -> bool:
             return False
 
 
-async def _start_job(bus: Bus, engine: str, config: Path) -> None:
-    """Configure and start an engine that is offline with the job in a file."""
-    job = parse_job(config.read_text())
+async def _start_job(bus: Bus, engine: str, job: RunConfig) -> None:
+    """Configure and start an engine that is offline."""
     try:
         await bus.ask(
             inbox.Configure(
@@ -283,6 +206,6 @@ async def _start_job(bus: Bus, engine: str, config: Path) -> None:
         )
         await bus.ask(inbox.Start(id=uuid.uuid4().hex, engine=engine))
     except BombusError as error:
-        log.warning("the job in %s was not started: %s", config, error, extra={"engine": engine})
+        log.warning("the job of engine %s was not started: %s", engine, error, extra={"engine": engine})
         return
-    log.info("started the job in %s: %s", config, job.model.path, extra={"engine": engine})
+    log.info("started the job of engine %s: %s", engine, job.model.path, extra={"engine": engine})

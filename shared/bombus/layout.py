@@ -1,0 +1,147 @@
+"""The processes of a hive on this machine: what `bombus up` keeps running, in which order and with which keys."""
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from bombus.cluster import Cluster, EnginePart, InferencePart, Jobs, TrainerPart
+from bombus.environments import environment_python, environments_folder
+from bombus.errors import Code, EngineFault, Refused
+from bombus.hive_keys import KEY_VARIABLES, HiveKeys
+from bombus.process import PARENT_VARIABLE
+
+ALONE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
+# A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
+# and have it cleared again: 6 to 10 % of a step on a CPU.
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bombus up` was asked for: a cluster, and what belongs to this start of it alone."""
+
+    cluster: Cluster = ALONE
+    jobs: Jobs = {}
+    nats_port: int = 0
+    debug_root: Path | None = None  # where jobs may have trainers write samples
+    log_level: str = "info"
+    keys: HiveKeys = HiveKeys()
+    trusted_network: bool = False  # gateways may listen anywhere without keys
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(self.cluster.data_dir)
+
+
+class Service(msgspec.Struct, frozen=True):
+    """One process to keep running. `kind` is its subcommand, `name` what it is called in the log."""
+
+    kind: str
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return shlex.join(self.command)
+
+
+def check_can_start(layout: Layout) -> None:
+    """Raises `Refused` for an environment that is not installed, or a key that no variable holds."""
+    for name, engine in layout.cluster.engines.items():
+        trainers = [engine.trainer.backend] if engine.trainer is not None else []
+        for backend in {*trainers, *(part.engine for part in engine.inference if part.count)} & {"vllm", "verl"}:
+            try:
+                environment_python(backend)
+            except EngineFault as error:
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: {error}") from error
+        for part in engine.inference:
+            if part.api_key_env and not os.environ.get(part.api_key_env):
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")
+
+
+def services(layout: Layout, nats: str) -> list[Service]:
+    """The processes of a hive, in the order in which they start."""
+    cluster = layout.cluster
+    common = ("--nats", nats, "--hive", cluster.hive, "--log-level", layout.log_level)
+    environment = _environment(layout)
+    # One that is started again has its predecessor's name, and therefore its lease.
+    stem = f"{socket.gethostname()}-{os.getpid()}"
+    watching = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
+
+    def bombus(kind: str, name: str, *arguments: str, more: Mapping[str, str] | None = None) -> Service:
+        command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
+        return Service(kind, name, command, {**environment, **(more or {})})
+
+    found = [
+        bombus("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
+        for which in _numbered(cluster.coordinator.count)
+    ]
+    for name, engine in cluster.engines.items():
+        if engine.trainer is not None:
+            command = _trainer(engine.trainer, name, layout, common)
+            found.append(Service("trainer", f"trainer {name}", command, {**KEEP_FREED_MEMORY, **environment}))
+        kinds = [part for part in engine.inference for _ in range(part.count)]
+        for which, part in zip(_numbered(len(kinds)), kinds, strict=True):
+            key = {part.api_key_env: os.environ.get(part.api_key_env, "")} if part.api_key_env else {}
+            found.append(bombus("inference", f"inference {name}{which}", *_replica(part, name), more=key))
+    engines = [argument for name in cluster.engines for argument in ("--engine", name)]
+    door = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
+    door += ["--trusted-network"] if layout.trusted_network else []
+    keys = layout.keys.environment()  # the others run models, and need no keys
+    return found + [
+        bombus("gateway", f"gateway{which}", *door, more=keys) for which in _numbered(cluster.gateway.count)
+    ]
+
+
+def _environment(layout: Layout) -> dict[str, str]:
+    """What every process has. A key of a server elsewhere is only for the replica that stands for it."""
+    replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
+    kept_back = {*KEY_VARIABLES, *(part.api_key_env for part in replicas)}
+    return {
+        # Threads of torch that wait for each other must not burn the cores that trainer and replica take turns on.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **{name: value for name, value in os.environ.items() if name not in kept_back},
+        PARENT_VARIABLE: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, ...]) -> tuple[str, ...]:
+    arguments = [*common, "--engine", engine, "--folder", str((layout.data_dir / "engines").absolute())]
+    arguments += ["--device", part.device, "--threads", str(part.threads)]
+    arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
+    if part.backend == "torch":
+        return (sys.executable, "-m", "bombus", "trainer", *arguments)
+    python = str(environments_folder().absolute() / part.backend / "bin" / "python")
+    if part.processes == 1:
+        return (python, "-m", "bombus", "trainer", *arguments, "--backend", part.backend)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={part.processes}")
+    return (python, *torchrun, "-m", "bombus_trainer.worker", *arguments, "--backend", part.backend)
+
+
+def _replica(part: InferencePart, engine: str) -> list[str]:
+    arguments = ["--engine", engine]
+    if part.engine == "openai":
+        arguments += ["--backend", "openai", "--url", part.url]
+        arguments += ["--model", part.model] if part.model else []
+        return arguments + (["--api-key-env", part.api_key_env] if part.api_key_env else [])
+    arguments += ["--backend", part.engine] if part.engine != "torch" else []
+    arguments += ["--device", part.device, "--threads", str(part.threads)]
+    arguments += ["--dtype", part.dtype] if part.dtype else []
+    arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
+    return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
+
+
+def _numbered(count: int) -> list[str]:
+    """What tells one of several from the others; nothing where there is but one."""
+    return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]
