@@ -23,6 +23,7 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
+    "doctor": Command("bombus.commands.doctor", "say what this machine can run, and what is missing", "all"),
     "install": Command("bombus.commands.install", "make the environment of vllm or verl", "all"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),

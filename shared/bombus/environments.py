@@ -8,6 +8,7 @@ import msgspec
 from bombus.errors import EngineFault
 from bombus.models import cache_folder
 
+ENVIRONMENTS = ("vllm", "verl")
 MARKER = "bombus-environment.json"
 
 

@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 
-from bombus.environments import environments_folder
+from bombus.environments import ENVIRONMENTS, environments_folder
 from bombus.errors import EngineFault
 from bombus.hardware import nvidia_gpus
 from bombus.installing import commands, install, recipe
@@ -12,7 +12,7 @@ from bombus.status import byte_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=("vllm", "verl"), help="vllm serves models, verl trains them on many GPUs")
+    parser.add_argument("name", choices=ENVIRONMENTS, help="vllm serves models, verl trains them on many GPUs")
     parser.add_argument("--force", action="store_true", help="make it anew, even if it is there")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none of them")
 

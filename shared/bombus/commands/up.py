@@ -20,16 +20,15 @@ from bombus.supervisor import Supervisor
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # of an engine that no file describes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is to run: `bombus doctor` takes the same."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start each engine with"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes and start none")
     parser.add_argument("--host", help="where the gateway listens (default: 127.0.0.1)")
     parser.add_argument("--port", "--swarm-port", type=int, help="of the gateway (default: 10086)")
     parser.add_argument("--data-dir", metavar="DIR", help="the log, checkpoints and weights (default: .bombus)")
     parser.add_argument("--nats", metavar="URL", help="an external NATS server instead of our own")
-    parser.add_argument("--nats-port", type=int, default=0, help="of our own NATS server; 0: a free one")
     parser.add_argument("--hive", help="its name (default: $BOMBUS_HIVE, or main)")
     parser.add_argument("--engine", action="append", metavar="NAME", help="may be given several times (default: main)")
     parser.add_argument("--gateways", type=_count, metavar="N", help="they share the port (default: 1)")
@@ -37,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replicas", type=_count, metavar="N", help="of each engine (default: 1)")
     parser.add_argument("--device", help="of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--threads", type=int, help="of torch on the CPU; 0: one for each core")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_deployment_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes and start none")
+    parser.add_argument("--nats-port", type=int, default=0, help="of our own NATS server; 0: a free one")
     parser.add_argument(
         "--debug-root", type=Path, metavar="DIR", help="where jobs may name files for save_debug_rollout_data"
     )

@@ -1,0 +1,51 @@
+"""`bombus doctor`: says without a run what this machine can run, and what is missing."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+
+from bombus.commands import up
+from bombus.doctor import Finding, State, examine_machine
+from bombus.doctor_deployment import examine_deployment, needed
+from bombus.errors import Refused
+
+WIDTH = 26
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    up.add_deployment_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        cluster, jobs = up.deployment(arguments)
+    except (ValueError, OSError, Refused) as error:
+        print(f"bombus doctor: {error.why if isinstance(error, Refused) else error}", file=sys.stderr)
+        return 1
+    door = cluster.gateway
+    findings = examine_machine(Path(cluster.data_dir), door.host, door.port if door.count else 0, needed(cluster))
+    if arguments.config is not None:
+        findings += examine_deployment(cluster, jobs)
+    bad = [finding for finding in findings if finding.state == State.MISSING]
+    if arguments.json:
+        document = {"ok": not bad, "findings": [msgspec.to_builtins(finding) for finding in findings]}
+        print(json.dumps(document, indent=2))
+    else:
+        print("\n".join(line for finding in findings for line in _lines(finding)))
+        print(f"\n{_verdict(arguments.config, bad)}")
+    return int(bool(bad))
+
+
+def _lines(finding: Finding) -> list[str]:
+    words = "" if finding.state == State.OK else f"{' ' * (WIDTH + 10)}-> {finding.todo}"
+    line = f"{finding.state:<9} {finding.what:<{WIDTH}} {finding.detail}"
+    return [line, words] if words and finding.todo else [line]
+
+
+def _verdict(config: Path | None, bad: list[Finding]) -> str:
+    what = f"{config} can" if config is not None else "`bombus up` can"
+    return f"{what} run here." if not bad else f"{what}not run here: {', '.join(finding.what for finding in bad)}."
