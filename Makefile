@@ -7,7 +7,7 @@ SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 
-.PHONY: setup demo demo-tiny test check bench sim chaos clean
+.PHONY: setup demo demo-tiny test test-vllm test-verl check bench sim chaos clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,18 @@ demo-tiny: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest
+
+# vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
+test-vllm: $(STAMP)
+	$(BIN)/bombus install vllm
+	$(BIN)/python -m pytest tests/vllm
+
+test-verl: $(STAMP)
+	$(BIN)/bombus install verl
+	python=$$($(BIN)/python -c 'from bombus.environments import environment_python; print(environment_python("verl"))') \
+	&& $$python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[server,coordinator]' \
+	    pytest pytest-asyncio psutil \
+	&& $$python -m pytest tests/verl
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -20,8 +20,7 @@ def test_the_example_trains_qwen3_8b_on_eight_gpus() -> None:
     assert (config.trainer.backend, config.trainer.processes) == ("verl", 8)
     assert (config.trainer.gradient_checkpointing, config.trainer.lora_rank) == (True, 0)
     assert (config.collection.batch_size, config.rollout.num_repeat) == (32, 8)
-    assert config.experiment.dir == "outputs/qwen3-8b-full"
-    assert "attn_implementation" in config.ignored
+    assert {"attn_implementation", "init_device", "output_dir", "ckpt_manager"} <= set(config.ignored)
     assert RunConfig.from_json(config.to_json()).digest == config.digest
 
 

@@ -71,7 +71,9 @@ class InferencePart(Part):
     count: Count = 1
     device: Device = "cpu"
     threads: Threads = 0
-    dtype: Literal["", "float32", "bfloat16", "float16"] = ""
+    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
+        default="", description="one of float32, bfloat16, float16"
+    )
     kv_cache_mb: int = Field(default=0, ge=0, le=1 << 22)
     tensor_parallel: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     url: str = Field(default="", pattern=r"^(https?://\S+)?$", description="http://HOST:PORT of a server that runs")
@@ -213,7 +215,7 @@ def _sentence(error: ValidationError) -> str:
         return f"{stem}{'.' if stem else ''}{last} is unknown" + (f"; did you mean {close[0]}?" if close else "")
     if where == "engines" and problem["type"] in ("missing", "too_short"):
         return "engines is missing: name at least one engine"
-    if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or _part_of(found.annotation) is not None:
+    if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or part_of(found.annotation) is not None:
         words = problem["msg"].removeprefix("Value error, ")
         return f"{where}: {words}" if where else words
     return f"{where} = {shown(problem['input'])} is refused: {allowed(found)}"
@@ -232,10 +234,10 @@ def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | 
         elif part in model.model_fields and not (found is not None and _is_mapping(found.annotation)):
             names.append(part)
             found = model.model_fields[part]
-            model = _part_of(found.annotation) if not _is_mapping(found.annotation) else model
+            model = part_of(found.annotation) if not _is_mapping(found.annotation) else model
         elif found is not None and _is_mapping(found.annotation):
             names.append(str(part))  # the name of an engine
-            model, found = _part_of(found.annotation), None
+            model, found = part_of(found.annotation), None
         else:
             return ".".join([*names, str(part)]), model
     return ".".join(names), found
@@ -245,12 +247,12 @@ def _is_mapping(kind: Any) -> bool:
     return get_origin(kind) is dict
 
 
-def _part_of(kind: Any) -> type[Part] | None:
+def part_of(kind: Any) -> type[Part] | None:
     """The model in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
     if isinstance(kind, type) and issubclass(kind, Part):
         return kind
     if get_origin(kind) in (tuple, dict, Union, UnionType):
-        return next((found for found in map(_part_of, get_args(kind)) if found is not None), None)
+        return next((found for found in map(part_of, get_args(kind)) if found is not None), None)
     return None
 
 

@@ -26,7 +26,6 @@ MAPPED: dict[str, str] = {
     "enable_gradient_checkpointing": "trainer.gradient_checkpointing",
     "sample_packing_sequence_len": "trainer.max_tokens_per_bin",
     "lora_alpha": "trainer.lora_alpha",
-    "output_dir": "experiment.dir",
 }
 _SAME_NAME = ("sample_packing_sequence_len", "enable_packing", "enable_lora", "lora_alpha")
 MAPPED |= {key: f"trainer.{key}" for key in _SAME_NAME if key in TrainerConfig.model_fields}
@@ -68,6 +67,7 @@ IGNORED: dict[str, str] = {
     "pipeline_parallel_schedule": "layers stay together",
     "pp_variable_seq_lengths": "layers stay together",
     "ep_dispatch": "experts stay together",
+    "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go",
     "ckpt_manager": "checkpoints have one form, which the log names",
     "skip_initial_checkpoint": _PLACE,
     "storage_limit": "two checkpoints and two versions of the weights are kept",
@@ -86,7 +86,7 @@ IGNORED: dict[str, str] = {
     "sync_inference_method": "`bombus inference --backend` decides it",
 }
 
-_EMPTY = (None, "", False)
+_EMPTY = (None, "")
 LIMITED: dict[str, Only] = {
     "data_parallel_replicate_size": Only((1,), "backend verl shards over all of its processes; raise the shard size"),
     "expert_parallel_size": Only((1,), "no backend splits experts over processes"),
@@ -107,8 +107,8 @@ LIMITED: dict[str, Only] = {
     "optimizer_dtype": Only(("fp32",), "its moments are kept in float32"),
     "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to begin with other weights name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
-    "foundation": Only((*_EMPTY, {}), "models are text only"),
-    "encoders": Only((*_EMPTY, {}), "models are text only"),
+    "foundation": Only((None, {}), "models are text only"),
+    "encoders": Only((None, {}), "models are text only"),
     "enable_packing": Only((True,), "this trainer always packs"),
 }
 for _key in MAPPED:
