@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,19 @@ def test_the_exit_code_says_whether_it_can_run(tmp_path: Path, capsys: pytest.Ca
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False
     assert [one["todo"] for one in document["findings"] if one["state"] == "missing"] == ["bombus install vllm"]
+
+
+def test_it_runs_where_nothing_but_the_client_is_installed(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.modules["nats"] = sys.modules["yaml"] = None  # as if they were not installed
+from bombus.cli import main
+sys.exit(main(["doctor", "--data-dir", sys.argv[1], "--port", sys.argv[2]]))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bombus[trainer]" in done.stdout
 
 
 def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

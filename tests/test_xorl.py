@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bombus import xorl
+from bombus import Job, xorl
 from bombus.errors import Code, Refused
 from bombus.job import parse_job
 from bombus.run_config import RunConfig
@@ -44,6 +44,13 @@ def test_a_tokenizer_from_elsewhere_and_full_precision_are_read() -> None:
     assert (config.model.tokenizer, config.model.dtype, config.model.seed) == ("org/other", "float32", 7)
 
 
+def test_the_sdks_job_reads_such_a_file_and_keywords_win_over_it() -> None:
+    file = ROOT / "examples/server/qwen3_8b_full.yaml"
+    assert Job(file).run.digest == parse_job(file.read_text()).digest
+    changed = Job(file, model="tiny", lr=0.5).run
+    assert (changed.model.path, changed.trainer.lr, changed.trainer.processes) == ("tiny", 0.5, 8)
+
+
 def test_our_own_block_wins_over_flat_keys() -> None:
     assert parse_job({**FLAT, "bombus": {"model": {"path": "tiny"}}}).model.path == "tiny"
 
@@ -77,6 +84,11 @@ def test_what_changes_nothing_here_is_taken_and_all_else_refused_by_name(key: st
 )
 def test_what_is_refused_is_named(keys: dict[str, Any], why: str) -> None:
     assert why in refusal({**FLAT, **keys})
+
+
+def test_beside_agentjets_block_they_are_somebody_elses() -> None:
+    config = parse_job({"ajet": {}, "ulysses_parallel_size": 8})
+    assert config.ignored == ("ulysses_parallel_size",)
 
 
 def test_flat_keys_without_a_model_are_refused() -> None:

@@ -23,8 +23,8 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
-    "doctor": Command("bombus.commands.doctor", "say what this machine can run, and what is missing", "all"),
-    "install": Command("bombus.commands.install", "make the environment of vllm or verl", "all"),
+    "doctor": Command("bombus.commands.doctor", "say what this machine can run, and what is missing", "yaml"),
+    "install": Command("bombus.commands.install", "make the environment of vllm or verl", "yaml"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "look into a hive's log: what happened, and why", "server"),
@@ -76,11 +76,13 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
-        prog="bombus", description="A swarm server for agentic reinforcement learning of language models."
+        prog="bombus",
+        description="A swarm server for agentic reinforcement learning of language models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
-    parser.epilog = "commands: " + "; ".join(f"{name}: {command.help}" for name, command in COMMANDS.items())
+    parser.epilog = "commands:\n" + "\n".join(f"  {name:<12} {what.help}" for name, what in COMMANDS.items())
     first, rest = words[:1], words[1:]
     known = parser.parse_args(first)
     if known.version:

@@ -20,6 +20,7 @@ __all__ = [
     "RunConfig",
     "Tree",
     "derive_lengths",
+    "own_groups",
     "parse_job",
     "read_document",
     "read_job_file",
@@ -92,15 +93,12 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
             names[target] = f"ajet.{path}"
     if not kl_is_on:
         given.get("trainer", {}).pop("kl_coef", None)
-    others = {str(key): value for key, value in tree.items() if key not in BLOCKS}
-    if "ajet" in tree or not others:
-        ignored += others
-    else:
-        flat, flat_names, without_effect = xorl.read(others)
-        xorl.put(flat, given)
-        names |= flat_names
-        ignored += without_effect
-        _needs_a_model(flat, tree.get("bombus"))
+    ignored += [str(key) for key in tree if key not in BLOCKS] if "ajet" in tree else []
+    flat, flat_names, without_effect = xorl.read(_flat_keys(tree))
+    xorl.put(flat, given)
+    names |= flat_names
+    ignored += without_effect
+    _check_model_is_named(flat, tree.get("bombus"))
     for group, fields in _own_block(tree.get("bombus")).items():
         plain = {field: (value, field) for field, value in fields.items()}
         for field, (value, option) in (from_slime(fields) if group == "trainer" else plain).items():
@@ -111,11 +109,25 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
 
 
-def _needs_a_model(flat: Mapping[str, object], own: object) -> None:
+def _flat_keys(tree: Mapping[str, Any]) -> Tree:
+    """xorl's keys at the top of a document; there are none beside AgentJet's block."""
+    return {} if "ajet" in tree else {str(key): value for key, value in tree.items() if key not in BLOCKS}
+
+
+def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
     """xorl has no model that is meant when none is named."""
     named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
-    if "model.path" not in flat and not named:
+    if flat and "model.path" not in flat and not named:
         raise Refused(Code.BAD_CONFIG, "model_path is missing: it names the model that is trained")
+
+
+def own_groups(tree: Mapping[str, Any]) -> Tree:
+    """A document's own block, with xorl's flat keys as its fields. Raises `Refused(BAD_CONFIG)`."""
+    groups: Tree = {}
+    xorl.put(xorl.read(_flat_keys(tree))[0], groups)
+    for group, fields in _own_block(tree.get("bombus")).items():
+        groups.setdefault(group, {}).update(fields)
+    return groups
 
 
 def read_document(text: str) -> Tree:

@@ -127,6 +127,8 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
     """
     given: Given = {}
     names: dict[str, str] = {}
+    if not flat:
+        return given, names, []
     for key, value in flat.items():
         if key not in KEYS:
             raise _refusal(f"{key} is unknown" + _meant(key))

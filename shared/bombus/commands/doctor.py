@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.commands import up
+from bombus.commands.deployment import add_deployment_arguments, deployment
 from bombus.doctor import Finding, State, examine_machine
 from bombus.doctor_deployment import examine_deployment, needed
 from bombus.errors import Refused
@@ -16,13 +16,13 @@ WIDTH = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    up.add_deployment_arguments(parser)
+    add_deployment_arguments(parser)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        cluster, jobs = up.deployment(arguments)
+        cluster, jobs = deployment(arguments)
     except (ValueError, OSError, Refused) as error:
         print(f"bombus doctor: {error.why if isinstance(error, Refused) else error}", file=sys.stderr)
         return 1

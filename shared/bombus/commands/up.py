@@ -1,41 +1,17 @@
 """`bombus up`: a whole hive on this machine, under one supervisor."""
 
 import argparse
-import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from bombus import logs
 from bombus.cli import add_log_argument
-from bombus.cluster import PROCESSES_MAX, Cluster, Jobs, agreed, is_cluster, read_cluster, validated_cluster
-from bombus.errors import Code, Refused
+from bombus.commands.deployment import add_deployment_arguments, deployment
+from bombus.errors import Refused
 from bombus.hive_keys import add_key_arguments, keys_for
-from bombus.job import Tree, parse_job, read_job_file
 from bombus.layout import Layout, check_can_start, services
 from bombus.process import run_service
 from bombus.supervisor import Supervisor
-
-DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # of an engine that no file describes
-
-
-def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is to run: `bombus doctor` takes the same."""
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start each engine with"
-    )
-    parser.add_argument("--host", help="where the gateway listens (default: 127.0.0.1)")
-    parser.add_argument("--port", "--swarm-port", type=int, help="of the gateway (default: 10086)")
-    parser.add_argument("--data-dir", metavar="DIR", help="the log, checkpoints and weights (default: .bombus)")
-    parser.add_argument("--nats", metavar="URL", help="an external NATS server instead of our own")
-    parser.add_argument("--hive", help="its name (default: $BOMBUS_HIVE, or main)")
-    parser.add_argument("--engine", action="append", metavar="NAME", help="may be given several times (default: main)")
-    parser.add_argument("--gateways", type=_count, metavar="N", help="they share the port (default: 1)")
-    parser.add_argument("--coordinators", type=_count, metavar="N", help="one leads (default: 1)")
-    parser.add_argument("--replicas", type=_count, metavar="N", help="of each engine (default: 1)")
-    parser.add_argument("--device", help="of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
-    parser.add_argument("--threads", type=int, help="of torch on the CPU; 0: one for each core")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,13 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_key_arguments(parser)
     add_log_argument(parser)
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if not 1 <= count <= PROCESSES_MAX:
-        raise argparse.ArgumentTypeError(f"{count} is not between 1 and {PROCESSES_MAX}")
-    return count
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -79,61 +48,3 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(str(service) for service in services(layout, cluster.nats or "nats://127.0.0.1:PORT")))
         return 0
     return run_service(Supervisor(layout).run())
-
-
-def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
-    """What the file and the flags say, flags first. Raises `Refused` and `ValueError` with one sentence."""
-    tree = read_job_file(arguments.config) if arguments.config is not None else {}
-    if is_cluster(tree):
-        cluster, jobs = read_cluster(tree, arguments.config.parent)
-        plain = cluster.model_dump(mode="json", exclude_unset=True)
-        _choose_engines(plain["engines"], arguments.engine)
-        jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
-    else:
-        names = arguments.engine or ["main"]
-        plain = {"engines": dict.fromkeys(names, DEFAULTS)}
-        jobs = {name: parse_job(tree) for name in names} if arguments.config is not None else {}
-    return agreed(validated_cluster(_with_flags(plain, arguments)), jobs)
-
-
-def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
-    for name in wanted or ():
-        if name not in engines:
-            raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(engines)}")
-    for name in [name for name in engines if wanted and name not in wanted]:
-        del engines[name]
-
-
-def _with_flags(plain: Mapping[str, Any], arguments: argparse.Namespace) -> Tree:
-    """The document with what the flags say put in."""
-
-    def said(**names: str) -> Tree:
-        """Of these keys, those whose flag was given."""
-        found = {key: getattr(arguments, flag) for key, flag in names.items()}
-        return {key: value for key, value in found.items() if value is not None}
-
-    torch = said(device="device", threads="threads")
-    engines = plain["engines"].items()
-    return {
-        **plain,
-        "hive": arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
-        **said(nats="nats", data_dir="data_dir"),
-        "gateway": {**plain.get("gateway", {}), **said(host="host", port="port", count="gateways")},
-        "coordinator": {**plain.get("coordinator", {}), **said(count="coordinators")},
-        "engines": {name: _engine_with_flags(name, part, torch, arguments.replicas) for name, part in engines},
-    }
-
-
-def _engine_with_flags(name: str, part: Tree, torch: Tree, replicas: int | None) -> Tree:
-    kinds = [dict(kind) for kind in part.get("inference", ())]
-    if replicas is not None and len(kinds) != 1:
-        raise Refused(
-            Code.BAD_CONFIG, f"--replicas says nothing of engine {name}: its file has {len(kinds)} kinds of replicas"
-        )
-    for kind in kinds:
-        kind.update(torch if kind.get("engine") != "openai" else {})
-        kind.update({"count": replicas} if replicas is not None else {})
-    changed = {**part, "inference": kinds}
-    if part.get("trainer") is not None:
-        changed["trainer"] = {**part["trainer"], **torch}
-    return changed

@@ -11,6 +11,7 @@ from bombus.job import (
     RunConfig,
     Tree,
     derive_lengths,
+    own_groups,
     parse_job,
     read_job_file,
     to_yaml,
@@ -107,7 +108,7 @@ class Job:
         if lengths:
             given |= derive_lengths(lengths, {name: getattr(base.rollout, name) for name in LENGTHS})
         # A length in the file's own block would win over the keyword.
-        own = {group: dict(fields) for group, fields in (tree.get("bombus") or {}).items()}
+        own = own_groups(tree)
         for name, value in given.items():
             group, _, field = AJET_KEYS.get(KEYWORDS[name], "").partition(".")
             if field in own.get(group, {}):
