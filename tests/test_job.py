@@ -379,3 +379,9 @@ def test_a_keyword_wins_over_a_files_own_block(tmp_path: Path) -> None:
 def test_a_job_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"nothing\.yaml"):
         Job(tmp_path / "nothing.yaml")
+
+
+def test_a_name_of_verls_registry_needs_the_verl_backend() -> None:
+    with pytest.raises(Refused, match="with backend verl, any name that verl knows"):
+        parse_job("bombus: {trainer: {loss: sapo}}")
+    assert parse_job("bombus: {trainer: {loss: sapo, backend: verl}}").trainer.loss == "sapo"

@@ -1,5 +1,6 @@
 """Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on nonsense."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from bombus.errors import EngineFault
 from bombus.records import digest
 from bombus_trainer import checkpoint
+from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.checkpoint import Facts
-from bombus_trainer.executor import Executor, Interrupted
+from bombus_trainer.executor import Executor
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import pack
 from bombus_trainer.places import keep_only
@@ -78,7 +80,7 @@ def test_a_step_after_a_restart_is_the_step_without_one(
     saved = executor.save(tmp_path, facts(1))
     executor.train_step(batch(2), 2)
     restarted = Executor(folder, settings)
-    restarted.restore(checkpoint.load(Path(saved.path), saved.digest).tensors)
+    restarted.restore(Path(saved.path), saved.digest)
     restarted.train_step(batch(2), 2)
     assert weights_of(restarted) == weights_of(executor)
 
@@ -268,7 +270,7 @@ def test_a_checkpoint_of_which_one_byte_changed_is_refused(folder: Path, tmp_pat
 def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     saved = Executor(folder, tiny_settings(lora_rank=4)).save(tmp_path, facts(1))
     with pytest.raises(EngineFault, match="another model"):
-        Executor(folder, tiny_settings()).restore(checkpoint.load(Path(saved.path), saved.digest).tensors)
+        Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 
 
 def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touched(
@@ -296,3 +298,39 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
     cosine = tiny_settings(learning_rate=1.0, schedule="cosine", total_steps=4)
     assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.5, 0.0])
     assert learning_rate(10**6, tiny_settings(learning_rate=0.1, schedule="cosine")) == 0.1
+
+
+def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) -> None:
+    def write(draft: Path) -> dict[str, checkpoint.Seal]:
+        for rank in (0, 1):
+            (draft / "state").mkdir(exist_ok=True)
+            (draft / "state" / f"{rank}.pt").write_bytes(bytes([rank]) * 100)
+        seals = checkpoint.seal_files(draft, lambda name: name.endswith("0.pt"))
+        return seals | checkpoint.seal_files(draft, lambda name: name.endswith("1.pt"))
+
+    saved = checkpoint.save_files(tmp_path, facts(1), "verl", 2, write)
+    place = Path(saved.path)
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+    assert checkpoint.read_facts(place, saved.digest) == facts(1)
+    (place / "state" / "1.pt").write_bytes(b"other")
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # what is not read
+    with pytest.raises(EngineFault, match=r"damaged: state/1\.pt"):
+        checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+    (place / "state" / "1.pt").unlink()
+    with pytest.raises(EngineFault, match="cannot be read"):
+        checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+
+
+def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(folder: Path, tmp_path: Path) -> None:
+    saved = checkpoint.save_files(tmp_path, facts(1), "verl", 2, lambda draft: {})
+    with pytest.raises(EngineFault, match="written by 2 ranks, and this trainer has 4: start it with 2"):
+        checkpoint.verify_files(Path(saved.path), saved.digest, "verl", 4, lambda name: True)
+    with pytest.raises(EngineFault, match="is the verl backend's: it cannot go on with torch"):
+        Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
+
+
+def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path: Path) -> None:
+    saved = Executor(folder, tiny_settings()).save(tmp_path, facts(1))
+    manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
+    assert manifest.keys() == {"format", "facts", "state_bytes", "state_sha256"}
+    assert manifest["format"] == 1

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bombus.errors import BombusError, EngineFault
+from bombus_trainer.backend import Backend
 from bombus_trainer.batch import Group, prepare
-from bombus_trainer.executor import Executor
 from bombus_trainer.sample_files import write
 from bombus_trainer.samples import Decode, Origin, samples_of, text_of
 
@@ -35,12 +35,12 @@ def allowed_template(asked: str, run_folder: Path, root: Path | None) -> str:
 class DebugRollouts:
     """Writes the samples of each step of a run to `template`, `{rollout_id}` being the step."""
 
-    def __init__(self, template: str, executor: Executor) -> None:
+    def __init__(self, template: str, backend: Backend) -> None:
         self._template = template
-        self._executor = executor
+        self._backend = backend
         self._decode: Decode | None = None
         try:
-            self._decode = text_of(executor.files["tokenizer.json"])
+            self._decode = text_of(backend.files["tokenizer.json"])
         except ValueError as error:
             log.warning("debug rollout data has no texts: %s", error)
 
@@ -48,7 +48,7 @@ class DebugRollouts:
         """Write a step's file, and say in a metric whether that failed: it is no reason to lose the step."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:
-            prepared = prepare(groups, self._executor.settings, self._executor.model.vocab_size)
+            prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)
             write(path, origin.step, samples_of(origin, groups, prepared, self._decode))
         except (OSError, RuntimeError, BombusError) as error:  # torch's own writer raises RuntimeError
             log.error("step %d: the debug rollout data could not be written to %s: %s", origin.step, path, error)

@@ -13,30 +13,45 @@ from bombus.events import Weights
 from bombus.faults import Point, reached
 from bombus.models import load_tokenizer_files
 from bombus_trainer import checkpoint
+from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.export import export
-from bombus_trainer.losses import LossInputs, policy_loss
-from bombus_trainer.model import PolicyModel
+from bombus_trainer.losses import LossInputs, PolicyLoss, policy_loss
+from bombus_trainer.model import PolicyModel, Scored
 from bombus_trainer.optim import Optimizer, learning_rate
-from bombus_trainer.packing import Bin, Item, pack
-from bombus_trainer.sequences import Floats
+from bombus_trainer.packing import Bin, Item, Terms, pack
+from bombus_trainer.sequences import Floats, Ints
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tally import Tally, reward_metrics
 
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
-class Interrupted(Exception):
-    """The step was told to stop between two micro-batches. It has left gradients and perhaps updates behind."""
+def loss_of_terms(
+    terms: Terms, lines_N: Ints, scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
+) -> PolicyLoss:
+    """What N trained tokens add to the loss of their update, whoever computed their logprobs.
+
+    `lines_N` numbers the sequence of each: all its trained tokens are among them.
+    """
+    device = scored.logprobs_N.device
+    inputs = LossInputs(
+        logprobs_N=scored.logprobs_N,
+        old_logprobs_N=old_N,
+        sampler_logprobs_N=torch.from_numpy(terms.sampler_logprobs_N).to(device),
+        advantages_N=torch.from_numpy(terms.advantages_N).to(device),
+        weights_N=torch.from_numpy(terms.weights_N).to(device),
+        lines_N=torch.from_numpy(lines_N).to(device),
+        lines=int(lines_N.max(initial=-1)) + 1,
+        reference_logprobs_N=reference_N,
+        entropy_N=scored.entropy_N,
+    )
+    return policy_loss(inputs, settings)
 
 
 class Executor:
-    """One model in training. Not thread-safe: one call at a time.
-
-    A step that raises may have made some of its updates: make a new executor, or `restore` a checkpoint, before
-    the next one.
-    """
+    """The torch backend: one model in this process. See `backend.Backend`."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
         """Load the model in `folder` as step 0; `files` are its tokenizer's, where they are not in `folder`.
@@ -49,16 +64,16 @@ class Executor:
         self.model = PolicyModel.load(folder, settings)
         self.optimizer = Optimizer(self.model.trainable(), settings)
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def train_step(
         self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Train on a batch and return the step's metrics.
-
-        A batch without any signal changes nothing. Raises `EngineFault` on a loss or gradient that is not finite
-        (nothing is updated by it), `Interrupted` when `interrupted()` says so between two micro-batches.
-        """
+        """See `Backend.train_step`."""
         tally = Tally()
         with tally.phase("merge"):
             batch = prepare(groups, self.settings, self.model.vocab_size)
@@ -72,7 +87,7 @@ class Executor:
             "lr": rate,
             "bin_tokens": float(self.settings.bin_tokens),
             "torch_threads": float(torch.get_num_threads()),
-            **_batch_metrics(groups, batch),
+            **batch_metrics(groups, batch),
             **staleness(batch, step),
         }
 
@@ -101,25 +116,14 @@ class Executor:
         scored = self.model.score(packed)
         terms = packed.terms
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
-        sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(device)
-        inputs = LossInputs(
-            logprobs_N=scored.logprobs_N,
-            old_logprobs_N=old_N,
-            sampler_logprobs_N=sampler_N,
-            advantages_N=torch.from_numpy(terms.advantages_N).to(device),
-            weights_N=torch.from_numpy(terms.weights_N).to(device),
-            lines_N=torch.from_numpy(packed.lines_N).to(device),
-            lines=packed.sequences,
-            reference_logprobs_N=self.model.score_reference(packed) if settings.kl_coef > 0.0 else None,
-            entropy_N=scored.entropy_N,
-        )
-        result = policy_loss(inputs, settings)
+        reference_N = self.model.score_reference(packed) if settings.kl_coef > 0.0 else None
+        result = loss_of_terms(terms, packed.lines_N, scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if not isfinite(loss):
             self.optimizer.zero_grad()
             raise EngineFault(f"the loss is not finite ({loss})")
         result.loss.backward()  # type: ignore[no-untyped-call]
-        tally.note_terms(result, old_N, sampler_N, scored.entropy_N.detach())
+        tally.note_terms(result, old_N, terms, scored.entropy_N.detach())
         return loss
 
     def _old_logprobs(
@@ -153,13 +157,17 @@ class Executor:
         return checkpoint.save(root, facts, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that `restore` wants: parameters and the optimizer's state, not copied, and the random generator's."""
+        """All that `load_tensors` wants: parameters, the optimizer's state, not copied, the random generator's."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
         tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
         return tensors
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+    def restore(self, path: Path, digest: str) -> None:
+        """Go on from a checkpoint; see `checkpoint.load`."""
+        self.load_tensors(checkpoint.load(path, digest).tensors)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from what `tensors` gave. Raises `EngineFault` when it is of another model."""
         self.model.restore(_under(PARAMETER, tensors))
         self.optimizer.restore(_under(MOMENT, tensors))
@@ -175,7 +183,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def _batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
+def batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
     return {
         **reward_metrics(groups),
         "groups": float(len(groups)),

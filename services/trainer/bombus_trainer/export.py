@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from bombus.events import Weights
 from bombus.faults import Point, reached
 from bombus_trainer.model import PolicyModel
 from bombus_trainer.places import draft_in
-from bombus_trainer.tensorfile import Written, write_tensors
+from bombus_trainer.tensorfile import Shape, Written, write_tensors
 
 FORMAT = "safetensors"
 FILE = "model.safetensors"
@@ -24,6 +28,26 @@ def export(
     files: Mapping[str, bytes],
     tokenizer: str = "",
 ) -> Weights:
+    """Write the model as version `version` below `root`; see `write_version`."""
+    content = Content(model.export_dtype, model.dense_shapes(), model.dense_weights())
+    return write_version(root, version, trainer_epoch, content, files, tokenizer)
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """The tensors of a version, each made only when its turn comes, in the order of `shapes`."""
+
+    dtype: torch.dtype
+    shapes: Mapping[str, Shape]
+    tensors: Iterable[tuple[str, Tensor]]
+
+    def write(self, path: Path) -> Written:
+        return write_tensors(path, self.shapes, self.tensors, durable=False, metadata={"format": "pt"})
+
+
+def write_version(
+    root: Path, version: int, trainer_epoch: int, content: Content, files: Mapping[str, bytes], tokenizer: str = ""
+) -> Weights:
     """Write version `version` below `root`; `where` is its folder, `bytes` and `sha256` are of its tensors' file.
 
     Not made durable: after a power cut the digest tells, and the checkpoint gives the same weights again. The
@@ -35,14 +59,14 @@ def export(
     try:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         draft.chmod(0o755)
-        for name, content in files.items():
-            (draft / name).write_bytes(content)
+        for name, body in files.items():
+            (draft / name).write_bytes(body)
         if "config.json" in files:
             config = json.loads(files["config.json"])
-            config["dtype"] = str(model.export_dtype).removeprefix("torch.")
+            config["dtype"] = str(content.dtype).removeprefix("torch.")
             config.pop("torch_dtype", None)
             (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        written = _write(draft / FILE, model)
+        written = content.write(draft / FILE)
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
         if place.exists():  # the same version from the same trainer: an answer to it was lost
             shutil.rmtree(place)
@@ -55,8 +79,4 @@ def export(
 
 def digest_of(model: PolicyModel) -> str:
     """The `sha256` that `export` would give these weights, without writing them."""
-    return _write(Path(os.devnull), model).sha256
-
-
-def _write(path: Path, model: PolicyModel) -> Written:
-    return write_tensors(path, model.dense_shapes(), model.dense_weights(), durable=False, metadata={"format": "pt"})
+    return Content(model.export_dtype, model.dense_shapes(), model.dense_weights()).write(Path(os.devnull)).sha256

@@ -1,25 +1,66 @@
-"""A job's model, ready to be trained, and its tokenizer as an object: the same for the service and for replay."""
+"""A job's model, ready to be trained by the backend that the job names, and its tokenizer as an object."""
 
 from collections.abc import Mapping
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
 
+from bombus.errors import EngineFault
 from bombus.models import load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.run_config import RunConfig
 from bombus.tokenizer_fit import check_fit
+from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 SEEDS = 2**31  # of weights that are made on the spot
 
 
+def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> Backend:
+    """The job's model as step 0, by the job's backend, on all `ranks` (none: this process alone).
+
+    Raises `EngineFault` when there is no such model, or it cannot be trained in this process.
+    """
+    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens_max)
+    ranks = ranks or Ranks.alone()
+    if job.trainer.backend == "verl" and find_spec("verl") is None:
+        raise EngineFault(
+            "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install "
+            "verl`, and start the trainer with --backend verl"
+        )
+    if job.trainer.processes not in (0, ranks.size):
+        raise EngineFault(
+            f"trainer.processes is {job.trainer.processes}, and this trainer was started with {ranks.size}: "
+            "set it to 0, or start the trainer with as many"
+        )
+    if job.trainer.backend == "torch":
+        if ranks.size > 1:
+            raise EngineFault(
+                f"trainer.backend is torch, which trains in one process, and this trainer has {ranks.size}: "
+                "set trainer.backend to verl, or start the trainer with `bombus trainer`"
+            )
+        return load_executor(job, settings, options.allow_download)
+    from bombus_trainer.verl_backend import VerlExecutor
+
+    folder = _folder(job, options.allow_download)
+    return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))
+
+
 def load_executor(job: RunConfig, settings: TrainerSettings, allow_download: bool = False) -> Executor:
-    """The job's model as step 0. Raises `EngineFault` when there is none, or it cannot be trained."""
-    dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
-    folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
+    """The job's model as step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+    if job.trainer.backend != "torch":
+        raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
+    folder = _folder(job, allow_download)
     return Executor(folder, settings, text_files(job, folder, allow_download))
+
+
+def _folder(job: RunConfig, allow_download: bool) -> Path:
+    dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
+    return resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:

@@ -58,8 +58,7 @@ class PolicyModel:
 
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
         """
-        stored = _stored_dtype(folder)
-        export = stored if settings.precision == Precision.AUTO else DTYPES[settings.precision]
+        export = export_dtype(folder, settings)
         on_cpu = settings.device == "cpu" and settings.precision == Precision.AUTO
         held = torch.float32 if on_cpu or not settings.lora_rank else export
         model = load_model(folder, dtype=str(held).removeprefix("torch."), attn=NAME).to(settings.device)
@@ -178,6 +177,11 @@ class PolicyModel:
                 yield f"{owner}.{leaf}", value, adapters[owner] if leaf == "weight" else None
             elif name.rpartition(".")[0] not in adapters:
                 yield name, value, None
+
+
+def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
+    """The precision of the weights that replicas get. Raises `EngineFault` when the model cannot be read."""
+    return _stored_dtype(folder) if settings.precision == Precision.AUTO else DTYPES[settings.precision]
 
 
 def _probe(line: Ints, number: int) -> Item:

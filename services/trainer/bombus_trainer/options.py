@@ -21,6 +21,9 @@ class TrainerOptions(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
     allow_download: bool = False
+    operation_timeout_s: float = Field(
+        default=1800.0, gt=0.0, le=86_400.0, description="of what several ranks do together"
+    )
     retry_s: float = Field(default=1.0, gt=0.0, le=600.0, description="after the first failure of a step")
     presence_s: float = Field(
         default=15.0, gt=0.0, le=3600.0, description="how often a superseded trainer asks for the other, and waits"

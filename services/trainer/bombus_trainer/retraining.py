@@ -57,7 +57,7 @@ class Retraining:
         made = cls(source, logged, executor)
         saved = await asyncio.to_thread(_newest_kept, logged, step, say)
         if saved is not None:
-            executor.restore(saved.tensors)
+            executor.load_tensors(saved.tensors)
             made.step = saved.facts.step
             say(f"starting from the checkpoint of step {made.step}")
             return made
@@ -89,7 +89,7 @@ class Retraining:
         tensors = self.executor.tensors()
         self.executor = await asyncio.to_thread(load_executor, job, settings, allow_download)
         if self.step:
-            self.executor.restore(tensors)
+            self.executor.load_tensors(tensors)
 
 
 def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSettings:

@@ -16,17 +16,15 @@ from bombus.faults import Point, reached
 from bombus.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.run_config import RunConfig
 from bombus.state import Phase
-from bombus_trainer import checkpoint
+from bombus_trainer.backend import Backend, BackendLost, Interrupted, Loader
 from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.debug_rollouts import DebugRollouts, allowed_template
-from bombus_trainer.executor import Executor, Interrupted
-from bombus_trainer.loading import load_executor, pack_tokenizer
+from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.places import keep_only
 from bombus_trainer.reading import BusCalls, read_batch
 from bombus_trainer.samples import Origin
-from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tenure import RunOver, Tenure
 
 log = logging.getLogger(__name__)
@@ -41,7 +39,9 @@ class Trainer:
     Everything that it needs to go on after a crash is on the log or in the checkpoint that the log names.
     """
 
-    def __init__(self, bus: Bus, options: TrainerOptions, name: str = "") -> None:
+    def __init__(self, bus: Bus, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
+        """`load` makes the backend of a job; without one, that is done in this process."""
+        self._load_backend = load or (lambda job: load_backend(job, options))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
@@ -76,7 +76,7 @@ class Trainer:
         """Load, publish what the log lacks, make outstanding steps; after a failure all of it again, a little later."""
         tenure, options = self._tenure, self._options
         await tenure.open()
-        executor: Executor | None = None
+        executor: Backend | None = None
         failures = 0
         while True:
             try:
@@ -89,6 +89,9 @@ class Trainer:
             except Interrupted:
                 raise RunOver from None
             except RunOver:
+                raise
+            except BackendLost as error:  # nothing in this process can train any more: it ends, and is started again
+                await self._report_failure(error, failures + 1)
                 raise
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", tenure.run, error)
@@ -105,11 +108,13 @@ class Trainer:
             raise RunOver
         return batch
 
-    async def _boot(self) -> Executor:
+    async def _boot(self) -> Backend:
         """The model, ready to be trained. One that cannot be loaded ends the run."""
         await self._stage("loading the model")
         try:
             executor = await self._load()
+        except BackendLost:
+            raise
         except Exception as error:  # a stranger's model may fail in any way: the user is told which
             log.exception("run %d cannot be trained", self._tenure.run)
             await self._give_up(_reason(error))
@@ -124,36 +129,35 @@ class Trainer:
             message_id = tenure.id(stage.replace(" ", "-"))
             await tenure.say(StageReached(id=message_id, engine=self._options.engine, run=tenure.run, stage=stage))
 
-    async def _load(self) -> Executor:
+    async def _load(self) -> Backend:
         """The model as the log's newest step left it."""
         engine = self._tenure.engine
         if engine.active is None:
             raise EngineFault("the engine runs without a configuration")
         job = RunConfig.from_json(engine.active.config)
         options = self._options
-        settings = TrainerSettings.of_job(job, options.device, options.bin_tokens_max)
         done = engine.step_done
         asked = job.trainer.save_debug_rollout_data
         template = asked and allowed_template(asked, self._place("rollouts"), options.debug_root)
 
-        def load() -> Executor:
-            executor = load_executor(job, settings, options.allow_download)
+        def load() -> Backend:
+            executor = self._load_backend(job)
             if done is not None:
-                executor.restore(checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).tensors)
+                executor.restore(Path(done.checkpoint), done.checkpoint_digest)
             return executor
 
         executor = await _in_thread(load)
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
 
-    async def _publish_tokenizer(self, executor: Executor) -> None:
+    async def _publish_tokenizer(self, executor: Backend) -> None:
         name, blob = pack_tokenizer(executor.files)
         ready = self._tenure.engine.weights
         if ready is None or ready.weights.tokenizer != name:
             await self._bus.put_blob(name, blob)
         self._tokenizer = name
 
-    async def _publish_missing_weights(self, executor: Executor) -> None:
+    async def _publish_missing_weights(self, executor: Backend) -> None:
         """Version 0, or that of a step which was completed and whose weights never reached the log."""
         done = self._tenure.engine.step_done
         newest = 0 if done is None else done.step
@@ -161,7 +165,7 @@ class Trainer:
             await self._stage("writing the first weights")
             await self._publish_weights(executor, newest)
 
-    async def _publish_weights(self, executor: Executor, version: int) -> None:
+    async def _publish_weights(self, executor: Backend, version: int) -> None:
         tenure = self._tenure
         root = self._place("weights")
         weights = await _in_thread(lambda: executor.export(root, version, tenure.epoch, self._tokenizer))
@@ -183,7 +187,7 @@ class Trainer:
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
-    async def _step(self, executor: Executor, batch: BatchReady) -> None:
+    async def _step(self, executor: Backend, batch: BatchReady) -> None:
         """One attempt: train, checkpoint, say so. Whatever it raises, the step may be repeated."""
         self._attempt += 1
         tenure = self._tenure
@@ -212,7 +216,7 @@ class Trainer:
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
 
-    async def _train(self, executor: Executor, batch: BatchReady) -> dict[str, float]:
+    async def _train(self, executor: Backend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
         read = await read_batch(BusCalls(self._bus), batch)
         read_s = perf_counter() - start
@@ -228,7 +232,7 @@ class Trainer:
             metrics |= await _in_thread(lambda: debug.save(origin, groups))
         return metrics
 
-    async def _checkpoint(self, executor: Executor, batch: BatchReady, metrics: dict[str, float]) -> Saved:
+    async def _checkpoint(self, executor: Backend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
         facts = Facts(
             engine=self._options.engine,
             run=self._tenure.run,
@@ -292,9 +296,9 @@ def _reason(error: Exception) -> str:
     return why[:REASON_CHARS_MAX]
 
 
-async def run(url: str, hive: str, options: TrainerOptions, name: str = "") -> None:
+async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
     """Train an engine's runs until cancelled."""
     telemetry.configure("trainer")
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.ensure_streams()
-        await Trainer(bus, options, name).run()
+        await Trainer(bus, options, name, load).run()

@@ -5,8 +5,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bombus.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Name, Overlong, named
-from bombus.errors import EngineFault
+from bombus.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Overlong, named
 from bombus.run_config import RunConfig
 
 
@@ -58,6 +57,8 @@ class TrainerSettings(BaseModel):
     aggregation: Aggregation = Aggregation.EPISODE
     response_tokens_max: int = Field(default=15_000, ge=1, le=1 << 22, description="of an episode: a constant length")
     loss: Loss = Loss.CLIPPED
+    verl_adv_estimator: str = Field(default="", description="of verl's registry, in place of `estimator`")
+    verl_policy_loss: str = Field(default="", description="of verl's registry, in place of `loss`")
     clip_low: float = Field(default=0.2, ge=0.0, le=1.0)
     clip_high: float = Field(default=0.2, ge=0.0, le=10.0)
     dual_clip: float = Field(default=0.0, ge=0.0, le=100.0, description="0: none")
@@ -93,14 +94,11 @@ class TrainerSettings(BaseModel):
     def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 4096) -> Self:
         """What a job asks of this trainer. `bin_tokens_max` is this machine's: a bin has to fit its memory.
 
-        Raises `EngineFault` for what only another backend can do.
+        Estimators and losses that we do not know are verl's: a job for the torch backend has none.
         """
         asked = job.trainer
-        if asked.backend != "torch":
-            raise EngineFault(
-                f"trainer.backend {asked.backend!r} is not this trainer: it is the torch backend; run "
-                f"`bombus install {asked.backend}` and start `bombus trainer --backend {asked.backend}`"
-            )
+        estimator = named(Estimator, asked.adv_estimator)
+        loss = named(Loss, asked.loss)
         everything = asked.target_modules in ("all-linear", "all")
         names = () if everything else tuple(name.strip() for name in asked.target_modules.split(","))
         return cls(
@@ -120,11 +118,13 @@ class TrainerSettings(BaseModel):
             grad_clip=asked.grad_clip,
             mini_batch_num=asked.mini_batch_num,
             ppo_epochs=asked.ppo_epochs,
-            estimator=_of(Estimator, "adv_estimator", asked.adv_estimator),
+            estimator=estimator or Estimator.GRPO,
+            verl_adv_estimator="" if estimator else asked.adv_estimator,
             normalise_std=asked.normalise_by_std,
             aggregation=asked.loss_aggregation,
             response_tokens_max=job.rollout.max_response_length,
-            loss=_of(Loss, "loss", asked.loss),
+            loss=loss or Loss.CLIPPED,
+            verl_policy_loss="" if loss else asked.loss,
             clip_low=asked.clip_low,
             clip_high=asked.clip_high,
             dual_clip=asked.dual_clip,
@@ -142,11 +142,3 @@ class TrainerSettings(BaseModel):
             overlong_penalty=asked.overlong_penalty,
             bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),
         )
-
-
-def _of(kind: type[Name], field: str, asked: str) -> Name:
-    """The configuration knew the name, unless it was made for another backend and then changed."""
-    found = named(kind, asked)
-    if found is None:
-        raise EngineFault(f"trainer.{field} {asked!r} is not known to the torch backend: it has {', '.join(kind)}")
-    return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from bombus_trainer.batch import Group
 from bombus_trainer.kl import kl_k3
 from bombus_trainer.losses import PolicyLoss
-from bombus_trainer.packing import Bin
+from bombus_trainer.packing import Bin, Terms
 
 MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
@@ -37,12 +37,17 @@ class Tally:
     def note_bins(self, bins: list[Bin], longest: int) -> None:
         """`longest` is the length that all sequences would be padded to."""
         sequences = sum(packed.sequences for packed in bins)
+        computed = sum(len(packed.tokens_T) for packed in bins)
+        self.note_tokens(sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
+
+    def note_tokens(self, sequences: int, computed: int, unshared: int, longest: int) -> None:
         self._sequences += sequences
-        self._tokens[0] += sum(len(packed.tokens_T) for packed in bins)
-        self._tokens[1] += sum(packed.sequence_tokens for packed in bins)
+        self._tokens[0] += computed
+        self._tokens[1] += unshared
         self._tokens[2] += sequences * longest
 
-    def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
+    def note_terms(self, loss: PolicyLoss, old_N: Tensor, terms: Terms, entropy_N: Tensor) -> None:
+        sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(old_N.device)
         columns = {
             "kl_sampler": kl_k3(sampler_N, old_N),
             "kl_sampler_abs": (old_N - sampler_N).abs(),
@@ -59,6 +64,12 @@ class Tally:
 
     def note_update(self, loss: float, norm: float) -> None:
         self._updates.append((loss, norm))
+
+    def add(self, other: "Tally") -> None:
+        """Take in what another rank has counted of the same step; its times and updates are everybody's."""
+        self._terms += other._terms
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
 
     def metrics(self) -> dict[str, float]:
         """`tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded."""

@@ -1,0 +1,67 @@
+"""The processes that train one model together: what they tell each other besides gradients.
+
+Everything here goes over gloo, on the CPU, whatever the gradients travel by.
+"""
+
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bombus_trainer.sequences import Floats
+
+T = TypeVar("T")
+LEADER = 0
+
+
+class Ranks:
+    """This process, `rank` of `size`. Every method is called by all ranks alike, and blocks until all have."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+
+    @classmethod
+    def alone(cls) -> "Ranks":
+        return cls(LEADER, 1, None)
+
+    @classmethod
+    def of_group(cls, timeout: timedelta) -> "Ranks":
+        """The ranks of torch's default process group, which has to be there."""
+        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == LEADER
+
+    def share(self, value: T | None = None) -> T:
+        """The leader's value, for everybody."""
+        if self._group is None:
+            return cast(T, value)
+        held = [value if self.leads else None]
+        dist.broadcast_object_list(held, src=LEADER, group=self._group)
+        return cast(T, held[0])
+
+    def gather(self, value: T) -> list[T]:
+        """What each has brought, by rank."""
+        if self._group is None:
+            return [value]
+        held: list[T | None] = [None] * self.size
+        dist.all_gather_object(held, value, group=self._group)
+        return cast(list[T], held)
+
+    def total(self, values_N: Floats) -> Floats:
+        """The sum over ranks of an array [N], in place."""
+        if self._group is not None:
+            dist.all_reduce(torch.from_numpy(values_N), group=self._group)
+        return values_N
+
+    def agree(self, flag: bool) -> bool:
+        """The leader's flag."""
+        if self._group is None:
+            return flag
+        held = np.array([flag if self.leads else False], dtype=np.float32)
+        return bool(self.total(held)[0] > 0)

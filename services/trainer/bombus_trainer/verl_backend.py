@@ -1,0 +1,309 @@
+"""The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `verl_engine`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from bombus.errors import EngineFault
+from bombus.events import Weights
+from bombus.faults import Point, reached
+from bombus.models import load_tokenizer_files
+from bombus_trainer import checkpoint, verl_engine
+from bombus_trainer.backend import Interrupted
+from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.checkpoint import Facts, Saved
+from bombus_trainer.dealing import MicroBatch, deal, rows_of
+from bombus_trainer.executor import batch_metrics
+from bombus_trainer.export import Content, write_version
+from bombus_trainer.model import Scored, export_dtype
+from bombus_trainer.optim import learning_rate
+from bombus_trainer.packing import Item, Terms
+from bombus_trainer.ranks import Ranks
+from bombus_trainer.sequences import Floats
+from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.tally import Tally
+from bombus_trainer.tensorfile import Shape
+
+NAME = "verl"
+STATE = "verl"  # the folder of verl's own files in a checkpoint
+
+
+class VerlExecutor:
+    """One rank's part of a model in training; every method is called on all ranks alike. See `backend.Backend`."""
+
+    def __init__(
+        self, folder: Path, settings: TrainerSettings, ranks: Ranks, files: Mapping[str, bytes] | None = None
+    ) -> None:
+        """Load the model in `folder` as step 0, as `Executor` does. Raises `EngineFault`."""
+        verl_engine.prepare_process(settings.device)
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.files = load_tokenizer_files(folder) if files is None else dict(files)
+        self._ranks = ranks
+        self._export_dtype = export_dtype(folder, settings)
+        self._packed = verl_engine.packs(settings)
+        self._estimate, self._loss = verl_engine.algorithms(settings)
+        self._engine = verl_engine.new_engine(folder, settings, self._export_dtype)
+        needs_reference = settings.kl_coef > 0.0 and not settings.lora_rank
+        self._reference = verl_engine.new_engine(folder, settings, self._export_dtype) if needs_reference else None
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._engine.model_config.hf_config.vocab_size)
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """See `Backend.train_step`. The leader's `interrupted` counts."""
+        tally = Tally()
+        with tally.phase("merge"):
+            batch = prepare(groups, self.settings, self.vocab_size)
+            if self._estimate is not None:
+                batch = self._estimate(batch, groups)
+        rate = learning_rate(step, self.settings)
+        with self._engine.train_mode():
+            old = self._old_logprobs(batch, step, tally, interrupted)
+            for epoch in range(self.settings.ppo_epochs):
+                for items in mini_batches(batch, self.settings, step, epoch):
+                    self._update(items, rate, old, tally, interrupted)
+        first, *others = self._ranks.gather(tally)
+        for other in others:
+            first.add(other)
+        return {
+            **first.metrics(),
+            "lr": rate,
+            "bin_tokens": float(self.settings.bin_tokens),
+            "torch_threads": float(torch.get_num_threads()),
+            "ranks": float(self._ranks.size),
+            **batch_metrics(groups, batch),
+            **staleness(batch, step),
+        }
+
+    def _update(
+        self, items: list[Item], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
+    ) -> None:
+        self._engine.optimizer_zero_grad()
+        share = 0.0
+        for rows in self._micro_batches(items, tally, interrupted):
+            with tally.phase("forward_backward"):
+                share += self._forward_backward(rows, old, tally)
+            reached(Point.TRAINER_BIN_DONE)
+        loss = sum(self._ranks.gather(share))
+        if not isfinite(loss):
+            self._engine.optimizer_zero_grad()
+            raise EngineFault(f"the loss is not finite ({loss})")
+        with tally.phase("optimizer"):
+            for group in self._engine.optimizer.param_groups:
+                group["lr"] = rate
+            norm = float(self._engine.optimizer_step())  # updates nothing when it is not finite
+        if not isfinite(norm):
+            raise EngineFault(f"the gradients are not finite (their norm is {norm})")
+        self._engine.optimizer_zero_grad()
+        tally.note_update(loss, norm)
+        reached(Point.TRAINER_UPDATE_DONE)
+
+    def _forward_backward(self, rows: MicroBatch, old: Floats | None, tally: Tally) -> float:
+        """Add the gradients of a micro-batch and return this rank's share of the loss."""
+        reference = None
+        if self.settings.kl_coef > 0.0:
+            with self._engine.disable_adapter() if self.settings.lora_rank else nullcontext():
+                reference = self._score(self._reference or self._engine, rows)
+        share = 0.0
+
+        def loss(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
+            nonlocal share
+            logprobs_N, entropy_N = (_of_terms(model_output[name], rows) for name in ("log_probs", "entropy"))
+            terms = Terms.concatenate([row.terms for row in rows])
+            lines_N = np.repeat(np.arange(len(rows)), [len(row.terms) for row in rows])
+            device = logprobs_N.device
+            old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
+            results = []
+            for part, row_terms in self._parts(rows, terms):
+                of_reference = reference[part] if reference is not None else None
+                scored = Scored(logprobs_N[part], entropy_N[part])
+                of_loss = self._loss(row_terms, lines_N[part], scored, old_N[part], of_reference, self.settings)
+                tally.note_terms(of_loss, old_N[part], row_terms, scored.entropy_N.detach())
+                results.append(of_loss)
+            total = torch.stack([result.loss for result in results]).sum()
+            share = float(total.detach())
+            return total * self._ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
+
+        self._engine.forward_backward_batch(self._tensors(rows), loss)
+        return share
+
+    def _parts(self, rows: MicroBatch, terms: Terms) -> Iterator[tuple[slice, Terms]]:
+        """All terms at once for our loss; verl's losses look at one sequence at a time."""
+        if not self.settings.verl_policy_loss:
+            yield slice(None), terms
+            return
+        start = 0
+        for row in rows:
+            if len(row.terms) or len(rows) == 1:
+                yield slice(start, start + len(row.terms)), row.terms
+            start += len(row.terms)
+
+    def _old_logprobs(
+        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
+    ) -> Floats | None:
+        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        parts = mini_batches(batch, self.settings, step, epoch=0)
+        if len(parts) * self.settings.ppo_epochs <= 1:
+            return None
+        old = np.zeros(batch.terms, dtype=np.float32)
+        with tally.phase("old_logprobs"):
+            for rows in self._micro_batches([item for part in parts for item in part], None, interrupted):
+                ids_N = np.concatenate([row.terms.ids_N for row in rows])
+                old[ids_N] = self._score(self._engine, rows).cpu().numpy()
+            return self._ranks.total(old)
+
+    def _score(self, engine: Any, rows: MicroBatch) -> Tensor:
+        """Logprobs [N] of the terms of all rows, without gradient."""
+        found: list[Tensor] = []
+
+        def keep(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
+            found.append(_of_terms(model_output["log_probs"], rows).detach())
+            return found[-1].sum(), {}
+
+        with torch.no_grad():
+            engine.forward_backward_batch(self._tensors(rows), keep, forward_only=True)
+        return found[0]
+
+    def _micro_batches(
+        self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]
+    ) -> Iterator[MicroBatch]:
+        dealt = deal(rows_of(items), self._ranks.size, self.settings.bin_tokens)
+        if tally is not None and self._ranks.leads:
+            everywhere = [rows for of_rank in dealt for rows in of_rank]
+            computed = sum(_padded(rows, self._packed) for rows in everywhere)
+            longest = max((len(item.tokens_T) - 1 for item in items), default=0)
+            tally.note_tokens(len(items), computed, sum(len(item.tokens_T) - 1 for item in items), longest)
+        for rows in dealt[self._ranks.rank]:
+            if self._ranks.agree(interrupted()):
+                raise Interrupted
+            yield rows
+
+    def _tensors(self, rows: MicroBatch) -> Any:
+        """A micro-batch as verl wants it: jagged, with a temperature for each row."""
+        tokens = [torch.from_numpy(row.tokens_T.copy()) for row in rows]
+        masks = [torch.zeros(len(row.tokens_T)) for row in rows]
+        for mask_T, row in zip(masks, rows, strict=True):
+            mask_T[torch.from_numpy(row.positions_N)] = 1.0
+        return verl_engine.batch_of(
+            {
+                "input_ids": _jagged(tokens),
+                "position_ids": _jagged([torch.arange(len(each)) for each in tokens]),
+                "loss_mask": _jagged(masks),
+                "temperature": torch.tensor([row.temperature for row in rows]),
+            },
+            {
+                "use_remove_padding": self._packed,
+                "use_dynamic_bsz": False,
+                "micro_batch_size_per_gpu": len(rows),
+                "calculate_entropy": True,
+            },
+        )
+
+    # ---- what outlives the process ----------------------------------------------------------------------------
+
+    def save(self, root: Path, facts: Facts) -> Saved:
+        """See `Backend.save`: verl's own files, one of each kind for each rank, below a manifest of ours."""
+
+        def write(draft: Path) -> dict[str, checkpoint.Seal]:
+            place: str = self._ranks.share(str(draft / STATE))
+            self._engine.save_checkpoint(place, global_step=facts.step)
+            seals: dict[str, checkpoint.Seal] = {}
+            for each in self._ranks.gather(checkpoint.seal_files(Path(place).parent, self._is_mine)):
+                seals |= each
+            return seals
+
+        if not self._ranks.leads:
+            write(Path())
+            return self._ranks.share()
+        saved = checkpoint.save_files(root, facts, NAME, self._ranks.size, write)
+        return self._ranks.share(saved)
+
+    def _is_mine(self, name: str) -> bool:
+        """Whether this rank writes and reads that file of a checkpoint; the leader also those of all ranks."""
+        stem = name.removesuffix(".pt")
+        rank = stem.rpartition("_rank_")[2] if "_rank_" in stem else "0"
+        return rank == str(self._ranks.rank)
+
+    def restore(self, path: Path, digest: str) -> None:
+        """See `Backend.restore`. As many ranks as wrote it; each checks what it reads before it reads it."""
+        checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
+        self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
+
+    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
+        """See `Backend.export`: gathered tensor by tensor on all ranks, written by the leader."""
+        with torch.no_grad():
+            if not self._ranks.leads:
+                for _ in self._dense_weights():
+                    pass
+                return self._ranks.share()
+            content = Content(self._export_dtype, self._dense_shapes(), self._dense_weights())
+            weights = write_version(root, version, trainer_epoch, content, self.files, tokenizer)
+            return self._ranks.share(weights)
+
+    def _dense_shapes(self) -> dict[str, Shape]:
+        empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())
+        return {
+            name: Shape(self._export_dtype, tuple(value.shape))
+            for name, value in verl_engine.as_stored(empty, self._engine)
+        }
+
+    def _dense_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole model under its Hugging Face names, adapters merged, one tensor at a time."""
+        if self.settings.lora_rank:
+            stored = verl_engine.as_stored(self._merged(), self._engine)
+        else:
+            names = {name for name, _ in verl_engine.as_stored(self._parameters(), self._engine)}
+            stored = (pair for pair in self._engine.get_per_tensor_param()[0] if pair[0] in names)
+        for name, value in stored:
+            yield name, value.to(self._export_dtype)
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Sharded, without adapters; tied weights come once, under the first of their names."""
+        for name, value in verl_engine.named_parameters(self._engine):
+            if ".lora_" not in name:
+                yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), value
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights, each with its adapter's product added. verl's own merge would copy the model, in bfloat16."""
+        adapters = {name: value for name, value in self._engine.module.named_parameters() if ".lora_" in name}
+        scale = self.settings.lora_alpha / self.settings.lora_rank
+        for name, value in self._parameters():
+            whole = _whole(value)
+            stem = f"base_model.model.{name.removesuffix('.weight')}"
+            if (low := adapters.get(f"{stem}.lora_A.default.weight")) is not None:
+                whole = whole.float() + scale * (_whole(adapters[f"{stem}.lora_B.default.weight"]) @ _whole(low))
+            yield name, whole
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
+
+
+def _of_terms(values: Tensor, rows: MicroBatch) -> Tensor:
+    """Of jagged values [B, T], where t says something of token t + 1, those of the rows' terms [N]."""
+    starts = values.offsets().tolist()  # type: ignore[attr-defined]
+    positions = [start + row.positions_N - 1 for start, row in zip(starts, rows, strict=False)]
+    flat: Tensor = values.values()
+    return flat[torch.from_numpy(np.concatenate(positions)).to(flat.device)]
+
+
+def _jagged(values: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
+
+
+def _padded(rows: MicroBatch, packed: bool) -> int:
+    lengths = [len(row.tokens_T) for row in rows]
+    return sum(lengths) if packed else len(rows) * max(lengths)

@@ -1,0 +1,103 @@
+"""One rank of a trainer without a hive: makes the steps of each case with both backends and writes down what came out.
+
+Run alone or by torchrun: `python -m tests.verl.rank FOLDER RESULTS.json`.
+"""
+
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bombus.errors import EngineFault
+from bombus_trainer.backend import Backend
+from bombus_trainer.executor import Executor
+from bombus_trainer.ranks import Ranks
+from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.verl_backend import VerlExecutor
+from tests.trainer_given import tiny_settings
+from tests.verl.given import CASES, STEPS, facts, groups, model_folder, settings
+
+Found = dict[str, object]
+KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates")
+
+
+def main(folder: Path, results: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo") if dist.is_torchelastic_launched() else None
+    ranks = Ranks.of_group(timedelta(seconds=60)) if dist.is_initialized() else Ranks.alone()
+    model = model_folder(folder)
+    found: Found = {case: compare(model, settings(case), ranks, folder / case) for case in CASES}
+    found["lora"] = lora(model, ranks, folder / "lora")
+    found["restart"] = restart(model, ranks, folder / "restart")
+    found["algorithms"] = algorithms(model, ranks)
+    if ranks.leads:
+        results.write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def steps(backend: Backend, folder: Path, first: int = 1) -> list[Found]:
+    """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
+    made: list[Found] = [{"sha256": backend.export(folder, 0, 1).sha256}]
+    for step in range(first, first + STEPS):
+        metrics = backend.train_step(groups(step), step)
+        weights = backend.export(folder, step, 1)
+        made.append({name: metrics[name] for name in KEPT} | {"sha256": weights.sha256, "where": weights.where})
+    return made
+
+
+def compare(model: Path, chosen: TrainerSettings, ranks: Ranks, folder: Path) -> Found:
+    verl = steps(VerlExecutor(model, chosen, ranks), folder / "verl")
+    return {"verl": verl, "torch": steps(Executor(model, chosen), folder / "torch") if ranks.leads else None}
+
+
+def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
+    """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
+    chosen = tiny_settings(lora_rank=4, lora_alpha=8.0, kl_coef=0.1)
+    return {"verl": steps(VerlExecutor(model, chosen, ranks), folder)}
+
+
+def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
+    """Two steps; and one, a checkpoint, another engine, and the other."""
+    chosen = tiny_settings(weight_decay=0.1)
+    found: Found = {}
+    straight = VerlExecutor(model, chosen, ranks)
+    straight.train_step(groups(1), 1)
+    saved = straight.save(folder / "checkpoints", facts(1))
+    found["straight"] = straight.train_step(groups(2), 2)
+    found["straight_sha256"] = straight.export(folder / "straight", 2, 1).sha256
+    again = VerlExecutor(model, chosen, ranks)
+    again.restore(Path(saved.path), saved.digest)
+    found["again"] = again.train_step(groups(2), 2)
+    found["again_sha256"] = again.export(folder / "again", 2, 1).sha256
+    found["saved"] = [saved.path, saved.digest]
+    return found
+
+
+def algorithms(model: Path, ranks: Ranks) -> Found:
+    """The first step under names of verl's registries, and what is said of names that cannot be."""
+    found: Found = {}
+    ours = VerlExecutor(model, tiny_settings(), ranks).train_step(groups(1), 1)
+    found["ours"] = [ours["loss"], ours["grad_norm"]]
+    for name, changes in {
+        "vanilla": {"verl_policy_loss": "vanilla"},
+        "sapo": {"verl_policy_loss": "sapo"},
+        "grpo": {"verl_adv_estimator": "grpo"},
+        "reinforce_plus_plus": {"verl_adv_estimator": "reinforce_plus_plus"},
+        "unknown loss": {"verl_policy_loss": "clever"},
+        "unknown estimator": {"verl_adv_estimator": "clever"},
+        "critic": {"verl_adv_estimator": "gae"},
+    }.items():
+        try:
+            metrics = VerlExecutor(model, tiny_settings(**changes), ranks).train_step(groups(1), 1)
+            found[name] = [metrics["loss"], metrics["grad_norm"]]
+        except EngineFault as error:
+            found[name] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
