@@ -73,9 +73,10 @@ def test_any_mix_of_processes_is_started() -> None:
         *("inference main 1", "inference main 2", "inference main 3", "inference main 4", "gateway 1", "gateway 2"),
     ]
     lines = {one.name: str(one) for one in found}
-    assert "-m torch.distributed.run --standalone --nproc-per-node=2 -m bombus_trainer.worker" in lines["trainer main"]
-    assert "-m bombus.process" in lines["trainer main"], "torchrun does not end by itself with its supervisor"
-    assert "/verl/bin/python -m torch" in lines["trainer main"]
+    assert (
+        "-m bombus_trainer.torchrun --standalone --nproc-per-node=2 -m bombus_trainer.worker" in lines["trainer main"]
+    )
+    assert "/verl/bin/python -m" in lines["trainer main"]
     assert lines["inference main 1"].endswith("--engine main --device cpu --threads 0 --dtype bfloat16")
     vllm = "--engine main --backend vllm --device cuda --threads 0 --kv-cache-mb 512 --tensor-parallel 4"
     assert lines["inference main 2"].endswith(vllm)

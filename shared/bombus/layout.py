@@ -125,8 +125,8 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, 
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")
     if part.processes == 1:
         return (python, "-m", "bombus", "trainer", *arguments, "--backend", part.backend)
-    torchrun = (python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={part.processes}")
-    return (sys.executable, "-m", "bombus.process", *torchrun, "-m", "bombus_trainer.worker", *arguments)
+    torchrun = ("-m", "bombus_trainer.torchrun", "--standalone", f"--nproc-per-node={part.processes}")
+    return (python, *torchrun, "-m", "bombus_trainer.worker", *arguments)
 
 
 def _replica(part: InferencePart, engine: str) -> list[str]:

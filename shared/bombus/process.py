@@ -89,8 +89,3 @@ def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
         bound.close()
         raise Refused(Code.BAD_CONFIG, f"cannot listen at {host}:{port}: {error}; choose another --port") from error
     return bound
-
-
-if __name__ == "__main__":  # python -m bombus.process COMMAND: a program that is not ours, ended with its supervisor
-    die_with_parent()
-    os.execv(sys.argv[1], sys.argv[1:])

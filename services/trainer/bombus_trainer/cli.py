@@ -1,18 +1,35 @@
-"""`bombus trainer`: a trainer alone."""
+"""`bombus trainer`: a trainer alone, in one process."""
 
 import argparse
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from bombus import logs
 from bombus.cli import add_hive_arguments, add_torch_arguments
+from bombus.environments import environment_python
+from bombus.errors import EngineFault
 from bombus.process import run_service
 from bombus_trainer.options import TrainerOptions
 
+VERL = "verl"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    parser.add_argument(
+        "--backend",
+        choices=("torch", VERL),
+        default="torch",
+        help="what it can train with: verl runs in an environment of its own (default: %(default)s)",
+    )
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What every rank is told."""
     add_hive_arguments(parser)
     add_torch_arguments(parser)
     parser.add_argument(
@@ -29,19 +46,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--bin-tokens", type=int, default=4096, help="a micro-batch that fits (default: %(default)s)")
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
+    parser.add_argument(
+        "--operation-timeout",
+        type=float,
+        default=1800.0,
+        metavar="SECONDS",
+        help="how long ranks wait for each other in a step, a checkpoint or an export (default: %(default)s)",
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> TrainerOptions:
+    """Raises `ValidationError`."""
+    return TrainerOptions(
+        engine=arguments.engine,
+        folder=arguments.folder.absolute(),
+        debug_root=arguments.debug_root,
+        device=arguments.device,
+        bin_tokens_max=arguments.bin_tokens,
+        allow_download=arguments.allow_download,
+        operation_timeout_s=arguments.operation_timeout,
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        options = TrainerOptions(
-            engine=arguments.engine,
-            folder=arguments.folder.absolute(),
-            debug_root=arguments.debug_root,
-            device=arguments.device,
-            bin_tokens_max=arguments.bin_tokens,
-            allow_download=arguments.allow_download,
-        )
-    except ValidationError as error:
+        options = options_of(arguments)
+        if arguments.backend == VERL and find_spec(VERL) is None:
+            python = environment_python(VERL)  # this process goes on there
+            os.execv(python, [str(python), "-m", "bombus", "trainer", "--backend", VERL, *words_of(arguments)])
+    except (ValidationError, EngineFault) as error:
         print(f"bombus trainer: {error}", file=sys.stderr)
         return 2
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
@@ -52,3 +85,13 @@ def run(arguments: argparse.Namespace) -> int:
     from bombus_trainer import service
 
     return run_service(service.run(arguments.nats, arguments.hive, options))
+
+
+def words_of(arguments: argparse.Namespace) -> list[str]:
+    """The options of `add_options`, as they are typed."""
+    words = ["--nats", arguments.nats, "--hive", arguments.hive, "--log-level", arguments.log_level]
+    words += ["--engine", arguments.engine, "--device", arguments.device, "--threads", str(arguments.threads)]
+    words += ["--folder", str(arguments.folder.absolute()), "--bin-tokens", str(arguments.bin_tokens)]
+    words += ["--operation-timeout", str(arguments.operation_timeout)]
+    words += ["--debug-root", str(arguments.debug_root)] if arguments.debug_root is not None else []
+    return words + (["--allow-download"] if arguments.allow_download else [])

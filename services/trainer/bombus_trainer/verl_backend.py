@@ -239,7 +239,14 @@ class VerlExecutor:
 
     def restore(self, path: Path, digest: str) -> None:
         """See `Backend.restore`. As many ranks as wrote it; each checks what it reads before it reads it."""
-        checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
+        problem: EngineFault | None = None
+        try:
+            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
+        except EngineFault as error:
+            problem = error
+        for found in self._ranks.gather(problem):  # the same for all, before they meet again
+            if found is not None:
+                raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
     def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:

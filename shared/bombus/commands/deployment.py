@@ -25,6 +25,8 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gateways", type=_count, metavar="N", help="they share the port (default: 1)")
     parser.add_argument("--coordinators", type=_count, metavar="N", help="one leads (default: 1)")
     parser.add_argument("--replicas", type=_count, metavar="N", help="of each engine (default: 1)")
+    parser.add_argument("--trainer-backend", choices=("torch", "verl"), help="of each engine (default: torch)")
+    parser.add_argument("--trainer-processes", type=_count, metavar="N", help="of each engine, with verl (default: 1)")
     parser.add_argument("--device", help="of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
     parser.add_argument("--threads", type=int, help="of torch on the CPU; 0: one for each core")
 
@@ -68,6 +70,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
         return {key: value for key, value in found.items() if value is not None}
 
     torch = said(device="device", threads="threads")
+    trainer = torch | said(backend="trainer_backend", processes="trainer_processes")
     engines = plain["engines"].items()
     return {
         **plain,
@@ -75,11 +78,11 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
         **said(nats="nats", data_dir="data_dir"),
         "gateway": {**plain.get("gateway", {}), **said(host="host", port="port", count="gateways")},
         "coordinator": {**plain.get("coordinator", {}), **said(count="coordinators")},
-        "engines": {name: _engine_with_flags(name, part, torch, arguments.replicas) for name, part in engines},
+        "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},
     }
 
 
-def _engine_with_flags(name: str, part: Tree, torch: Tree, replicas: int | None) -> Tree:
+def _engine_with_flags(name: str, part: Tree, torch: Tree, trainer: Tree, replicas: int | None) -> Tree:
     kinds = [dict(kind) for kind in part.get("inference", ())]
     if replicas is not None and len(kinds) != 1:
         raise Refused(
@@ -90,5 +93,5 @@ def _engine_with_flags(name: str, part: Tree, torch: Tree, replicas: int | None)
         kind.update({"count": replicas} if replicas is not None else {})
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:
-        changed["trainer"] = {**part["trainer"], **torch}
+        changed["trainer"] = {**part["trainer"], **trainer}
     return changed

@@ -1,0 +1,192 @@
+"""What a trainer's ranks do together: the leader says what, the others follow, and nobody waits for one that failed.
+
+Between operations the others wait at torch's store, for hours if need be: only within one does the process group's
+timeout count. Behind each, every rank says how it went. Where all say the same (a damaged checkpoint, a loss that is
+not finite) they can go on; where one has failed in its own way, others may be in the middle of an exchange: all end.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from bombus.errors import BombusError
+from bombus.events import Weights
+from bombus.run_config import RunConfig
+from bombus_trainer.backend import Backend, BackendLost, Loader
+from bombus_trainer.batch import Group
+from bombus_trainer.checkpoint import Facts, Saved
+from bombus_trainer.ranks import LEADER, Ranks
+from bombus_trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+LOAD, STOP = "load", "stop"
+GRACE_S = 10.0  # for the others to say how it went, once one has failed
+POLL_S = 60.0
+Call = tuple[str, tuple[object, ...]]  # a method of the backend, and what it is given
+
+
+class Board:
+    """Where operations are announced and their outcomes left: a store that all ranks reach."""
+
+    def __init__(self, store: Store, ranks: Ranks, grace_s: float = GRACE_S) -> None:
+        self.ranks = ranks
+        self.grace_s = grace_s
+        self._store = store
+        self._number = 0
+
+    def announce(self, call: Call) -> None:
+        """By the leader: the next operation, for all."""
+        self._number += 1
+        self._store.set(f"call/{self._number}", "there")
+        self.ranks.share(call)
+
+    def next(self) -> Call:
+        """By the others: wait for it, however long that takes."""
+        self._number += 1
+        while not self._arrives(f"call/{self._number}", POLL_S):
+            pass
+        call: Call = self.ranks.share()
+        return call
+
+    def say(self, failure: Exception | None) -> None:
+        self._store.set(f"outcome/{self._number}/{self.ranks.rank}", "" if failure is None else f"!{_words(failure)}")
+
+    def outcome(self, rank: int, patience_s: float) -> str | None:
+        """What went wrong at a rank ("": nothing), or None when it has not said so in time."""
+        key = f"outcome/{self._number}/{rank}"
+        return self._store.get(key).decode().removeprefix("!") if self._arrives(key, patience_s) else None
+
+    def _arrives(self, key: str, patience_s: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=patience_s))
+        except dist.DistStoreError:
+            return False
+        return True
+
+
+class Leader:
+    """Makes backends that all ranks have a part in. `load` makes this rank's part."""
+
+    def __init__(self, board: Board, load: Loader, timeout_s: float) -> None:
+        self._board = board
+        self._load = load
+        self._timeout_s = timeout_s
+        self._lost: BackendLost | None = None
+
+    def load(self, job: RunConfig) -> Backend:
+        """Raises `EngineFault` as `load` does, `BackendLost`."""
+        return _Led(self, self.together((LOAD, (job,)), lambda: self._load(job)))
+
+    def together(self, call: Call, mine: Callable[[], T]) -> T:
+        """Have all ranks do `call`; `mine` is our part of it. Raises what all have raised, or `BackendLost`."""
+        if self._lost is not None:
+            raise self._lost
+        failure: Exception | None = None
+        try:
+            self._board.announce(call)
+            value = mine()
+        except Exception as error:  # whatever it is, the others must hear of it
+            failure = error
+        self._board.say(failure)
+        patience_s = self._timeout_s if failure is None else self._board.grace_s
+        others = {rank: self._board.outcome(rank, patience_s) for rank in range(1, self._board.ranks.size)}
+        if failure is None and all(said == "" for said in others.values()):
+            return value
+        if failure is not None and all(said == _words(failure) for said in others.values()):
+            raise failure
+        self._lost = BackendLost(_sentence(failure, others))
+        raise self._lost from failure
+
+    def stop(self) -> None:
+        """Let the others go, if they are still there."""
+        try:
+            if self._lost is None:
+                self._board.announce((STOP, ()))
+        except RuntimeError as error:  # they were told to stop as we were, and were faster
+            log.info("the other ranks have gone already: %s", error)
+
+
+class _Led:
+    """A backend of several ranks, as the leader's service sees it."""
+
+    def __init__(self, leader: Leader, mine: Backend) -> None:
+        self._leader = leader
+        self._mine = mine
+
+    @property
+    def settings(self) -> TrainerSettings:
+        return self._mine.settings
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        return self._mine.files
+
+    @property
+    def vocab_size(self) -> int:
+        return self._mine.vocab_size
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        return self._leader.together(
+            ("train_step", (groups, step)), lambda: self._mine.train_step(groups, step, interrupted)
+        )
+
+    def save(self, root: Path, facts: Facts) -> Saved:
+        return self._leader.together(("save", (root, facts)), lambda: self._mine.save(root, facts))
+
+    def restore(self, path: Path, digest: str) -> None:
+        self._leader.together(("restore", (path, digest)), lambda: self._mine.restore(path, digest))
+
+    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
+        given = (root, version, trainer_epoch, tokenizer)
+        return self._leader.together(("export", given), lambda: self._mine.export(*given))
+
+
+def follow(board: Board, load: Loader) -> None:
+    """Do what the leader says until it says to stop. Raises `BackendLost` when this rank fails and the leader does not.
+
+    By then it has left the process group, so that others do not wait for it.
+    """
+    backend: Backend | None = None
+    while True:
+        method, given = board.next()
+        if method == STOP:
+            return
+        failure: Exception | None = None
+        try:
+            if method == LOAD:
+                backend = None  # its memory is wanted
+                backend = load(*given)  # type: ignore[arg-type]
+            else:
+                getattr(backend, method)(*given)
+        except Exception as error:  # the leader says it to the log, if it can
+            log.exception("rank %d failed to %s", board.ranks.rank, method)
+            failure = error
+        board.say(failure)
+        if failure is not None and board.outcome(LEADER, board.grace_s) is None:
+            dist.destroy_process_group()
+            board.outcome(LEADER, board.grace_s)
+            raise BackendLost(f"rank {board.ranks.rank}: {_words(failure)}") from failure
+
+
+def _sentence(failure: Exception | None, others: Mapping[int, str | None]) -> str:
+    failed = {rank: said for rank, said in others.items() if said}
+    silent = [rank for rank, said in others.items() if said is None]
+    parts = [f"rank {rank}: {said}" for rank, said in failed.items()]
+    if failure is not None and not failed:
+        parts.append(f"rank {LEADER}: {_words(failure)}")
+    if silent:
+        parts.append(f"nothing was heard of rank {', '.join(map(str, silent))}")
+    return f"the trainer's ranks cannot go on together, and start again: {'; '.join(parts)}"
+
+
+def _words(error: Exception) -> str:
+    return (str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}") or "it failed"

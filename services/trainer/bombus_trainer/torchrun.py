@@ -1,0 +1,12 @@
+"""`python -m bombus_trainer.torchrun`: torchrun, word for word, that does not outlive its supervisor."""
+
+import os
+
+from torch.distributed.run import main
+
+from bombus.process import PARENT_VARIABLE, die_with_parent
+
+if __name__ == "__main__":
+    die_with_parent()
+    os.environ.pop(PARENT_VARIABLE, None)  # each rank's parent is this process
+    main()

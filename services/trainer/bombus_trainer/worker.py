@@ -1,0 +1,87 @@
+"""`torchrun ... -m bombus_trainer.worker`: one rank of a trainer. Rank 0 is the trainer on the bus, the others follow.
+
+It takes what `bombus trainer` takes, and the ranks from torchrun's environment.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from bombus import logs
+from bombus.process import PARENT_VARIABLE, die_with_parent, run_service
+from bombus.run_config import RunConfig
+from bombus_trainer import service
+from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.cli import add_options, options_of
+from bombus_trainer.loading import load_backend
+from bombus_trainer.operations import Board, Leader, follow
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bombus_trainer.worker", description=__doc__)
+    add_options(parser)
+    arguments = parser.parse_args(argv)
+    if "RANK" not in os.environ:
+        print("bombus_trainer.worker: start it with torchrun, or use `bombus trainer`", file=sys.stderr)
+        return 2
+    try:
+        options = options_of(arguments)
+    except ValidationError as error:
+        print(f"bombus_trainer.worker: {error}", file=sys.stderr)
+        return 2
+    os.environ[PARENT_VARIABLE] = str(os.getppid())  # torchrun: when it dies, so do we
+    die_with_parent()
+    rank = os.environ["RANK"]
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine, rank=rank)
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    return run(arguments.nats, arguments.hive, options)
+
+
+def run(url: str, hive: str, options: TrainerOptions) -> int:
+    board = _join(options)
+
+    def load(job: RunConfig) -> Backend:
+        return load_backend(job, options, board.ranks)
+
+    if not board.ranks.leads:
+        try:
+            follow(board, load)
+        except (BackendLost, RuntimeError) as error:  # torch says that the leader is gone in many ways
+            log.error("rank %d ends: %s", board.ranks.rank, error)
+            return 1
+        return 0
+    leader = Leader(board, load, options.operation_timeout_s)
+    code = run_service(service.run(url, hive, options, load=leader.load))
+    leader.stop()
+    return code
+
+
+def _join(options: TrainerOptions) -> Board:
+    """Meet the other ranks where torchrun says. Gradients travel by gloo on CPUs, by NCCL on GPUs."""
+    timeout = timedelta(seconds=options.operation_timeout_s)
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    backend = "gloo"
+    if options.device != "cpu":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        backend = "cpu:gloo,cuda:nccl"
+    group_store = PrefixStore("group", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)
+    return Board(PrefixStore("board", store), Ranks.of_group(timeout))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
