@@ -102,10 +102,6 @@ def test_a_trainers_opening_that_is_repeated_under_another_leader_takes_the_run_
     assert desk.engine.trainer == "t2"
 
 
-def test_asynchronous_training_is_refused_for_now() -> None:
-    refused(Desk().configure(Collection(max_staleness=1)), Code.BAD_CONFIG)
-
-
 def test_booting_names_its_stage_and_fails_when_it_takes_too_long() -> None:
     desk = Desk()
     desk.configure(Collection(boot_s=60))

@@ -134,11 +134,11 @@ class World:
 
     def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
         episodes = [episode.episode for group in batch.groups for episode in group.episodes]
-        assert not engine.open, "everybody has finished or was taken away"
         assert len(set(episodes)) == len(episodes)
         assert not set(episodes) & self.batched, "no episode is in two batches"
         self.batched |= set(episodes)
         assert batch.step == engine.step + 1
+        check_in_time(batch, engine)
         check_as_asked(batch, engine.collection)
 
     def check_nothing_lost(self) -> None:
@@ -168,12 +168,15 @@ class World:
 
     def _configure(self) -> inbox.Configure:
         pick = self.random
+        method, batch_size, num_repeat = pick.choice(list(Method)), pick.randint(1, 2), pick.randint(1, 3)
+        staleness = 0 if method.is_by_agreement else pick.choice((0, 0, 1, 2))
         rules = Collection(
-            method=pick.choice(list(Method)),
-            batch_size=pick.randint(1, 2),
-            num_repeat=pick.randint(1, 3),
+            method=method,
+            batch_size=batch_size,
+            num_repeat=num_repeat,
             max_open_claims=pick.choice((2, 4, 16)),
-            max_pool_episodes=pick.choice((2, 100)),
+            max_pool_episodes=pick.choice((2 if staleness == 0 else (staleness + 1) * batch_size * num_repeat, 100)),
+            max_staleness=staleness,
             max_step_failures=pick.choice((1, 3)),
             drain_s=pick.choice((1.0, 30.0)),
             agreed_sync_s=pick.choice((0.0, 6.0)),
@@ -185,7 +188,10 @@ class World:
 
     def step(self) -> None:
         roll = self.random.random()
-        waits = self.landed.engine(ENGINE).phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING)
+        engine = self.landed.engine(ENGINE)
+        waits = engine.phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING) or (
+            engine.phase == Phase.ROLLING and engine.version < engine.step
+        )
         if roll < 0.35:
             self.fly()
         elif roll < (0.45 if waits else 0.75):
@@ -233,7 +239,10 @@ class World:
 
     def _record(self, engine: EngineState, episode: str) -> None:
         ref = CallRef(self.ids, f"call{self.ids}", b"d" * 16)
-        call = NotedCall(episode, ref, 5, 3, engine.version, engine.version)
+        newest = oldest = engine.version
+        if engine.collection.max_staleness:  # a replica that lags, now and then by more than it may
+            oldest = max(0, newest - self.random.choice((0, 0, 0, 1, 1, 2, 3)))
+        call = NotedCall(episode, ref, 5, 3, oldest, newest)
         self._say(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
 
     def _trainer(self) -> None:
@@ -269,10 +278,9 @@ class World:
         if replica not in engine.replicas or pick.random() < 0.3:
             self._say(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
         elif pick.random() < 0.95:
+            version = engine.version - pick.choice((0, 0, 0, 1))
             self._say(
-                inbox.WeightsLoadedFact(
-                    id=self._id(), engine=ENGINE, run=engine.run, version=engine.version, replica=replica
-                )
+                inbox.WeightsLoadedFact(id=self._id(), engine=ENGINE, run=engine.run, version=version, replica=replica)
             )
         else:
             self._say(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
@@ -287,9 +295,86 @@ class World:
         used = self.random.choice((0, 0, 0, 99))
         self._say(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
 
+    # ---- when all is well ----
+
+    def calm(self, steps: int, rounds_max: int = 400) -> None:
+        """Everybody does what an honest one does until so many more batches are sealed. `AssertionError` if never."""
+        wanted = self.landed.engine(ENGINE).step + steps
+        self.crashes = False
+        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
+        self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.landed.engine(ENGINE).run, trainer="t"))
+        self._all_fly()
+        rules = self.landed.engine(ENGINE).collection
+        count = min(self.random.choice((1, rules.num_repeat, rules.num_repeat + 2)), rules.max_open_claims)
+        named = self.random.random() < 0.3
+        for number in range(rounds_max):
+            if self.landed.engine(ENGINE).step >= wanted:
+                return
+            self._round(number, count, named)
+        engine = self.landed.engine(ENGINE)
+        raise AssertionError(f"no progress: {engine.collection}, step {engine.step}, version {engine.version}")
+
+    def _all_fly(self) -> None:
+        while self.read < len(self.inbox):
+            self.fly()
+
+    def _round(self, number: int, count: int, named: bool) -> None:
+        """`count` episodes are claimed if they can be had, all that is open is ended, the step is made and loaded."""
+        task = f"calm-{number // (2 * self.landed.engine(ENGINE).collection.num_repeat)}"
+        claim = inbox.Claim(
+            id=self._id(), engine=ENGINE, claim=f"calm-{number}", client="ann", count=count, wait_s=0.0,
+            task_hint=task if named else "",
+        )  # fmt: skip
+        self._say(claim)
+        self._all_fly()
+        engine = self.landed.engine(ENGINE)
+        for index, episode in enumerate(list(engine.open.values())):
+            result = inbox.EpisodeResult(episode=episode.id, task=task, reward=float((number + index) % 2))
+            self._say(inbox.End(id=self._id(), engine=ENGINE, client=episode.client, results=(result,)))
+        self._all_fly()
+        engine = self.landed.engine(ENGINE)
+        if engine.batch is not None:
+            self._say(
+                inbox.StepDone(
+                    id=self._id(), engine=ENGINE, run=engine.run, step=engine.batch.step,
+                    trainer_epoch=engine.trainer_epoch, checkpoint="/c", checkpoint_digest="d",
+                )
+            )  # fmt: skip
+        elif engine.version < engine.step:
+            weights = Weights(where=f"/w/{engine.step}")
+            self._say(
+                inbox.WeightsSaved(
+                    id=self._id(), engine=ENGINE, run=engine.run, step=engine.step,
+                    trainer_epoch=engine.trainer_epoch, weights=weights,
+                )
+            )  # fmt: skip
+        for replica in REPLICAS:
+            self._say(
+                inbox.ReplicaAlive(
+                    id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}", run=engine.run,
+                    version=engine.version,
+                )
+            )  # fmt: skip
+        self._say(inbox.Tick(id=self._id()))
+        self._all_fly()
+
 
 def reasons(world: World) -> set[AbortReason]:
     return {logged.event.reason for logged in world.log if isinstance(logged.event, ev.EpisodeAborted)}
+
+
+def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
+    """The step before is done and published; of a synchronous run nobody is at work, of another nothing is too old."""
+    assert engine.batch is None, "one batch at a time"
+    rules = engine.collection
+    if rules.max_staleness == 0:
+        assert not engine.open, "everybody has finished or was taken away"
+        return
+    assert engine.version == engine.step, "the weights of the step before are ready"
+    for group in batch.groups:
+        for episode in group.episodes:
+            age = batch.step - 1 - engine.pool[episode.episode].oldest
+            assert age <= rules.max_staleness, f"{episode.episode} is {age} versions old"
 
 
 def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:

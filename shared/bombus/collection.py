@@ -135,20 +135,27 @@ def _by_task(episodes: list[Completed]) -> tuple[BatchGroup, ...]:
     return tuple(_group(group) for group in groups.values())
 
 
+def _age_rank(rules: Collection, group: list[Completed]) -> int:
+    return min(completed.oldest for completed in group) if rules.max_staleness > 0 else 0
+
+
 def select(engine: EngineState) -> Selection:
     """Exactly what the method asks for; the rest stays in the pool for the next batch.
 
-    Called when `enough` held; the pool only grows between then and now.
+    Called when `enough` held; the pool only grows between then and now. What is complete first goes first; in an
+    asynchronous run, what has the oldest tokens, which would be too old for a later batch.
     """
     rules = engine.collection
     match rules.method:
         case Method.ENOUGH_EPISODES:
-            return Selection(groups=_by_task(list(engine.pool.values())[: rules.episode_target]))
+            first = sorted(engine.pool.values(), key=lambda completed: _age_rank(rules, [completed]))
+            return Selection(groups=_by_task(first[: rules.episode_target]))
         case Method.ANY_CLIENT_AGREES | Method.ALL_CLIENTS_AGREE:
             return Selection(groups=_by_task(list(engine.pool.values())))
     full = sorted(
         (group for group in tasks(engine) if len(group) >= rules.num_repeat),
-        key=lambda group: group[rules.num_repeat - 1].ended_ns,  # stable: ties keep the order of first completion
+        # Stable: ties keep the order of first completion.
+        key=lambda group: (_age_rank(rules, group), group[rules.num_repeat - 1].ended_ns),
     )
     picked = [pick(group, rules.num_repeat) for group in full]
     if rules.method == Method.ENOUGH_TASKS:

@@ -7,6 +7,7 @@ import msgspec
 
 from bombus.collection import progress
 from bombus.events import EpisodeType, Method
+from bombus.pacing import Pace, pace
 from bombus.state import EngineState, Episode, Hive, Phase
 
 BAR_CELLS = 24
@@ -94,6 +95,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     trainer: TrainerStatus
     last_step: StepStatus | None
     evals: tuple[EvalStatus, ...]  # by version, ascending
+    pace: Pace | None = None  # None: the run is synchronous, or there is none
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,7 +152,10 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
         case Phase.ROLLING:
             waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
             text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
-            return f"{text}, step {engine.batch.step} training" if engine.batch else text
+            if engine.batch:
+                text += f", step {engine.batch.step} training"
+            now = pace(engine)
+            return f"{text}; new episodes wait: {now.waits}" if now is not None and now.waits else text
         case Phase.ROLLING_POST:
             return f"waiting for {len(engine.open)} running episodes to finish"
         case Phase.WEIGHT_SYNCING:
@@ -238,6 +243,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
             )
             for version, stats in sorted(engine.evals.items())
         ),
+        pace=pace(engine) if engine.phase == Phase.ROLLING else None,
     )
 
 
@@ -298,6 +304,13 @@ def _measure_line(measure: Measure) -> str:
     return f"  {mark} {measure.name:<16} {_bar(measure)} {measure.done}/{measure.target}"
 
 
+def _pace_lines(now: Pace | None) -> list[str]:
+    if now is None:
+        return []
+    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches of at most {now.max_staleness}"
+    return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
+
+
 def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
     if not episodes:
         return []
@@ -328,6 +341,7 @@ def _collection_lines(status: EngineStatus) -> list[str]:
         f"collection: {status.method}",
         *(_measure_line(measure) for measure in status.progress),
         f"  pool: {status.pool_episodes} episodes, {byte_size(status.pool_bytes)}",
+        *_pace_lines(status.pace),
         f"running episodes: {len(status.open_episodes)}",
         *_episode_lines(status.open_episodes),
     ]

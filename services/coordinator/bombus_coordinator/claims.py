@@ -2,7 +2,9 @@
 
 from bombus import events as ev
 from bombus.errors import Code, Refused
+from bombus.events import EpisodeType
 from bombus.inbox import Claim, Granted
+from bombus.pacing import pace, served
 from bombus.state import EngineState, Phase, episode_id
 from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
 from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
@@ -11,11 +13,13 @@ DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
 
 
-def why_none(engine: EngineState) -> Refused:
+def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     """Why no episode can be had now. The swarm contract's clients look for these words."""
     status = f"Engine not ready. Current status: [{engine.phase}]."
     match engine.phase:
         case Phase.ROLLING:
+            if claim is not None and (why := _paced(engine, claim)):
+                return Refused(Code.NO_EPISODES, f"No available episodes to claim. Wait: {why}.")
             limit = engine.collection.max_open_claims
             return Refused(
                 Code.NO_EPISODES,
@@ -33,6 +37,14 @@ def why_none(engine: EngineState) -> Refused:
         Code.WRONG_PHASE,
         f"{status} Configure it with sync_train_config and start it with start_engine.{failed}",
     )
+
+
+def _paced(engine: EngineState, claim: Claim) -> str:
+    """Why the samples of a training episode would come too early; "" when they would not, and for evaluation (R14)."""
+    if claim.type == EpisodeType.EVAL:
+        return ""
+    found = pace(engine, claim.count, claim.task_hint)
+    return found.waits if found is not None else ""
 
 
 def no_room(live: Live) -> Refused:
@@ -94,15 +106,23 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
 
 
 def _next(engine: EngineState, live: Live) -> Waiting | None:
-    """The fairest: whose client has the fewest episodes open, then who asked first (R13)."""
-    queue = live.queue(engine)
+    """Whose turn it is. While training episodes are paced, that of those who evaluate."""
+    queue = list(live.queue(engine).values())
+    waiting = _fairest(engine, queue)
+    if waiting is not None and _paced(engine, waiting.claim):
+        return _fairest(engine, [waiting for waiting in queue if waiting.claim.type == EpisodeType.EVAL])
+    return waiting
+
+
+def _fairest(engine: EngineState, queue: list[Waiting]) -> Waiting | None:
+    """Whose client has the fewest episodes open, then who asked first (R13)."""
     if len(queue) < 2:
-        return next(iter(queue.values()), None)
+        return queue[0] if queue else None
     held: dict[str, int] = {}
     for episode in engine.open.values():
         held[episode.client] = held.get(episode.client, 0) + 1
     return min(
-        queue.values(),
+        queue,
         key=lambda waiting: (held.get(waiting.claim.client, 0), waiting.first_asked_ns, waiting.claim.claim),
     )
 
@@ -117,6 +137,9 @@ def grant(engine: EngineState, live: Live) -> Decisions:
         if len(engine.open) + asked.count > engine.collection.max_open_claims:
             return
         del live.queue(engine)[asked.claim]
+        version = served(engine)
+        if version is None:  # calls wait for a replica
+            version = engine.version
         episodes = tuple(
             episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(asked.count)
         )
@@ -125,7 +148,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
             episodes=episodes,
             claimed_ns=live.now_ns,
             discard_timeout_s=asked.discard_timeout_s,
-            version=engine.version,
+            version=version,
         )
         live.unconfirmed[asked.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
         live.remember_grant(asked.claim)
@@ -140,7 +163,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
                     episodes=episodes,
                     type=asked.type,
                     discard_timeout_s=asked.discard_timeout_s,
-                    version=engine.version,
+                    version=version,
                     task_hint=asked.task_hint,
                 ),
             ),
@@ -155,7 +178,9 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
     if not over:
         return
-    answer = refusal(no_room(live) if live.refusing else why_none(engine))
+    replies: list[Reply] = []
     for waiting in over:
         del queue[waiting.claim.claim]
-    yield Decision(replies=tuple(Reply(command, answer) for waiting in over for command in waiting.commands))
+        answer = refusal(no_room(live) if live.refusing else why_none(engine, waiting.claim))
+        replies += [Reply(command, answer) for command in waiting.commands]
+    yield Decision(replies=tuple(replies))

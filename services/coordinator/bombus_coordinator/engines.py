@@ -3,7 +3,7 @@
 from bombus import events as ev
 from bombus.collection import ACTIVE_S, active_clients, enough, select
 from bombus.errors import Code, Refused
-from bombus.events import AbortReason, DropReason, Event
+from bombus.events import AbortReason, Collection, DropReason, Event
 from bombus.inbox import (
     AgreeSync,
     Configure,
@@ -20,6 +20,7 @@ from bombus.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
+from bombus.pacing import is_too_old
 from bombus.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
@@ -36,10 +37,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if message.collection.max_staleness > 0:
-        raise Refused(
-            Code.BAD_CONFIG,
-            "max_staleness above 0 (asynchronous training) is not supported yet: set it to 0.",
-        )
+        check_asynchronous(message.collection)
     event = ev.EngineConfigured(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -50,6 +48,23 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         command=message.id,
     )
     yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run)),))
+
+
+def check_asynchronous(rules: Collection) -> None:
+    """Raises `Refused` for what makes no sense while rolling goes on during a step."""
+    if rules.method.is_by_agreement:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"collection.method = {rules.method} needs max_staleness = 0: who agrees waits for the phase to change, "
+            "and an asynchronous engine rolls on. Use one of the other methods.",
+        )
+    ahead = (rules.max_staleness + 1) * rules.episode_target
+    if rules.max_pool_episodes < ahead:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"collection.max_cached_episodes = {rules.max_pool_episodes} is less than the {ahead} episodes of "
+            f"max_staleness + 1 batches, which can wait for training at once: raise it to at least {ahead}.",
+        )
 
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
@@ -250,9 +265,19 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
         )
 
 
+def _is_news(engine: EngineState, message: WeightsLoadedFact) -> bool:
+    """Whether a replica serves the newest weights; in an asynchronous run, whether it serves newer ones than before."""
+    known = engine.replicas.get(message.replica)
+    if known is None or message.run != engine.run:
+        return False
+    if message.version == engine.version:
+        return message.replica not in engine.loaded
+    before = known.version if known.run == engine.run else -1
+    return engine.collection.max_staleness > 0 and before < message.version < engine.version
+
+
 def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
-    current = message.run == engine.run and message.version == engine.version
-    if current and message.replica in engine.replicas and message.replica not in engine.loaded:
+    if _is_news(engine, message):
         yield Decision(
             events=(
                 ev.WeightsLoaded(
@@ -307,10 +332,29 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:
-    rules = engine.collection
-    if enough(engine, live.now_ns):
+    if engine.collection.max_staleness > 0:
+        yield from _rolling_on(engine, live)
+    elif enough(engine, live.now_ns):
         yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-    elif len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
+    else:
+        yield from _relieve(engine, live)
+
+
+def _rolling_on(engine: EngineState, live: Live) -> Decisions:
+    """Asynchronous: batches are sealed, trained and loaded while episodes go on."""
+    stale = [episode for episode, completed in engine.pool.items() if is_too_old(engine, completed.oldest)]
+    if stale:
+        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+    elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
+        yield from _seal(engine, live)
+    else:
+        yield from _relieve(engine, live)
+
+
+def _relieve(engine: EngineState, live: Live) -> Decisions:
+    """The safety valve: a pool over its limit is cleared."""
+    rules = engine.collection
+    if len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
         yield Decision(
             events=(
                 ev.PoolCleared(
@@ -345,6 +389,10 @@ def _draining(engine: EngineState, live: Live) -> Decisions:
     if engine.batch is not None:
         yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         return
+    yield from _seal(engine, live)
+
+
+def _seal(engine: EngineState, live: Live) -> Decisions:
     selection = select(engine)
     if selection.no_signal:
         dropped = [completed.episode for completed in selection.no_signal]

@@ -9,7 +9,8 @@ from hashlib import blake2b
 from bombus.errors import Code, Refused
 from bombus.follow import Follower
 from bombus.generation import Generate
-from bombus.state import EngineState, Hive, Replica
+from bombus.pacing import fitting
+from bombus.state import Hive, Replica
 from bombus_gateway.replica_client import Generation, ReplicaClient, ReplicaGone
 
 log = logging.getLogger(__name__)
@@ -89,17 +90,17 @@ class Upstream:
     async def _choose(self, engine: str, run: int, episode: str) -> tuple[str, Replica]:
         def serves(hive: Hive) -> bool:
             state = hive.engine(engine)
-            return state.run != run or bool(fitting(state))
+            return state.run != run or bool(fitting(state, episode))
 
         state = self._follower.hive.engine(engine)
-        candidates = fitting(state)
+        candidates = fitting(state, episode)
         if not candidates:
             try:
                 await self._follower.wait_for(serves, self._wait_s)
             except TimeoutError:
                 pass
             state = self._follower.hive.engine(engine)
-            candidates = fitting(state)
+            candidates = fitting(state, episode)
         if not candidates or state.run != run:
             raise Refused(
                 Code.NO_REPLICA,
@@ -108,16 +109,6 @@ class Upstream:
         now = time.monotonic()
         good = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
         return best(good or candidates, self._running, episode)
-
-
-def fitting(state: EngineState) -> dict[str, Replica]:
-    """The replicas with weights of this run: the newest, or at most `max_staleness` older where a job allows that."""
-    oldest = max(0, state.version - state.collection.max_staleness)
-    return {
-        name: replica
-        for name, replica in state.replicas.items()
-        if replica.run == state.run and replica.version >= oldest
-    }
 
 
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:

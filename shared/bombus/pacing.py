@@ -1,0 +1,134 @@
+"""How far ahead of training episodes are handed out when `max_staleness` is above 0 (R14).
+
+Step s trains version s - 1: a token of version v is trained at the age s - 1 - v. Before an episode that is claimed now
+come the batches whose weights no call has yet, and as many as the pool and the open episodes can make. Their number is
+the age that its samples will have, unless it dawdles.
+"""
+
+from collections import Counter
+
+import msgspec
+
+from bombus.collection import has_signal, pick, tasks
+from bombus.events import Collection, EpisodeType, Method
+from bombus.state import EngineState, Episode, Replica
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes before an episode that is claimed now, and why it has to wait ("" when it has not)."""
+
+    unfinished: int  # batches that were sealed and whose weights the replicas do not serve yet
+    sealable: int  # at most so many more can be made of the pool and of the open episodes
+    max_staleness: int
+    waits: str
+
+
+def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
+    """The replicas that may answer a call: with weights of this run, at most `max_staleness` older than the newest.
+
+    For a call of an open episode, none is older than what was served when that was claimed.
+    """
+    oldest = max(0, engine.version - engine.collection.max_staleness)
+    claimed = engine.open.get(episode)
+    if claimed is not None:
+        oldest = max(oldest, claimed.version)
+    return {
+        name: replica
+        for name, replica in engine.replicas.items()
+        if replica.run == engine.run and replica.version >= oldest
+    }
+
+
+def served(engine: EngineState) -> int | None:
+    """The oldest policy version that a call of a new episode may be answered with; None when nobody can answer."""
+    return min((replica.version for replica in fitting(engine).values()), default=None)
+
+
+def is_too_old(engine: EngineState, oldest: int) -> bool:
+    """Whether an episode whose oldest token is of this version can be in no batch any more."""
+    return engine.step - oldest > engine.collection.max_staleness
+
+
+def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
+    """For a claim of `count` training episodes; None where training is synchronous: there the phases pace.
+
+    Nothing waits for ever. When no episode is open, what the pool can make has been sealed; once that is trained the
+    next claim is granted, whatever its size.
+    """
+    bound = engine.collection.max_staleness
+    if bound == 0:
+        return None
+    version = served(engine)
+    unfinished = engine.step - (engine.version if version is None else version)
+    sealable = most_batches(engine, count - 1, task_hint)
+    waits = ""
+    if version is None:
+        waits = f"no inference replica serves version {engine.version} or one of the {bound} before it"
+    elif unfinished + sealable > bound and not _is_idle(engine):
+        waits = (
+            f"unfinished batches ({unfinished}) and those under way ({sealable}) are over collection.max_staleness "
+            f"({bound}), so its samples would be too old when they are trained"
+        )
+    return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
+
+
+def _is_idle(engine: EngineState) -> bool:
+    """Whether nothing is trained and nobody is at work on the next batch."""
+    if engine.version < engine.step:
+        return False
+    return not any(episode.type == EpisodeType.TRAIN for episode in engine.open.values())
+
+
+def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
+    """How many whole batches the pool, the open training episodes and `more` of them can make at most.
+
+    An episode that is open counts for the task that its claim has named, or for the one where it helps most. What can
+    never be used does not count: episodes with a token that is too old, and full groups whose rewards are all equal
+    where these are left out of batches.
+    """
+    rules = engine.collection
+    if (len(engine.pool) + len(engine.open) + more) < rules.episode_target:
+        return 0
+    named = _pooled(engine)
+    unnamed = 0
+    for hint, number in ((task_hint, more), *((episode.task_hint, 1) for episode in _usable(engine))):
+        if hint:
+            named[hint] += number
+        else:
+            unnamed += number
+    most = (sum(named.values()) + unnamed) // rules.episode_target
+    if rules.method == Method.ENOUGH_EPISODES:
+        return most
+    counts = list(named.values())
+    return next((made for made in range(most) if not _can_make(made + 1, counts, unnamed, rules)), most)
+
+
+def _pooled(engine: EngineState) -> Counter[str]:
+    """The pool's episodes by task. Those that are too old have left it when this is asked."""
+    size = engine.collection.num_repeat
+    if engine.collection.method == Method.ENOUGH_NON_DUMMY_TASKS:
+        groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
+        return Counter({group[0].task: len(group) for group in groups})
+    return Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
+
+
+def _usable(engine: EngineState) -> list[Episode]:
+    return [
+        episode
+        for episode in engine.open.values()
+        if episode.type == EpisodeType.TRAIN
+        and not any(is_too_old(engine, call.oldest) for call in episode.trainable_calls())
+    ]
+
+
+def _can_make(batches: int, counts: list[int], unnamed: int, rules: Collection) -> bool:
+    """Whether tasks with so many episodes each, and episodes of any task, are enough for so many batches.
+
+    A task has one group in a batch. The groups that lack least are filled first, then new ones are begun.
+    """
+    size = rules.num_repeat
+    lacking = batches * rules.batch_size - sum(min(batches, count // size) for count in counts)
+    if lacking <= 0:
+        return True
+    begun = sorted(size - count % size for count in counts if count % size and count // size < batches)[:lacking]
+    return sum(begun) + size * (lacking - len(begun)) <= unnamed
