@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from bombus.generation import FrameReader, encode_request
 from bombus.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import service
 from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_trainer.places import keep_only
 from tests.inference_given import Answer, another, llama, request, worst_difference
 
 M = TypeVar("M", bound=AnyMessage)
@@ -155,3 +157,22 @@ async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing
         await play.hears(ReplicaAlive)
         await play.say(ready(1, 2, good))
         assert (await play.hears(WeightsLoadedFact | EngineBroke)).version == 2
+
+
+async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_newest(play, nats_url, hive, tmp_path):
+    """The trainer keeps two versions; an asynchronous run may be further than that before a slow disk is through."""
+    models = [another(llama(), seed) for seed in range(4)]
+    named = [weights(tmp_path / f"version-{number:08d}-epoch-1", model) for number, model in enumerate(models)]
+    slow = Path(named[1].where) / "model.safetensors"
+    slow.unlink()
+    os.mkfifo(slow)
+    await play.say(started(1), ready(1, 0, named[0]), ready(1, 1, named[1]))
+    async with replica(nats_url, hive):
+        writer = await asyncio.to_thread(slow.open, "wb")  # once the replica reads
+        await play.say(ready(1, 2, named[2]), ready(1, 3, named[3]))
+        keep_only(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
+        writer.close()
+        assert (await play.hears(WeightsLoadedFact | EngineBroke)).version == 3
+        alive = await play.hears(ReplicaAlive, lambda message: message.version == 3)
+        made = (await ask(alive.url, 1, [1, 2, 3])).only
+        assert worst_difference(models[3], [1, 2, 3], made) < 1e-4

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from bombus import inbox
 from bombus.bus import Bus
-from bombus.events import Weights
+from bombus.events import StepCompleted, Weights
 from bombus.state import Phase
 from bombus_trainer import checkpoint
 from bombus_trainer.checkpoint import Facts
@@ -188,6 +188,23 @@ async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_le
     assert done is not None
     assert done.metrics["episodes_left_out"] == 2
     assert done.metrics["tokens_trained"] == 2 * 5
+
+
+async def test_r14_of_an_asynchronous_run_no_episode_over_the_bound_is_trained_whatever_was_noted_of_it(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job(max_staleness=1))
+    await stage.until(Phase.ROLLING, version=0)
+    for step, versions in enumerate(((0, 0), (0, 1), (0, 1)), start=1):
+        await stage.play_batch(shift=step, noted=step - 1, versions=versions)
+        await stage.until(Phase.ROLLING, version=step)
+    completed = [event.metrics for event in stage.events if isinstance(event, StepCompleted)]
+    assert [metrics["staleness_max"] for metrics in completed] == [0, 1, 1]
+    assert [metrics["stale_share"] for metrics in completed] == [0, 0.5, 1]
+    assert [metrics["episodes_stale"] for metrics in completed] == [0, 0, 2], "of version 0 in step 3: 2 versions old"
+    assert [metrics["episodes_left_out"] for metrics in completed] == [0, 0, 2]
+    assert all(metrics["seconds_waited"] > 0 for metrics in completed)
 
 
 async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:

@@ -52,12 +52,12 @@ class Stage:
     async def until(self, phase: Phase, version: int = -1) -> None:
         await self.follower.wait_for(lambda _: self.engine.phase == phase and self.engine.version >= version, WAIT_S)
 
-    def job(self, **trainer: object) -> RunConfig:
+    def job(self, max_staleness: int = 0, **trainer: object) -> RunConfig:
         return RunConfig.model_validate(
             {
                 "model": {"path": str(self.folder / "model")},
                 "rollout": {"num_repeat": 2},
-                "collection": {"batch_size": 2},
+                "collection": {"batch_size": 2, "max_staleness": max_staleness},
                 "trainer": {"lr": 0.01, "lora_rank": 0, **trainer},
             }
         )
@@ -107,27 +107,32 @@ class Stage:
     async def say(self, fact: inbox.Message) -> None:
         await self.bus.send(fact)
 
-    async def play_batch(self, spoil: str = "", shift: int = 0) -> None:
+    async def play_batch(
+        self, spoil: str = "", shift: int = 0, noted: int = 0, versions: tuple[int, int] = (0, 0)
+    ) -> None:
         """Two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
 
-        The same `shift` gives the same tokens, in any hive.
+        The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; what the
+        coordinator is told of them is `noted`.
         """
-        for task in ("t1", "t2"):
+        for task, version in zip(("t1", "t2"), versions, strict=True):
             claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
             granted = await self.bus.ask(claim)
             assert isinstance(granted, inbox.Granted)
             results = []
             for number, episode in enumerate(granted.episodes):
-                first = call(f"{episode}-a", list(range(18)), [20 + (number + shift) % 8, 21], episode=episode)
+                first = call(
+                    f"{episode}-a", list(range(18)), [20 + (number + shift) % 8, 21], episode=episode, version=version
+                )
                 sampled = [30 + (number + shift) % 8, 31, 32]
-                second = call(f"{episode}-b", [5, 6], sampled, parent=first, episode=episode)
+                second = call(f"{episode}-b", [5, 6], sampled, parent=first, episode=episode, version=version)
                 for record in (first, second):
                     body = encode_record(record)
                     ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
                     spoiled = task == spoil and record is second
                     ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
-                    noted = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=0, newest=0)
-                    await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
+                    said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
+                    await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))
                 said = {"label": f"answer {number}"}
                 results.append(EpisodeResult(episode=episode, task=task, reward=float(number), metadata=said))
             await self.bus.ask(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))

@@ -71,6 +71,11 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     def episode_target(self) -> int:
         return self.batch_size * self.num_repeat
 
+    @property
+    def trained_staleness(self) -> int | None:
+        """Over which age no token is trained (R14). None: of a synchronous run the coordinator alone sees to it."""
+        return self.max_staleness or None
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
     """`at_ns` is the time of the inbox message that was decided (R5); it never goes backwards."""

@@ -149,12 +149,19 @@ def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
 
 
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
-    """How many policy versions older than this step's the trained tokens are: step k trains version k - 1."""
+    """How many policy versions older than this step's the trained tokens are: step k trains version k - 1.
+
+    `stale_share` is the share of tokens that are older at all.
+    """
     parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
     if not parts:
-        return {"staleness_mean": 0.0, "staleness_max": 0.0}
+        return {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_share": 0.0}
     ages_N = step - 1 - np.concatenate(parts)
-    return {"staleness_mean": float(ages_N.mean()), "staleness_max": float(ages_N.max())}
+    return {
+        "staleness_mean": float(ages_N.mean()),
+        "staleness_max": float(ages_N.max()),
+        "stale_share": float((ages_N > 0).mean()),
+    }
 
 
 def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[Item]]:

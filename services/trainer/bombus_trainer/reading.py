@@ -34,14 +34,18 @@ class BusCalls:
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """`lost` says of each episode that was left out why."""
+    """`lost` says of each episode that could not be read why, `stale` of each that is too old how old it is."""
 
     groups: tuple[Group, ...]
     lost: dict[str, str]
+    stale: dict[str, int]
 
 
-async def read_batch(calls: Calls, batch: BatchReady) -> ReadBatch:
-    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`."""
+async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
+    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`.
+
+    Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
+    """
     try:
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
         known = await _read(calls, refs)
@@ -49,15 +53,28 @@ async def read_batch(calls: Calls, batch: BatchReady) -> ReadBatch:
         known = {}  # one of them is bad: read episode by episode to see which
     groups: list[Group] = []
     lost: dict[str, str] = {}
+    stale: dict[str, int] = {}
     for group in batch.groups:
         kept: list[EpisodeCalls] = []
         for episode in group.episodes:
             try:
-                kept.append(await _episode(calls, episode, known))
+                read = await _episode(calls, episode, known)
             except LogCorrupted as error:
                 lost[episode.episode] = str(error)
+                continue
+            age = _age(read, batch.step)
+            if max_staleness is not None and age > max_staleness:
+                stale[episode.episode] = age
+            else:
+                kept.append(read)
         groups.append(Group(group.task, tuple(kept)))
-    return ReadBatch(tuple(groups), lost)
+    return ReadBatch(tuple(groups), lost, stale)
+
+
+def _age(episode: EpisodeCalls, step: int) -> int:
+    """Of its oldest sampled token, in versions: step k trains version k - 1 (R14)."""
+    spans = (span for record in episode.records for choice in record.choices for span in choice.spans)
+    return step - 1 - min((span.version for span in spans if span.end > span.start), default=step - 1)
 
 
 async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:

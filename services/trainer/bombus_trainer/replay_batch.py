@@ -65,9 +65,11 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
     """The samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
-    read = await read_batch(source, step.batch)
+    read = await read_batch(source, step.batch, logged.job.to_collection().trained_staleness)
     for episode, why in read.lost.items():
         print(f"episode {episode} is left out: {why}", file=sys.stderr)
+    for episode, age in read.stale.items():
+        print(f"episode {episode} is left out: it is {age} versions old", file=sys.stderr)
     if read.lost and not any(group.episodes for group in read.groups):
         raise LogCorrupted(f"the calls of step {number} are not on the log any more: {next(iter(read.lost.values()))}")
     config = json.loads(files.get("config.json", b"{}"))

@@ -72,7 +72,7 @@ class Retraining:
         assert step == self.step + 1
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
-        read = await read_batch(self._source, logged.batch)
+        read = await read_batch(self._source, logged.batch, self._logged.job.to_collection().trained_staleness)
         left_out = int(recorded.get("episodes_left_out", 0))
         if len(read.lost) > left_out:
             why = next(iter(read.lost.values()))

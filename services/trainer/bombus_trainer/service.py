@@ -48,6 +48,7 @@ class Trainer:
         self._tenure = Tenure(bus, options, self.name)
         self._attempt = 0
         self._tokenizer = ""
+        self._waited_s = 0.0  # for the newest batch
         self._debug: DebugRollouts | None = None
 
     async def run(self) -> None:
@@ -82,7 +83,7 @@ class Trainer:
             try:
                 executor = executor or await self._boot()
                 await self._publish_missing_weights(executor)
-                await tenure.wait(lambda engine: engine.batch is not None)
+                await self._next_batch()
                 await self._step(executor, self._outstanding())
                 failures = 0
                 continue
@@ -101,6 +102,11 @@ class Trainer:
                 await self._report_failure(error, failures)
             executor = None  # whatever the attempt left in it is gone before its successor is loaded
             await tenure.pause(min(options.retry_s * 2.0 ** max(failures - 1, 0), options.retry_s_max))
+
+    async def _next_batch(self) -> None:
+        start = perf_counter()
+        await self._tenure.wait(lambda engine: engine.batch is not None)
+        self._waited_s = perf_counter() - start
 
     def _outstanding(self) -> BatchReady:
         batch = self._tenure.engine.batch
@@ -218,15 +224,19 @@ class Trainer:
 
     async def _train(self, executor: Backend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
-        read = await read_batch(BusCalls(self._bus), batch)
+        read = await read_batch(BusCalls(self._bus), batch, self._tenure.engine.collection.trained_staleness)
         read_s = perf_counter() - start
         reached(Point.TRAINER_BATCH_READ)
         for episode, why in read.lost.items():
             log.error("episode %s is left out of step %d: %s", episode, batch.step, why)
+        for episode, age in read.stale.items():
+            log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._tenure.over.is_set
         metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
-        metrics["episodes_left_out"] += len(read.lost)
+        metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
+        metrics["episodes_stale"] = float(len(read.stale))
         metrics["seconds_read"] = read_s
+        metrics["seconds_waited"] = self._waited_s
         if self._debug is not None:
             origin, debug = Origin(self._options.engine, self._tenure.run, batch.step), self._debug
             metrics |= await _in_thread(lambda: debug.save(origin, groups))
