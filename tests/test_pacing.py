@@ -11,6 +11,7 @@ from bombus.events import Collection, EpisodeType, Method
 from bombus.pacing import fitting, most_batches, pace
 from bombus.state import Completed, EngineState, Episode, Hive, Phase, evolve
 from tests.given import ENGINE, Desk
+from tests.steady import Steady
 
 
 def completed(name: str, task: str, reward: float) -> Completed:
@@ -111,6 +112,23 @@ def test_a_synchronous_run_is_not_paced() -> None:
     desk.boot(batch_size=1, num_repeat=1, max_open_claims=9)
     desk.claim(count=9)
     assert pace(desk.engine) is None
+
+
+# ---- steady clients -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [Method.ENOUGH_EPISODES, TASKS])
+@pytest.mark.parametrize(("max_staleness", "episode_s"), [(1, (1.0, 10.0)), (1, (4.0, 6.0)), (2, (10.0, 20.0))])
+def test_steady_clients_lose_next_to_nothing_and_keep_the_trainer_busy(
+    method: Method, max_staleness: int, episode_s: tuple[float, float]
+) -> None:
+    """Steps of 10 s; as many clients as it takes to be faster than the trainer."""
+    clients = int(2.5 * 32 * episode_s[1] / 10)
+    steady = Steady(0, clients, episode_s, 10.0, method=method, batch_size=8, num_repeat=4, max_staleness=max_staleness)
+    steady.run(400)
+    assert steady.trained > 1000
+    assert steady.dropped < steady.trained / 100
+    assert steady.busy_s > 0.9 * 400
 
 
 # ---- replicas -----------------------------------------------------------------------------------------------------

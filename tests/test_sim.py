@@ -39,6 +39,9 @@ def test_a_thousand_hives_keep_every_promise_through_crashes_partitions_and_cloc
     assert seen["ends told"] > 5 * SEEDS
     assert seen["calls purged"] > SEEDS / 2
     assert seen["the old leader wrote in between"] > 0
+    assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"
+    assert seen["sampled before the step's version"] > SEEDS
+    assert seen["dropped while rolling"] < seen["trained while rolling"] / 4, "whatever befalls them"
     for kind in ev.AnyEvent.__args__:
         assert seen[str(kind.__struct_config__.tag)] > 0, kind
     for fault in Fault:

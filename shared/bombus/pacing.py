@@ -90,17 +90,15 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
     if (len(engine.pool) + len(engine.open) + more) < rules.episode_target:
         return 0
     named = _pooled(engine)
-    unnamed = 0
-    for hint, number in ((task_hint, more), *((episode.task_hint, 1) for episode in _usable(engine))):
-        if hint:
-            named[hint] += number
-        else:
-            unnamed += number
+    hints = _usable(engine)
+    hints[task_hint] += more
+    unnamed = hints.pop("", 0)
+    named.update(hints)
     most = (sum(named.values()) + unnamed) // rules.episode_target
     if rules.method == Method.ENOUGH_EPISODES:
         return most
-    counts = list(named.values())
-    return next((made for made in range(most) if not _can_make(made + 1, counts, unnamed, rules)), most)
+    sizes = Counter(named.values())
+    return next((made for made in range(most) if not _can_make(made + 1, sizes, unnamed, rules)), most)
 
 
 def _pooled(engine: EngineState) -> Counter[str]:
@@ -112,23 +110,34 @@ def _pooled(engine: EngineState) -> Counter[str]:
     return Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
 
 
-def _usable(engine: EngineState) -> list[Episode]:
-    return [
-        episode
+def _usable(engine: EngineState) -> Counter[str]:
+    """The open training episodes by the task that was named, those that are not too old."""
+    bound = engine.step - engine.collection.max_staleness
+    return Counter(
+        episode.task_hint
         for episode in engine.open.values()
-        if episode.type == EpisodeType.TRAIN
-        and not any(is_too_old(engine, call.oldest) for call in episode.trainable_calls())
-    ]
+        if episode.type == EpisodeType.TRAIN and (episode.version >= bound or not _has_older(episode, bound))
+    )
 
 
-def _can_make(batches: int, counts: list[int], unnamed: int, rules: Collection) -> bool:
-    """Whether tasks with so many episodes each, and episodes of any task, are enough for so many batches.
+def _has_older(episode: Episode, bound: int) -> bool:
+    return any(call.oldest < bound for call in episode.trainable_calls())
+
+
+def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
+    """Whether so many batches can be made of tasks with episodes and of those of any task; `sizes` counts the tasks.
 
     A task has one group in a batch. The groups that lack least are filled first, then new ones are begun.
     """
-    size = rules.num_repeat
-    lacking = batches * rules.batch_size - sum(min(batches, count // size) for count in counts)
-    if lacking <= 0:
-        return True
-    begun = sorted(size - count % size for count in counts if count % size and count // size < batches)[:lacking]
-    return sum(begun) + size * (lacking - len(begun)) <= unnamed
+    repeat = rules.num_repeat
+    whole = sum(count * min(batches, size // repeat) for size, count in sizes.items())
+    lacking = max(0, batches * rules.batch_size - whole)
+    begun = Counter[int]()
+    for size, count in sizes.items():
+        if size % repeat and size // repeat < batches:
+            begun[repeat - size % repeat] += count
+    for missing, groups in [*sorted(begun.items()), (repeat, lacking)]:
+        filled = min(lacking, groups)
+        lacking -= filled
+        unnamed -= filled * missing
+    return unnamed >= 0

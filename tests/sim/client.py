@@ -225,12 +225,15 @@ class Operator(Caller):
         method = pick.choice(list(Method))
         if method == Method.ENOUGH_NON_DUMMY_TASKS:
             num_repeat = max(num_repeat, 2)  # one episode alone never differs
+        staleness = 0 if method.is_by_agreement else pick.choice((0, 1, 2))
+        waiting = (staleness + 1) * batch_size * num_repeat
         return Collection(
             method=method,
             batch_size=batch_size,
             num_repeat=num_repeat,
             max_open_claims=pick.choice((3, 6, 16)),
-            max_pool_episodes=pick.choice((batch_size * num_repeat + 4, 100)),
+            max_pool_episodes=pick.choice((waiting + 4, 100)),
+            max_staleness=staleness,
             max_step_failures=pick.choice((2, 5)),
             boot_s=30.0,
             drain_s=pick.choice((1.0, 10.0)),

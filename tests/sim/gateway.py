@@ -10,6 +10,7 @@ from bombus.bus.flight import Outgoing
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.events import NotedCall
 from bombus.inbox import AnyAnswer, Found, Granted
+from bombus.pacing import fitting
 from bombus.records import CallRef, CallStatus, digest
 from bombus.state import EngineState, Phase
 from tests.sim.faults import Fault
@@ -45,7 +46,8 @@ class Record(msgspec.Struct, frozen=True):
     episode: str
     run: int
     request: str
-    version: int
+    oldest: int  # the policy versions of its tokens
+    newest: int
     status: CallStatus
 
 
@@ -140,10 +142,11 @@ class Gateway(Process):
         self._open[episode] = self._open.get(episode, 0) + 1
         self._seen.add(episode)
         try:
-            version = self.engine.version
+            oldest = self._version_of(episode)
             await self.sleep(self._net.pick.expovariate(8.0))
+            newest = max(oldest, self.engine.version) if self._net.pick.random() < 0.5 else oldest
             status = CallStatus.CUT_OFF if cut_off else CallStatus.COMPLETE
-            record = Record(self._net.fresh("call"), episode, run, request, version, status)
+            record = Record(self._net.fresh("call"), episode, run, request, oldest, newest, status)
             body = msgspec.msgpack.encode(record)
             stored = await self.link.publish(CALLS_STREAM, Outgoing("call", body, record.id, {}), RECORD_S)
             ref = CallRef(stored.seq, record.id, digest(body))
@@ -156,6 +159,16 @@ class Gateway(Process):
             self._open[episode] -= 1
             if not self._open[episode]:
                 del self._open[episode]
+
+    def _version_of(self, episode: str) -> int:
+        """What the replica serves that answers. Of a synchronous run all that answer serve the same."""
+        engine = self.engine
+        if engine.collection.max_staleness == 0:
+            return engine.version
+        versions = sorted({replica.version for replica in fitting(engine, episode).values()})
+        if not versions:
+            raise Refused(Code.NO_REPLICA, f"nobody serves version {engine.version}")
+        return self._net.pick.choice(versions)
 
     async def _check_open(self, episode: str, run: int) -> None:
         def heard_of() -> bool:
@@ -170,7 +183,7 @@ class Gateway(Process):
             raise Refused(Code.EPISODE_OVER, f"{episode} is over")
 
     async def _tell(self, ref: CallRef, record: Record) -> None:
-        call = NotedCall(record.episode, ref, 5, 3, record.version, record.version, record.status)
+        call = NotedCall(record.episode, ref, 5, 3, record.oldest, record.newest, record.status)
         noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
         key = record.episode, record.request
         if record.status == CallStatus.COMPLETE:

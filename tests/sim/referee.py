@@ -8,13 +8,13 @@ import msgspec
 from bombus import events as ev
 from bombus import inbox
 from bombus.bus.headers import EPOCH, INBOX
-from bombus.events import EpisodeType, Event
+from bombus.events import DropReason, EpisodeType, Event
 from bombus.inbox import Answer
 from bombus.records import digest
 from bombus.state import ARROWS, EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
 from tests.sim.server import Message
-from tests.world import check_as_asked
+from tests.world import check_as_asked, check_in_time
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
@@ -47,6 +47,7 @@ class Referee:
         self.batched: set[str] = set()
         self.gone: set[str] = set()  # left the pool with a reason, or with their run
         self.noted: set[str] = set()  # calls
+        self.sampled: dict[str, int] = {}  # with the version of their oldest token
         self.runs: set[int] = set()
         self.commands: set[str] = set()  # of the operator, carried out
         self.claimed: dict[str, str] = {}  # episode: its claim
@@ -115,6 +116,8 @@ class Referee:
             case ev.GroupDropped():
                 assert set(event.episodes) <= set(engine.pool)
                 self.gone |= set(event.episodes)
+                if event.reason == DropReason.STALE and engine.collection.max_staleness:
+                    self.seen["dropped while rolling"] += len(event.episodes)
             case ev.PoolCleared():
                 self.gone |= set(engine.pool)
             case ev.EngineConfigured() | ev.EngineStopped():
@@ -148,6 +151,7 @@ class Referee:
         for call in event.calls:
             assert call.ref.id not in self.noted or call.late, f"call {call.ref.id} is noted twice"
             self.noted.add(call.ref.id)
+            self.sampled[call.ref.id] = call.oldest
 
     def _check_ended(self, event: ev.EpisodeEnded, engine: EngineState) -> None:
         for outcome in event.outcomes:
@@ -162,15 +166,30 @@ class Referee:
 
     def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
         episodes = [episode.episode for group in batch.groups for episode in group.episodes]
-        assert not engine.open, "everybody has finished or was taken away"
         assert batch.step == engine.step + 1
-        assert engine.batch is None, "one batch at a time"
+        check_in_time(batch, engine)
         assert len(set(episodes)) == len(episodes)
         assert set(episodes) <= set(engine.pool)
         assert not set(episodes) & self.batched, "no episode is in two batches"
         self.batched |= set(episodes)
         self.batches[batch.run, batch.step] = batch
         check_as_asked(batch, engine.collection)
+        self._check_ages(batch, engine)
+
+    def _check_ages(self, batch: ev.BatchReady, engine: EngineState) -> None:
+        """By the versions that the calls were noted with, which no pool and no outcome has copied."""
+        bound = engine.collection.max_staleness
+        if not bound:
+            return
+        episodes = [episode for group in batch.groups for episode in group.episodes]
+        for episode in episodes:
+            for ref in episode.calls:
+                age = batch.step - 1 - self.sampled[ref.id]
+                assert age <= bound, f"call {ref.id} of {episode.episode} is {age} versions old in step {batch.step}"
+                self.seen["sampled before the step's version"] += age > 0
+        self.seen["sealed while rolling"] += 1
+        self.seen["sealed with episodes open"] += bool(engine.open)
+        self.seen["trained while rolling"] += len(episodes)
 
     def _check_step(self, event: ev.StepCompleted, engine: EngineState) -> None:
         assert engine.batch is not None

@@ -207,13 +207,15 @@ class Trainer(Process):
                 del self._referee.disk[other]
 
     async def _read(self, batch: BatchReady) -> None:
-        """Every call that the batch names is there, and is the one that was meant (R6)."""
+        """Every call that the batch names is there, is the one that was meant (R6), and is not too old (R14)."""
         calls = self.link.server.streams[CALLS_STREAM]
+        bound = self._engine.collection.trained_staleness
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
 
         def read() -> None:
             for ref in refs:
-                read_record(calls.get(ref.seq).body, ref)
+                record = read_record(calls.get(ref.seq).body, ref)
+                assert bound is None or batch.step - 1 - record.oldest <= bound
 
         await self.link.call(read)
 
