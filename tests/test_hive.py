@@ -1,5 +1,7 @@
 """The whole thing: `bombus up` with its processes, driven from outside as a user would."""
 
+import asyncio
+import itertools
 import json
 import os
 import re
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,6 +18,8 @@ import pytest
 from openai import AuthenticationError, OpenAI, PermissionDeniedError
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
+from bombus import events as ev
+from bombus.bus import Bus, Reader
 from bombus.demo.hive import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -125,6 +130,57 @@ LENGTHS = {
     "max_response_length_in_one_turn": 64,
     "max_model_len": 512,
 }
+
+
+def test_an_asynchronous_run_rolls_on_while_it_trains_and_no_sample_is_over_the_bound(up: Up) -> None:
+    bombus = {"rollout": LENGTHS, "collection": {"max_staleness": 1}}
+    job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus=bombus)
+    numbers = itertools.count()
+
+    def play(client: SwarmClient) -> None:
+        while client.get_global_step() < 6:
+            task = f"t{next(numbers) // 4}"
+            episode, credentials = client.begin_episode()
+            model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
+            messages = [{"role": "user", "content": "a="}]
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=48)  # type: ignore[arg-type]
+            reward = float((reply.choices[0].message.content or "").count("a"))
+            client.end_episode(Task(task_id=task, main_query=""), episode, WorkflowOutput(reward=reward))
+
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(job)
+        with ThreadPoolExecutor(8) as players:
+            for played in [players.submit(play, client) for _ in range(8)]:
+                played.result(timeout=EXAMPLE_S)
+        assert client.get_engine_status()[0] == "ENGINE.ROLLING"
+    run = asyncio.run(newest_run(up))
+    steps = [event.metrics for event in run if isinstance(event, ev.StepCompleted)]
+    assert len(steps) >= 6
+    assert max(metrics["staleness_max"] for metrics in steps) == 1, "some were sampled a version before, none two"
+    assert all(metrics["episodes_left_out"] == 0 for metrics in steps)
+    assert not any(isinstance(event, ev.RollingClosed | ev.SyncingStarted) for event in run)
+    training = ended_meanwhile = 0
+    for event in run:
+        training += isinstance(event, ev.BatchReady) - isinstance(event, ev.StepCompleted)
+        ended_meanwhile += training > 0 and isinstance(event, ev.EpisodeEnded)
+    assert ended_meanwhile > 0
+    stop(up)
+
+
+async def newest_run(up: Up) -> list[ev.AnyEvent]:
+    """The events since the engine was started last."""
+    found: list[ev.AnyEvent] = []
+    async with await Bus.connect(up.nats, "main") as bus:
+        newest = await bus.last(bus.subjects.events_stream)
+        assert newest is not None
+        position = 0
+        async with Reader(bus, bus.subjects.events_stream, start_seq=1) as reader:
+            while position < newest.seq:
+                for stored in await reader.read():
+                    position = stored.seq
+                    event = ev.decode_event(stored.data)
+                    found = [] if isinstance(event, ev.EngineStarted) else [*found, event]
+    return found
 
 
 def test_the_weights_of_a_step_load_with_transformers(up: Up) -> None:

@@ -15,6 +15,7 @@ from bombus_overwatch.model import TAIL_KEPT, View, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
 from tests.overwatch_story import ENGINE, SECOND, Story, chaos, failed, rolling
+from tests.steady import Steady
 
 
 def folded(events: list[Event], view: View | None = None, start: int = 1) -> View:
@@ -88,6 +89,22 @@ def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
     training = shown(story, after_s=4.0).training
     assert (training.step_in_flight, training.groups, training.episodes) == (1, 2, 8)
     assert training.in_flight_s == 4.0
+
+
+def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
+    run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
+    run.run(100)
+    view, paced = View(), 0
+    for position, event in enumerate(run.desk.log, 1):
+        fold(view, position, event)
+        screen = screen_data(view, event.at_ns, ENGINE)
+        assert screen.status is not None or position == 1
+        if isinstance(event, ev.EpisodeEnded) and screen.training.step_in_flight and screen.status:
+            assert f"step {screen.training.step_in_flight} training" in screen.status.detail
+            assert screen.status.pace is not None
+            paced += bool(screen.status.pace.waits)
+    assert paced > 10
+    assert len(view.trail(ENGINE).rewards) > 5, "the versions at the claims"
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:

@@ -8,6 +8,7 @@ from bombus import events as ev
 from bombus.bus import Stored
 from bombus.events import Collection, DropReason, Event, Method, Outcome
 from bombus.records import CallRef
+from bombus.replay.running import BadUsage
 from bombus.replay.source import End, NotOnLog, Source
 from bombus.state import Hive
 from bombus_coordinator.what_if import compare, render
@@ -80,6 +81,22 @@ async def test_what_waits_too_long_is_dropped_by_the_age_that_it_would_have_had(
     strict = (await compare(log, ENGINE, 1, {"max_carry_staleness": 1})).would_be
     assert (strict.left, strict.dropped) == (0, {DropReason.STALE: 1})
     assert len(strict.batches) == 4
+
+
+async def test_an_asynchronous_run_is_tried_while_it_rolls_and_so_is_one_that_was_not() -> None:
+    rewards = [("old", 1.0), *(("a", float(n % 2)) for n in range(8))]
+    for was in (0, 2):
+        log = Given(story(rewards, max_staleness=was))
+        strict = (await compare(log, ENGINE, 1, {"max_staleness": 1})).would_be
+        assert (len(strict.batches), strict.left, strict.dropped) == (4, 0, {DropReason.STALE: 1})
+        patient = (await compare(log, ENGINE, 1, {"max_staleness": 9})).would_be
+        assert (len(patient.batches), patient.left, patient.dropped) == (4, 1, {})
+
+
+async def test_rules_that_no_engine_takes_are_refused() -> None:
+    log = Given(story([("a", 0.0)], max_staleness=1))
+    with pytest.raises(BadUsage, match="--max-staleness 0"):
+        await compare(log, ENGINE, 1, {"method": Method.ANY_CLIENT_AGREES})
 
 
 async def test_votes_that_are_on_the_log_count() -> None:

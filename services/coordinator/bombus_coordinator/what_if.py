@@ -154,7 +154,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
     """One run as it was, and as it would have been with `changes` to its rules. By default the last run.
 
-    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its beginning.
+    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its beginning; `BadUsage`
+    for rules that no engine takes.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None
@@ -167,7 +168,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
         if isinstance(event, ev.EngineStarted) and event.run == wanted:
             evolve(hive, event)
             rules = hive.engine(engine).collection
-            instant = Instant(engine, wanted, msgspec.structs.replace(rules, **changes))
+            instant = Instant(engine, wanted, _changed(rules, changes))
             found = Compared(
                 engine=engine, run=wanted, began_ns=event.at_ns, was=Story(rules=rules), would_be=instant.story
             )
@@ -183,6 +184,13 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
     if found is None:
         raise NotOnLog(f"the start of run {wanted} of engine {engine} is not on {source.title}")
     return found
+
+
+def _changed(rules: Collection, changes: dict[str, object]) -> Collection:
+    tried = msgspec.structs.replace(rules, **changes)
+    if tried.max_staleness > 0 and tried.method.is_by_agreement:
+        raise BadUsage(f"{tried.method} needs --max-staleness 0: clients that agree wait for the phase to change")
+    return tried
 
 
 async def _last_run(source: Source, engine: str) -> int:
@@ -203,7 +211,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", metavar="NAME", help=f"one of {', '.join(Method)}")
     parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
     parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
-    parser.add_argument("--max-carry-staleness", type=int, metavar="N", help="versions that an episode may wait")
+    parser.add_argument("--max-staleness", type=int, metavar="N", help="versions that a sample may be old; 0: in step")
+    parser.add_argument(
+        "--max-carry-staleness",
+        type=int,
+        metavar="N",
+        help="versions that an episode may wait when training is in step",
+    )
     parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="beyond which the pool is cleared")
     parser.add_argument("--engine", default="main", help="default: %(default)s")
     parser.add_argument("--run", type=int, metavar="R", help="which run of it (default: the last)", dest="which_run")
@@ -232,9 +246,9 @@ def _changes(arguments: argparse.Namespace) -> dict[str, object]:
         except ValidationError:
             known = ", ".join(Method)
             raise BadUsage(f"there is no method {arguments.method!r}: use one of {known}") from None
-    for name in ("batch_size", "num_repeat", "max_carry_staleness", "max_pool_episodes"):
+    for name in ("batch_size", "num_repeat", "max_staleness", "max_carry_staleness", "max_pool_episodes"):
         value = getattr(arguments, name)
-        least = 0 if name == "max_carry_staleness" else 1
+        least = 0 if name.endswith("staleness") else 1
         if value is not None and value < least:
             raise BadUsage(f"--{name.replace('_', '-')} is {value}: at least {least}")
         if value is not None:

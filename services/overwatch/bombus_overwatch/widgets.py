@@ -126,7 +126,13 @@ class CollectionPanel(Panel):
             return self._stages(screen, width, height)
         rows = [_measure(measure, width) for measure in status.progress]
         pool = Text("  pool ", pal.QUIET).append(f"{status.pool_episodes:,} episodes", pal.TEXT)
-        return [*rows, pool.append(f", {byte_size(status.pool_bytes)}", pal.QUIET)]
+        rows.append(pool.append(f", {byte_size(status.pool_bytes)}", pal.QUIET))
+        if status.pace is not None:
+            now = status.pace
+            ahead = Text("  ahead of training ", pal.QUIET).append(f"{now.unfinished + now.sealable}", pal.TEXT)
+            ahead.append(f" of at most {now.max_staleness} batches", pal.QUIET)
+            rows.append(ahead.append(", new episodes wait" if now.waits else "", pal.AMBER))
+        return rows
 
     def _stages(self, screen: Screen, width: int, height: int) -> list[Text]:
         assert screen.status is not None
