@@ -9,6 +9,7 @@ PARTS = {
     "coordinator": ["-m", "bench.coordinator"],
     "gateway": ["-m", "bench.gateway"],
     "episodes": ["-m", "bench.episodes"],
+    "asynchronous": ["-m", "bench.asynchronous"],
     "bus": ["bench/bus.py"],
     "recovery": ["-m", "bench.recovery", "--events", "300000"],
     "takeover": ["-m", "bench.takeover", "--times", "3"],

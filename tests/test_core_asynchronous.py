@@ -216,14 +216,53 @@ def test_a_named_task_counts_for_its_own_group_alone() -> None:
 # ---- what is too old ------------------------------------------------------------------------------------------------
 
 
-def test_what_dawdled_over_the_bound_is_dropped_by_an_event_and_never_trained() -> None:
+def test_a_complete_batch_waits_for_episodes_that_would_be_too_old_for_the_next_one() -> None:
     desk = rolling()
-    slow, slower = desk.claim(count=2)
+    slow = desk.claim(count=2)
+    desk.call(slow[0])
+    group(desk, "a")
+    desk.train()
+    group(desk, "b")
+    assert sealed(desk) == [["a"]]
+    assert "waiting for 2 running episodes" in detail_of(desk.engine, desk.now_ns)
+    desk.end(slow[0], "slow", 0.0)
+    assert sealed(desk) == [["a"]], "the other one may have a call in flight that began at version 0"
+    desk.end(slow[1], "slow", 1.0)
+    assert sealed(desk) == [["a"], ["slow"]], "what is oldest first"
+    assert drops(desk) == []
+
+
+def test_a_complete_batch_waits_no_longer_than_a_drain_may_take() -> None:
+    desk = rolling(drain_s=5)
+    (slow,) = desk.claim(claim="k")
+    desk.say(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
     desk.call(slow)
+    group(desk, "a")
+    desk.train()
+    desk.tick(after_s=4)
+    group(desk, "b")
+    desk.tick(after_s=4)
+    assert sealed(desk) == [["a"]], "since it is complete"
+    desk.tick(after_s=1)
+    assert sealed(desk) == [["a"], ["b"]]
+    assert slow in desk.engine.open, "nobody is taken away for being slow"
+
+
+def stepped_past(desk: Desk) -> None:
+    """Two steps are made, whoever is slow; afterwards version 2 is served."""
     for task in "ab":
         group(desk, task)
+        desk.tick(after_s=3)
         desk.train()
     assert desk.engine.version == 2
+
+
+def test_what_dawdled_over_the_bound_is_dropped_by_an_event_and_never_trained() -> None:
+    desk = rolling(drain_s=2)
+    slow, slower = desk.claim(claim="k", count=2)
+    desk.say(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
+    desk.call(slow)
+    stepped_past(desk)
     desk.end(slow, "c", 0.0)
     assert drops(desk) == [(DropReason.STALE, 1)], "sampled at version 0; the next step trains version 2"
     desk.call(slower)
@@ -247,13 +286,10 @@ def test_the_age_is_that_of_the_oldest_token_and_counts_from_the_step_that_would
 
 
 def test_open_episodes_that_are_too_old_hold_up_nobody() -> None:
-    desk = rolling()
-    old = desk.claim(count=2)
-    for episode in old:
+    desk = rolling(drain_s=2)
+    for episode in desk.claim(count=2):
         desk.call(episode)
-    for task in "ab":
-        group(desk, task)
-        desk.train()
+    stepped_past(desk)
     assert len(desk.claim(count=2)) == 2
     assert len(desk.claim(count=2)) == 2, "the two that are too old make no batch"
     refused(desk)

@@ -4,6 +4,7 @@ All of them look at the pool (ended training episodes) and never at the clock, e
 """
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -111,6 +112,18 @@ _ENOUGH: dict[Method, Callable[[EngineState, Collection, int], bool]] = {
 def enough(engine: EngineState, now_ns: int) -> bool:
     """Whether the pool holds what the engine's method asks for."""
     return _ENOUGH[engine.collection.method](engine, engine.collection, now_ns)
+
+
+def completed_ns(engine: EngineState) -> int:
+    """When the pool came to hold what the method asks for, where clients have no say in that and `enough` holds."""
+    rules = engine.collection
+    if rules.method == Method.ENOUGH_EPISODES:
+        return next(islice(engine.pool.values(), rules.episode_target - 1, None)).ended_ns
+    size = rules.num_repeat
+    groups = (group for group in tasks(engine) if len(group) >= size)
+    if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
+        groups = (group for group in groups if has_signal(pick(group, size)))
+    return sorted(pick(group, size)[-1].ended_ns for group in groups)[rules.batch_size - 1]
 
 
 def _group(episodes: list[Completed]) -> BatchGroup:

@@ -49,6 +49,19 @@ def is_too_old(engine: EngineState, oldest: int) -> bool:
     return engine.step - oldest > engine.collection.max_staleness
 
 
+def last_chances(engine: EngineState) -> int:
+    """How many open episodes can be in the next batch and in none behind it: a complete batch waits for them.
+
+    One without a recorded call may have one in flight, as old as its claim.
+    """
+    last = engine.step - engine.collection.max_staleness
+    return sum(
+        min((call.oldest for call in episode.trainable_calls()), default=episode.version) == last
+        for episode in engine.open.values()
+        if episode.type == EpisodeType.TRAIN
+    )
+
+
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
     """For a claim of `count` training episodes; None where training is synchronous: there the phases pace.
 

@@ -7,7 +7,7 @@ import msgspec
 
 from bombus.collection import progress
 from bombus.events import EpisodeType, Method
-from bombus.pacing import Pace, pace
+from bombus.pacing import Pace, last_chances, pace
 from bombus.state import EngineState, Episode, Hive, Phase
 
 BAR_CELLS = 24
@@ -154,8 +154,7 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
             text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
             if engine.batch:
                 text += f", step {engine.batch.step} training"
-            now = pace(engine)
-            return f"{text}; new episodes wait: {now.waits}" if now is not None and now.waits else text
+            return text + _asynchronous(engine, waited_for)
         case Phase.ROLLING_POST:
             return f"waiting for {len(engine.open)} running episodes to finish"
         case Phase.WEIGHT_SYNCING:
@@ -163,6 +162,18 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
                 return f"training step {engine.batch.step}"
             loaded = f"{len(engine.loaded)} of {len(engine.replicas)} replicas"
             return f"loading version {engine.version}: {loaded}"
+
+
+def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
+    """What an asynchronous run waits for beside the next batch."""
+    now = pace(engine)
+    if now is None:
+        return ""
+    text = ""
+    trains = engine.version < engine.step
+    if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
+        text = f", waiting for {last} running episodes that would be too old for the batch after it"
+    return f"{text}; new episodes wait: {now.waits}" if now.waits else text
 
 
 def noting(detail: str, refusing: str) -> str:

@@ -1,7 +1,7 @@
 """An engine's life: configure, start, stop, boot, train, load; and the transitions that follow by themselves."""
 
 from bombus import events as ev
-from bombus.collection import ACTIVE_S, active_clients, enough, select
+from bombus.collection import ACTIVE_S, active_clients, completed_ns, enough, select
 from bombus.errors import Code, Refused
 from bombus.events import AbortReason, Collection, DropReason, Event
 from bombus.inbox import (
@@ -20,7 +20,7 @@ from bombus.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.pacing import is_too_old
+from bombus.pacing import is_too_old, last_chances
 from bombus.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
@@ -346,9 +346,22 @@ def _rolling_on(engine: EngineState, live: Live) -> Decisions:
     if stale:
         yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
     elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
-        yield from _seal(engine, live)
+        if not _is_held(engine, live):
+            yield from _seal(engine, live)
     else:
         yield from _relieve(engine, live)
+
+
+def _is_held(engine: EngineState, live: Live) -> bool:
+    """Whether a complete batch waits for running episodes that would be too old for the next one.
+
+    As in a synchronous run, it does not wait longer than `drain_s`.
+    """
+    assert engine.weights is not None
+    since = live.since(max(completed_ns(engine), engine.weights.at_ns))
+    if since + ns(engine.collection.drain_s) <= live.now_ns:
+        return False
+    return last_chances(engine) > 0
 
 
 def _relieve(engine: EngineState, live: Live) -> Decisions:
