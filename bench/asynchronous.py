@@ -1,8 +1,8 @@
 """Steps per minute of one small hive when it trains in step and when rolling goes on (`max_staleness` 0, 1, 2).
 
 The tiny one-turn task, 16 letters x 8 episodes a step; after each reply the environment takes its time, as a tool or a
-test suite would. As many groups are played at once as the bound lets be under way: one batch in step, one more for each
-version of staleness.
+test suite would. In step the clients play one batch after the other. Otherwise each begins a new group when one has
+ended, and there are as many as the bound lets be under way: a batch, and one more for each version of staleness.
 
 python -m bench.asynchronous [--seconds 60] [--tool-s 1.0] [--staleness 0 1 2]
 """
@@ -93,14 +93,24 @@ async def measure(client: AsyncSwarmClient, seen: Seen, max_staleness: int, seco
     game = SlowLetters(tool_s)
     player, numbers = Player(client, game), itertools.count()
 
-    async def play_groups() -> None:
-        rng = random.Random(next(numbers))
-        while True:
-            drawn = game.training(rng)
-            question = msgspec.structs.replace(drawn, id=f"{drawn.id}-{next(numbers)}")
-            await player.play(await player.claim(REPEAT), [question] * REPEAT)
+    rng = random.Random(0)
 
-    playing = [asyncio.create_task(play_groups()) for _ in range(TASKS * (max_staleness + 1))]
+    async def play_group() -> None:
+        drawn = game.training(rng)
+        question = msgspec.structs.replace(drawn, id=f"{drawn.id}-{next(numbers)}")
+        await player.play(await player.claim(REPEAT), [question] * REPEAT)
+
+    async def in_step() -> None:
+        """One batch, then the next: what is sampled is trained by the version that sampled it."""
+        while True:
+            await asyncio.gather(*(play_group() for _ in range(TASKS)))
+
+    async def on_and_on() -> None:
+        while True:
+            await play_group()
+
+    players = [on_and_on() for _ in range(TASKS * (max_staleness + 1))] if max_staleness else [in_step()]
+    playing = [asyncio.create_task(each) for each in players]
     try:
         while len(seen.steps) <= WARM_STEPS or seen.steps[-1].at_ns - seen.steps[WARM_STEPS].at_ns < seconds * 1e9:
             done, _ = await asyncio.wait(playing, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
