@@ -136,6 +136,7 @@ class RolloutConfig(Group):
 class CollectionConfig(Group):
     """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions.
 
+    With `max_staleness` above 0 episodes go on while a step is made (docs/asynchronous.md).
     With the methods in which clients agree, weights are synced for at least `agreed_sync_s`: a client of the swarm
     contract that has agreed looks for that phase every 5 s, and would wait for ever for one that it missed.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.

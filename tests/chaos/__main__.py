@@ -16,15 +16,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=None, help="of who is killed when (default: the clock)")
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the job (default: in step)")
     arguments = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed = int(time.time()) if arguments.seed is None else arguments.seed
     folder = Path(tempfile.mkdtemp(prefix="bombus-chaos-"))
     print(f"seed {seed}, folder {folder}", flush=True)
     began = time.monotonic()
-    outcome = asyncio.run(
-        run(folder, arguments.kills, seed, lambda line: print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True))
-    )
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
+
+    outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.staleness))
     print(told(outcome))
     for wrong in outcome.report.wrong:
         print(f"WRONG {wrong}")

@@ -17,29 +17,34 @@ TASKS = "abc"
 CALL_S = 30.0
 RETRIES = 12
 IDLE_S = 60.0
-JOB = Job(
-    model="tiny",
-    batch_size=2,
-    num_repeat=4,
-    lr=1e-3,
-    bombus={
-        "model": {"dtype": "float32"},
-        "rollout": {
-            "max_prompt_length": 256,
-            "max_response_length": 200,
-            "max_response_length_in_one_turn": 64,
-            "max_model_len": 512,
+
+
+def job_of(max_staleness: int) -> Job:
+    return Job(
+        model="tiny",
+        batch_size=2,
+        num_repeat=4,
+        lr=1e-3,
+        bombus={
+            "model": {"dtype": "float32"},
+            "collection": {"max_staleness": max_staleness},
+            "rollout": {
+                "max_prompt_length": 256,
+                "max_response_length": 200,
+                "max_response_length_in_one_turn": 64,
+                "max_model_len": 512,
+            },
         },
-    },
-)
+    )
 
 
 class Agents:
     """Work until `stop`; what they were told is in `ledger`."""
 
-    def __init__(self, url: str, seed: int) -> None:
+    def __init__(self, url: str, seed: int, max_staleness: int) -> None:
         self.ledger = Ledger()
         self.url = url
+        self._job = job_of(max_staleness)
         self._seed = seed
         self._stopping = False
 
@@ -49,7 +54,7 @@ class Agents:
 
     async def run(self) -> None:
         async with AsyncSwarmClient(self.url, verbose=False) as client, httpx.AsyncClient(timeout=CALL_S) as http:
-            await client.auto_sync_train_config_and_start_engine(JOB)
+            await client.auto_sync_train_config_and_start_engine(self._job)
             async with asyncio.TaskGroup() as tasks:
                 for number in range(AGENTS):
                     tasks.create_task(self._work(client, http, random.Random(self._seed * 1000 + number)))

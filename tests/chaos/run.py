@@ -34,7 +34,7 @@ class Outcome:
     seconds: float
 
 
-async def run(folder: Path, kills: int, seed: int, say: Say) -> Outcome:
+async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int = 0) -> Outcome:
     """Raises `AssertionError` when the hive does not come up, or does not go on once it is left alone."""
     began = time.monotonic()
     log = folder / "up.log"
@@ -48,7 +48,7 @@ async def run(folder: Path, kills: int, seed: int, say: Say) -> Outcome:
     try:
         url = await _ready(process, log)
         say(f"a hive of {' '.join(PROCESSES)} at {url}")
-        agents, killer = Agents(url, seed), Killer(process.pid, seed)
+        agents, killer = Agents(url, seed, max_staleness), Killer(process.pid, seed)
         playing = asyncio.create_task(agents.run())
         telling = asyncio.create_task(_tell(killer, agents, say))
         try:
