@@ -15,6 +15,7 @@ from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
+from bombus_trainer.export import export
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import pack
 from bombus_trainer.places import keep_only
@@ -93,7 +94,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
     random = torch.Generator().manual_seed(0)
     rewards = []
     for step in range(1, 13):
-        weights = executor.export(tmp_path, step - 1, 1)
+        weights = export(executor, tmp_path, step - 1, 1)
         sampler = AutoModelForCausalLM.from_pretrained(weights.where, dtype=torch.float32)
         with torch.no_grad():
             logprobs = torch.log_softmax(sampler(torch.tensor([prompt])).logits[0, -1], dim=-1)
@@ -215,7 +216,7 @@ def test_exported_weights_load_with_transformers_and_compute_the_same(
 ) -> None:
     executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(**changes))
     executor.train_step(batch(), 1)
-    weights = executor.export(tmp_path / "weights", 1, trainer_epoch=1, tokenizer="tok")
+    weights = export(executor, tmp_path / "weights", 1, trainer_epoch=1, tokenizer="tok")
     place = Path(weights.where)
     assert weights.bytes == (place / "model.safetensors").stat().st_size
     assert (place / "chat_template.jinja").exists()
@@ -233,7 +234,7 @@ def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: P
     executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8.0))
     executor.train_step(batch(), 1)
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    served = AutoModelForCausalLM.from_pretrained(executor.export(tmp_path, 1, 1).where).state_dict()
+    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path, 1, 1).where).state_dict()
     name = "model.layers.1.mlp.down_proj"
     trained = executor.model.trainable()
     product = trained[f"{name}.lora_b"].detach() @ trained[f"{name}.lora_a"].detach()
@@ -246,7 +247,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path:
     folder = tiny_model_folder(tmp_path / "model", dtype=torch.bfloat16)
     executor = Executor(folder, tiny_settings())
     assert {value.dtype for value in executor.model.trainable().values()} == {torch.float32}
-    served = AutoModelForCausalLM.from_pretrained(executor.export(tmp_path / "weights", 0, 1).where, dtype="auto")
+    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path / "weights", 0, 1).where, dtype="auto")
     assert served.dtype == torch.bfloat16
 
 
@@ -287,7 +288,7 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
         "step-00000003-epoch-1-attempt-1",
         "step-00000009-epoch-2-attempt-1",
     ]
-    where = [executor.export(tmp_path / "w", version, 1).where for version in (0, 1, 2)]
+    where = [export(executor, tmp_path / "w", version, 1).where for version in (0, 1, 2)]
     keep_only(tmp_path / "w", where[1:], trainer_epoch=1)
     assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
 

@@ -18,6 +18,7 @@ from bombus.state import Phase
 from bombus_trainer import checkpoint
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
+from bombus_trainer.export import export
 from bombus_trainer.reading import BusCalls, read_batch
 from bombus_trainer.sample_files import load_samples
 from bombus_trainer.settings import TrainerSettings
@@ -74,7 +75,7 @@ async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
     opened = await stage.bus.ask(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
     assert isinstance(opened, inbox.Done)
     executor = Executor(stage.folder / "model", TrainerSettings.of_job(stage.job()))
-    weights = executor.export(stage.folder / "played", 0, opened.epoch)
+    weights = export(executor, stage.folder / "played", 0, opened.epoch)
     await stage.say(
         inbox.WeightsSaved(id=stage.id(), engine=ENGINE, run=run, step=0, trainer_epoch=opened.epoch, weights=weights)
     )

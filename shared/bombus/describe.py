@@ -160,7 +160,9 @@ def _(event: ev.StepFailed) -> str:
 
 @_text.register
 def _(event: ev.WeightsReady) -> str:
-    return f"version {event.version} is ready, {byte_size(event.weights.bytes)}"
+    weights = event.weights
+    changed = f", of which {byte_size(weights.delta_bytes)} changed" if weights.delta_bytes else ""
+    return f"version {event.version} is ready, {byte_size(weights.bytes)}{changed}"
 
 
 @_text.register

@@ -271,14 +271,30 @@ class StepFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step
     failures: int
 
 
+OBJECTS = "object:"
+
+
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a policy version lies. `sha256` is of the safetensors file, `tokenizer` an object's name (R15)."""
+    """Where a policy version lies: a folder, or `object:` and the beginning of objects' names (R15).
+
+    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is an object's name. Of format
+    `safetensors-delta` only what has changed since version `base` lies there, in a file of `delta_bytes` and
+    `delta_sha256`.
+    """
 
     where: str
     format: str = "safetensors"
     bytes: int = 0
     sha256: str = ""
     tokenizer: str = ""
+    base: int = -1
+    delta_bytes: int = 0
+    delta_sha256: str = ""
+
+    @property
+    def objects(self) -> str:
+        """How the names of its objects begin; empty when it lies in a folder."""
+        return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
 
 
 class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.ready"):

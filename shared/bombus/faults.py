@@ -36,6 +36,7 @@ class Point(StrEnum):
     TRAINER_WEIGHTS_BEGUN = "trainer.weights.begun"
     TRAINER_WEIGHTS_WRITTEN = "trainer.weights.written"
     TRAINER_WEIGHTS_RENAMED = "trainer.weights.renamed"
+    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version, where they go by the object store
     TRAINER_WEIGHTS_SAID = "trainer.weights.said"
     TRAINER_WEIGHTS_SEEN = "trainer.weights.seen"
     TRAINER_WEIGHTS_PRUNED = "trainer.weights.pruned"

@@ -43,6 +43,10 @@ class Subjects:
         """Where the trainer of that epoch answers for as long as it lives. Not stored."""
         return f"bombus.{self.hive}.trainer.{engine}.{epoch}"
 
+    def full_copies(self, engine: str, epoch: int) -> str:
+        """Where that trainer is asked for a full copy of its newest policy version. Not stored."""
+        return f"bombus.{self.hive}.full-copies.{engine}.{epoch}"
+
     def call(self, engine: str, episode: str) -> str:
         return f"bombus.{self.hive}.call.{engine}.{crc32(episode.encode()) % SHARDS}"
 

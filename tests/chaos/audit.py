@@ -7,12 +7,12 @@ from pathlib import Path
 from bombus import events as ev
 from bombus import upkeep
 from bombus.bus import Bus, Reader
+from bombus.deltas import file_sha256
 from bombus.events import AnyEvent, NotedCall, Outcome
 from bombus.follow import read_event
 from bombus.records import decode_record
 from bombus.state import Hive, evolve
 from bombus_trainer import checkpoint
-from bombus_trainer.tensorfile import file_sha256
 from tests.chaos.ledger import Ledger
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from bombus.errors import EngineFault
 from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
+from bombus_trainer.export import export
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.verl_backend import VerlExecutor
@@ -41,10 +42,10 @@ def main(folder: Path, results: Path) -> None:
 
 def steps(backend: Backend, folder: Path, first: int = 1) -> list[Found]:
     """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
-    made: list[Found] = [{"sha256": backend.export(folder, 0, 1).sha256}]
+    made: list[Found] = [{"sha256": export(backend, folder, 0, 1).sha256}]
     for step in range(first, first + STEPS):
         metrics = backend.train_step(groups(step), step)
-        weights = backend.export(folder, step, 1)
+        weights = export(backend, folder, step, 1)
         made.append({name: metrics[name] for name in KEPT} | {"sha256": weights.sha256, "where": weights.where})
     return made
 
@@ -68,11 +69,11 @@ def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
     straight.train_step(groups(1), 1)
     saved = straight.save(folder / "checkpoints", facts(1))
     found["straight"] = straight.train_step(groups(2), 2)
-    found["straight_sha256"] = straight.export(folder / "straight", 2, 1).sha256
+    found["straight_sha256"] = export(straight, folder / "straight", 2, 1).sha256
     again = VerlExecutor(model, chosen, ranks)
     again.restore(Path(saved.path), saved.digest)
     found["again"] = again.train_step(groups(2), 2)
-    found["again_sha256"] = again.export(folder / "again", 2, 1).sha256
+    found["again_sha256"] = export(again, folder / "again", 2, 1).sha256
     found["saved"] = [saved.path, saved.digest]
     return found
 

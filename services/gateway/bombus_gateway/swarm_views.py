@@ -94,8 +94,9 @@ def pool_information(engine: EngineState, now_ns: int) -> View:
 
 
 def experiment_dir(engine: EngineState) -> str | None:
-    """The folder in which the run's trainer keeps its weights, as it is called there; None before there are any."""
-    return str(PurePath(engine.weights.weights.where).parent) if engine.weights is not None else None
+    """The folder in which the run's trainer keeps its weights, as it is called there; None when there is none."""
+    weights = None if engine.weights is None else engine.weights.weights
+    return None if weights is None or weights.objects else str(PurePath(weights.where).parent)
 
 
 def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:

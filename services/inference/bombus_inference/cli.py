@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -20,6 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=0, help="0: any that is free (default: %(default)s)")
     parser.add_argument("--advertise-url", default="", help="how gateways reach it, when that is another address")
     parser.add_argument("--replica", default="", help="its name; made up when not given")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="for weights that come in parts or as objects (default: a temporary one)",
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--kv-cache-mb", type=int, default=2048, help="memory for keys and values (%(default)s)")
     parser.add_argument("--max-model-len", type=int, default=8192, help="tokens of a sequence (%(default)s)")
@@ -34,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
             bus_url=arguments.nats,
             replica=arguments.replica,
             advertise_url=arguments.advertise_url,
+            cache=arguments.cache,
             compute=EngineSettings(
                 dtype=arguments.dtype,
                 device=arguments.device,

@@ -14,6 +14,7 @@ from bombus.generation import Fault, Frame, Generate
 from bombus.records import unpack_tokens
 from bombus_inference.attention import check_supported, plan_pass
 from bombus_inference.cache import Blocks
+from bombus_inference.patching import Patch, apply_patches
 from bombus_inference.pool import KvPool
 from bombus_inference.rows import Rows
 from bombus_inference.sampling import Drawn, draw
@@ -154,6 +155,14 @@ class Engine:
                 raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(parameter.shape)}")
         for name, parameter in parameters.items():
             parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
+        self._changed(version, run)
+
+    def patch_weights(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+        """As `swap_weights`, but only what `patches` change. Raises `EngineFault`, having changed nothing."""
+        apply_patches(dict(self._model.named_parameters()), patches)
+        self._changed(version, run)
+
+    def _changed(self, version: int, run: int) -> None:
         self._scheduler.weights_changed()
         self.version = version
         self.run = run

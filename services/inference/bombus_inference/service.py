@@ -21,9 +21,11 @@ from bombus.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, Weig
 from bombus.process import listen
 from bombus.run_config import RunConfig
 from bombus.state import EngineState, Phase
+from bombus_inference.fetching import Fetcher
+from bombus_inference.patching import read_patches
 from bombus_inference.server import App
 from bombus_inference.settings import EngineSettings, InferenceSettings
-from bombus_inference.weights import check_weights, make_engine, read_state
+from bombus_inference.weights import make_engine, read_state
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Replica:
         self._settings = settings
         self._url = url
         self._follower = Follower(bus)
+        self._fetcher = Fetcher(bus, settings.engine, settings.cache)
         self._said = 0
         # In the ids of what we say: a replica of a fixed name says "alive, 1" in each of its lives.
         self._life = f"{self.name}-{secrets.token_hex(4)}"
@@ -59,6 +62,7 @@ class Replica:
                 tasks.create_task(self._keep_up())
                 tasks.create_task(self._until_broken())
         finally:
+            self._fetcher.close()
             await self._leave()
 
     async def _until_broken(self) -> None:
@@ -129,10 +133,15 @@ class Replica:
         app, run, version = self.app, ready.run, ready.version
         loop = asyncio.get_running_loop()
         started = loop.time()
-        folder = await asyncio.to_thread(check_weights, ready.weights)
+        fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
+        folder = fetched.folder
         if app.version >= 0 and app.run == run:
-            state = await asyncio.to_thread(read_state, folder, self._settings.compute)
-            await app.worker.swap(state, version, run)
+            if fetched.delta is not None and fetched.base == app.version:
+                patches = await asyncio.to_thread(read_patches, fetched.delta, self._settings.compute)
+                await app.worker.patch(patches, version, run)
+            else:
+                state = await asyncio.to_thread(read_state, folder, self._settings.compute)
+                await app.worker.swap(state, version, run)
         else:
             await self._unload()
             settings = self._engine_settings()

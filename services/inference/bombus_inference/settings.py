@@ -1,5 +1,6 @@
 """What an operator may set for a replica. Nonsense is refused when the settings are made."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -52,6 +53,7 @@ class InferenceSettings(BaseModel):
     advertise_url: str = Field(default="", description="how gateways reach it; empty: where it listens")
     alive_every_s: float = Field(default=1.0, gt=0, le=60)
     load_retry_s: float = Field(default=1.0, gt=0, le=60, description="between attempts to load weights")
+    cache: Path | None = Field(default=None, description="for weights that are fetched; none: the system's folder")
     compute: EngineSettings = EngineSettings()
     http: ServerSettings = ServerSettings()
 

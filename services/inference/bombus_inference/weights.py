@@ -1,6 +1,5 @@
-"""Weights from the shared folder: checked against the log's digest, and read beside the running engine."""
+"""Weights from a folder: read beside the running engine, or as a fresh one."""
 
-import hashlib
 from pathlib import Path
 
 import torch
@@ -8,38 +7,20 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
-from bombus.events import Weights
 from bombus.models import load_model
 from bombus_inference import attention
 from bombus_inference.engine import Engine
 from bombus_inference.settings import EngineSettings
 
-FORMAT = "safetensors"
-FILE = "model.safetensors"
-
-
-def check_weights(weights: Weights) -> Path:
-    """The folder, once its tensors' file is the one that the log means. Raises `EngineFault`."""
-    if weights.format != FORMAT:
-        raise EngineFault(f"weights of format {weights.format!r} are not known to this engine, only {FORMAT!r}")
-    folder = Path(weights.where)
-    try:
-        with (folder / FILE).open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise EngineFault(f"no weights at {weights.where}: {error}; replicas must see the trainer's folder") from error
-    if weights.sha256 and found != weights.sha256:
-        raise EngineFault(f"{folder / FILE} has sha256 {found}, the log says {weights.sha256}: not loaded")
-    return folder
-
 
 def read_state(folder: Path, settings: EngineSettings) -> dict[str, Tensor]:
     """The tensors by name, of the engine's type and on its device. Copied: the trainer may remove the file."""
     try:
-        mapped = load_file(folder / FILE)
+        mapped = load_file(folder / FULL_FILE)
     except (OSError, SafetensorError) as error:
-        raise EngineFault(f"{folder / FILE} cannot be read: {error}") from error
+        raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
     dtype = getattr(torch, settings.dtype)
     return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from bombus.errors import Code, EngineFault, Refused
 from bombus.generation import Fault, Generate, encode_frame
 from bombus_inference.engine import Engine, Output, Stats
+from bombus_inference.patching import Patch
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,16 @@ class Worker:
             engine.swap_weights(state, version, run)
 
         await self.call(swap)
+
+    async def patch(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+        """Only what changed, see `Engine.patch_weights`. Raises `EngineFault` when it does not fit."""
+
+        def patch(engine: Engine | None) -> None:
+            if engine is None:
+                raise EngineFault("there is no engine to patch")
+            engine.patch_weights(patches, version, run)
+
+        await self.call(patch)
 
     async def call(self, work: Callable[[Engine | None], T]) -> T:
         """Do something with the engine between two steps. Raises what `work` raises."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from bombus.errors import EngineFault
-from bombus.events import Weights
 from bombus.run_config import RunConfig
 from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts, Saved
+from bombus_trainer.export import Outline, Tensors
 from bombus_trainer.settings import TrainerSettings
+
+T = TypeVar("T")
 
 
 class Interrupted(Exception):
@@ -55,8 +57,12 @@ class Backend(Protocol):
         """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
         ...
 
-    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
-        """Write the model as it is now as a policy version below `root`. Training is not disturbed."""
+    @property
+    def outline(self) -> Outline: ...
+
+    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+        """Hand the model as it is now to `use`: whole tensors under their Hugging Face names, adapters merged, each
+        made when its turn comes. Training is not disturbed."""
         ...
 
 

@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bombus.deltas import file_sha256
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus_trainer.places import draft_in, durable_folder, fsync_folder
-from bombus_trainer.tensorfile import Shape, file_sha256, write_tensors
+from bombus_trainer.tensorfile import Shape, write_tensors
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"

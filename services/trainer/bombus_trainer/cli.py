@@ -45,6 +45,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
     )
     parser.add_argument("--bin-tokens", type=int, default=4096, help="a micro-batch that fits (default: %(default)s)")
+    parser.add_argument(
+        "--weights-by",
+        choices=("folder", "objects"),
+        default="folder",
+        help="how weights reach the replicas: a folder that they share, or the hive's object store (%(default)s)",
+    )
+    parser.add_argument(
+        "--weights-full-every",
+        type=int,
+        default=1,
+        metavar="N",
+        help="a full copy every N versions, in between only what has changed; 1: always full (default: %(default)s)",
+    )
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
     parser.add_argument(
         "--operation-timeout",
@@ -64,6 +77,8 @@ def options_of(arguments: argparse.Namespace) -> TrainerOptions:
         device=arguments.device,
         bin_tokens_max=arguments.bin_tokens,
         allow_download=arguments.allow_download,
+        weights_by=arguments.weights_by,
+        weights_full_every=arguments.weights_full_every,
         operation_timeout_s=arguments.operation_timeout,
     )
 
@@ -92,6 +107,7 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     words = ["--nats", arguments.nats, "--hive", arguments.hive, "--log-level", arguments.log_level]
     words += ["--engine", arguments.engine, "--device", arguments.device, "--threads", str(arguments.threads)]
     words += ["--folder", str(arguments.folder.absolute()), "--bin-tokens", str(arguments.bin_tokens)]
+    words += ["--weights-by", arguments.weights_by, "--weights-full-every", str(arguments.weights_full_every)]
     words += ["--operation-timeout", str(arguments.operation_timeout)]
     words += ["--debug-root", str(arguments.debug_root)] if arguments.debug_root is not None else []
     return words + (["--allow-download"] if arguments.allow_download else [])

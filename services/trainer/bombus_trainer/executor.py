@@ -3,20 +3,20 @@
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus.events import Weights
 from bombus.faults import Point, reached
 from bombus.models import load_tokenizer_files
 from bombus_trainer import checkpoint
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import export
+from bombus_trainer.export import Outline, Tensors
 from bombus_trainer.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.model import PolicyModel, Scored
 from bombus_trainer.optim import Optimizer, learning_rate
@@ -25,6 +25,7 @@ from bombus_trainer.sequences import Floats, Ints
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tally import Tally, reward_metrics
 
+T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
@@ -174,9 +175,13 @@ class Executor:
         self.optimizer.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
-    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
-        """Write the model as it is now as a policy version; see `export.export`. Training is not disturbed."""
-        return export(root, version, trainer_epoch, self.model, self.files, tokenizer)
+    @property
+    def outline(self) -> Outline:
+        return Outline(self.model.export_dtype, self.model.dense_shapes())
+
+    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+        """See `Backend.read_weights`."""
+        return use(self.model.dense_weights())
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

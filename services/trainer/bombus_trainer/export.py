@@ -1,72 +1,152 @@
-"""Policy versions on a shared folder: whole models in Hugging Face layout, each in a folder of its own (R15)."""
+"""Policy versions as files: whole models in Hugging Face layout, or what has changed since the version before (R15)."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
-from bombus.events import Weights
+from bombus.deltas import BASE, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, GAPS, Patch
+from bombus.events import Weights, WeightsReady
 from bombus.faults import Point, reached
-from bombus_trainer.model import PolicyModel
+from bombus_trainer.held import Changes, Held
 from bombus_trainer.places import draft_in
 from bombus_trainer.tensorfile import Shape, Written, write_tensors
 
-FORMAT = "safetensors"
-FILE = "model.safetensors"
+DELTA_SHARE_MAX = 0.5  # a delta of more than this share of the full file is not worth what it costs to apply
+METADATA = {"format": "pt"}
+NOWHERE = Path(os.devnull)
 
 
-def export(
-    root: Path,
-    version: int,
-    trainer_epoch: int,
-    model: PolicyModel,
-    files: Mapping[str, bytes],
-    tokenizer: str = "",
-) -> Weights:
-    """Write the model as version `version` below `root`; see `write_version`."""
-    content = Content(model.export_dtype, model.dense_shapes(), model.dense_weights())
-    return write_version(root, version, trainer_epoch, content, files, tokenizer)
+T = TypeVar("T")
+Tensors = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Content:
-    """The tensors of a version, each made only when its turn comes, in the order of `shapes`."""
+class Outline:
+    """What a version's file holds besides values: the precision, and each tensor's shape, in their order."""
 
     dtype: torch.dtype
     shapes: Mapping[str, Shape]
-    tensors: Iterable[tuple[str, Tensor]]
 
-    def write(self, path: Path) -> Written:
-        return write_tensors(path, self.shapes, self.tensors, durable=False, metadata={"format": "pt"})
+    @property
+    def bytes(self) -> int:
+        return sum(shape.bytes for shape in self.shapes.values())
+
+    def write(self, path: Path, tensors: Tensors) -> Written:
+        return write_tensors(path, self.shapes, tensors, durable=False, metadata=METADATA)
 
 
-def write_version(
-    root: Path, version: int, trainer_epoch: int, content: Content, files: Mapping[str, bytes], tokenizer: str = ""
+class Source(Protocol):
+    """What has weights to be written: any trainer backend."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]: ...
+
+    @property
+    def outline(self) -> Outline: ...
+
+    def read_weights(self, use: Callable[[Tensors], T]) -> T: ...
+
+
+def export(
+    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str = "", held: Held | None = None
 ) -> Weights:
     """Write version `version` below `root`; `where` is its folder, `bytes` and `sha256` are of its tensors' file.
 
     Not made durable: after a power cut the digest tells, and the checkpoint gives the same weights again. The
     trainer epoch in the name keeps two trainers that both believe they are current apart.
     """
+    outline = source.outline
+    with _place(root, version, trainer_epoch) as (draft, place):
+        _write_files(draft, source.files, outline.dtype)
+        written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, _through(held, tensors)))
+    if held is not None:
+        held.settle(version, written.sha256)
+    return _full(place, written, tokenizer)
+
+
+def export_delta(
+    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str, held: Held, base: WeightsReady
+) -> Weights:
+    """As `export`, but only what has changed since `base`, which is the version that is held.
+
+    The digest is that of the full file all the same. When too much has changed a full copy is written after all.
+    """
+    outline = source.outline
+    with _place(root, version, trainer_epoch) as (draft, place):
+        changes = Changes(int(DELTA_SHARE_MAX * outline.bytes))
+        full = source.read_weights(lambda tensors: outline.write(NOWHERE, held.follow(tensors, changes)))
+        held.settle(version, full.sha256)
+        if changes.too_many:
+            _write_files(draft, source.files, outline.dtype)
+            outline.write(draft / FULL_FILE, held.tensors())
+            weights = _full(place, full, tokenizer)
+        else:
+            delta = write_delta(draft / DELTA_FILE, changes.patches, outline.shapes, base.weights)
+            weights = Weights(
+                where=str(place),
+                format=DELTA_FORMAT,
+                bytes=full.bytes,
+                sha256=full.sha256,
+                tokenizer=tokenizer,
+                base=base.version,
+                delta_bytes=delta.bytes,
+                delta_sha256=delta.sha256,
+            )
+    return weights
+
+
+def complete(source: Source, place: Path, held: Held, trainer_epoch: int) -> None:
+    """Put the full file of the version that is held, and what belongs to it, into its folder, beside its delta."""
+    draft = draft_in(place.parent, trainer_epoch)
+    try:
+        _write_files(draft, source.files, source.outline.dtype)
+        source.outline.write(draft / FULL_FILE, held.tensors())
+        # The tensors come last: once they are there, so is all that belongs to them.
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == FULL_FILE):
+            file.replace(place / file.name)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def digest_of(source: Source, held: Held | None = None) -> str:
+    """The `sha256` that `export` would give these weights, without writing them. They are held if that is wanted."""
+    outline = source.outline
+    return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors))).sha256
+
+
+def _through(held: Held | None, tensors: Tensors) -> Tensors:
+    return tensors if held is None else held.follow(tensors)
+
+
+def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, Shape], base: Weights) -> Written:
+    """Write patches of tensors of these `shapes` as a delta of `base`."""
+    tensors = {name: torch.from_numpy(patch.values).view(shapes[name].dtype) for name, patch in patches.items()}
+    tensors |= {GAPS + name: torch.from_numpy(patch.gaps) for name, patch in patches.items() if patch.gaps is not None}
+    # Wide elements first: each tensor begins where its type may.
+    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+    metadata = {"format": "bombus-delta", BASE: msgspec.json.encode(base).decode()}
+    return write_tensors(path, _shapes(ordered), ordered.items(), durable=False, metadata=metadata)
+
+
+@contextmanager
+def _place(root: Path, version: int, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
+    """A draft to be filled and the folder that it becomes."""
     root.mkdir(parents=True, exist_ok=True)
     place = root / f"version-{version:08d}-epoch-{trainer_epoch}"
     draft = draft_in(root, trainer_epoch)
     try:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         draft.chmod(0o755)
-        for name, body in files.items():
-            (draft / name).write_bytes(body)
-        if "config.json" in files:
-            config = json.loads(files["config.json"])
-            config["dtype"] = str(content.dtype).removeprefix("torch.")
-            config.pop("torch_dtype", None)
-            (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        written = content.write(draft / FILE)
+        yield draft, place
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
         if place.exists():  # the same version from the same trainer: an answer to it was lost
             shutil.rmtree(place)
@@ -74,9 +154,23 @@ def write_version(
         reached(Point.TRAINER_WEIGHTS_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Weights(where=str(place), format=FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer)
 
 
-def digest_of(model: PolicyModel) -> str:
-    """The `sha256` that `export` would give these weights, without writing them."""
-    return Content(model.export_dtype, model.dense_shapes(), model.dense_weights()).write(Path(os.devnull)).sha256
+def _write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if "config.json" in files:
+        config = json.loads(files["config.json"])
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        config.pop("torch_dtype", None)
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
+    return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+def _full(place: Path, written: Written, tokenizer: str) -> Weights:
+    return Weights(
+        where=str(place), format=FULL_FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer
+    )

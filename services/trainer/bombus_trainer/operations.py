@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from bombus.errors import BombusError
-from bombus.events import Weights
 from bombus.run_config import RunConfig
 from bombus_trainer.backend import Backend, BackendLost, Loader
 from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts, Saved
+from bombus_trainer.export import Outline, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -145,9 +145,12 @@ class _Led:
     def restore(self, path: Path, digest: str) -> None:
         self._leader.together(("restore", (path, digest)), lambda: self._mine.restore(path, digest))
 
-    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
-        given = (root, version, trainer_epoch, tokenizer)
-        return self._leader.together(("export", given), lambda: self._mine.export(*given))
+    @property
+    def outline(self) -> Outline:
+        return self._mine.outline
+
+    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+        return self._leader.together(("gather_weights", ()), lambda: self._mine.read_weights(use))
 
 
 def follow(board: Board, load: Loader) -> None:

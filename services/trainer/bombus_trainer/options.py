@@ -1,14 +1,16 @@
 """What a trainer process is told when it starts: whose steps it makes, and what its machine can bear."""
 
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from bombus.deltas import CHAIN_MAX
 from bombus.subjects import check_name
 
 
 class TrainerOptions(BaseModel):
-    """`folder` holds checkpoints and weights; the replicas must see it under the same path.
+    """`folder` holds checkpoints and weights; unless these go by objects, replicas must see it under the same path.
 
     Below `debug_root` jobs may name files of their own (`trainer.save_debug_rollout_data`).
     """
@@ -21,6 +23,10 @@ class TrainerOptions(BaseModel):
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
     allow_download: bool = False
+    weights_by: Literal["folder", "objects"] = Field(default="folder", description="how weights reach the replicas")
+    weights_full_every: int = Field(
+        default=1, ge=1, le=CHAIN_MAX, description="every so many versions a full copy, deltas in between; 1: no deltas"
+    )
     operation_timeout_s: float = Field(
         default=1800.0, gt=0.0, le=86_400.0, description="of what several ranks do together"
     )

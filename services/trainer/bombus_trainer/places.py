@@ -20,14 +20,20 @@ def draft_in(root: Path, trainer_epoch: int) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".draft-epoch-{trainer_epoch}-", dir=root))
 
 
+def epoch_of(name: str) -> int | None:
+    """The trainer epoch that a folder was written in; None for what is not ours."""
+    ours = _OURS.match(name)
+    return int(ours[1]) if ours else None
+
+
 def keep_only(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
     """Remove what trainers up to `trainer_epoch` left below `root`, but for the folders `named` (paths on the log)."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
         return
     for place in root.iterdir():
-        ours = _OURS.match(place.name)
-        if ours and int(ours[1]) <= trainer_epoch and place.name not in kept:
+        epoch = epoch_of(place.name)
+        if epoch is not None and epoch <= trainer_epoch and place.name not in kept:
             shutil.rmtree(place, ignore_errors=True)
 
 

@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from bombus.errors import BombusError, Code, Refused
 from bombus.replay.source import Source, add_source_arguments, open_source
 from bombus.run_config import RunConfig, validated
+from bombus_trainer.export import export
 from bombus_trainer.logged_run import LoggedRun, read_run
 from bombus_trainer.machine import this_machine
 from bombus_trainer.replay_batch import add_run_arguments
@@ -151,7 +152,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
         steps.append(await replay.make(step))
         _say(_line(steps[-1]))
         _write_metrics(arguments.out / METRICS, logged, arguments.set, steps)
-    weights = replay.executor.export(arguments.out, last, trainer_epoch=0)
+    weights = export(replay.executor, arguments.out, last, trainer_epoch=0)
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
     _say(f"metrics beside those of the log: {arguments.out / METRICS}")

@@ -63,7 +63,7 @@ class Retraining:
             return made
         say("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
         version = logged.weights.get(0)
-        if version is not None and await asyncio.to_thread(digest_of, executor.model) != version.sha256:
+        if version is not None and await asyncio.to_thread(digest_of, executor) != version.sha256:
             say("the model as loaded here has other weights than version 0 of the run: nothing behind it can agree")
         return made
 
@@ -80,7 +80,7 @@ class Retraining:
         executor = self.executor
         metrics = await asyncio.to_thread(executor.train_step, list(read.groups), step)
         weights = self._logged.weights.get(step)
-        seal = await asyncio.to_thread(digest_of, executor.model)
+        seal = await asyncio.to_thread(digest_of, executor)
         self.step = step
         return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
 

@@ -26,6 +26,7 @@ from bombus_trainer.places import keep_only
 from bombus_trainer.reading import BusCalls, read_batch
 from bombus_trainer.samples import Origin
 from bombus_trainer.tenure import RunOver, Tenure
+from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
 
@@ -75,14 +76,19 @@ class Trainer:
 
     async def _train_run(self) -> None:
         """Load, publish what the log lacks, make outstanding steps; after a failure all of it again, a little later."""
-        tenure, options = self._tenure, self._options
+        tenure = self._tenure
         await tenure.open()
+        async with Versions(self._bus, self._options, self._place("weights"), tenure.run, tenure.epoch) as versions:
+            await self._make_steps(versions)
+
+    async def _make_steps(self, versions: Versions) -> None:
+        tenure, options = self._tenure, self._options
         executor: Backend | None = None
         failures = 0
         while True:
             try:
-                executor = executor or await self._boot()
-                await self._publish_missing_weights(executor)
+                executor = executor or await self._boot(versions)
+                await self._publish_missing_weights(executor, versions)
                 await self._next_batch()
                 await self._step(executor, self._outstanding())
                 failures = 0
@@ -114,11 +120,12 @@ class Trainer:
             raise RunOver
         return batch
 
-    async def _boot(self) -> Backend:
+    async def _boot(self, versions: Versions) -> Backend:
         """The model, ready to be trained. One that cannot be loaded ends the run."""
         await self._stage("loading the model")
         try:
             executor = await self._load()
+            await versions.check(executor)
         except BackendLost:
             raise
         except Exception as error:  # a stranger's model may fail in any way: the user is told which
@@ -163,18 +170,19 @@ class Trainer:
             await self._bus.put_blob(name, blob)
         self._tokenizer = name
 
-    async def _publish_missing_weights(self, executor: Backend) -> None:
+    async def _publish_missing_weights(self, executor: Backend, versions: Versions) -> None:
         """Version 0, or that of a step which was completed and whose weights never reached the log."""
-        done = self._tenure.engine.step_done
-        newest = 0 if done is None else done.step
-        if self._tenure.engine.version < newest:
+        engine = self._tenure.engine
+        newest = 0 if engine.step_done is None else engine.step_done.step
+        if engine.version < newest:
             await self._stage("writing the first weights")
-            await self._publish_weights(executor, newest)
+            await self._publish_weights(executor, newest, versions)
+        else:
+            await versions.recall(executor, engine.weights)
 
-    async def _publish_weights(self, executor: Backend, version: int) -> None:
+    async def _publish_weights(self, executor: Backend, version: int, versions: Versions) -> None:
         tenure = self._tenure
-        root = self._place("weights")
-        weights = await _in_thread(lambda: executor.export(root, version, tenure.epoch, self._tokenizer))
+        weights = await versions.put_out(executor, version, self._tokenizer, tenure.engine.weights)
         saved = WeightsSaved(
             id=tenure.id(f"weights-{version}"),
             engine=self._options.engine,
@@ -187,8 +195,7 @@ class Trainer:
         reached(Point.TRAINER_WEIGHTS_SAID)
         await tenure.wait(lambda engine: engine.version >= version)
         reached(Point.TRAINER_WEIGHTS_SEEN)
-        named = [ready for ready in (tenure.engine.weights, tenure.engine.weights_before) if ready is not None]
-        await _in_thread(lambda: keep_only(root, [ready.weights.where for ready in named], tenure.epoch))
+        await versions.prune((tenure.engine.weights, tenure.engine.weights_before))
         reached(Point.TRAINER_WEIGHTS_PRUNED)
 
     # ---- a step -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.uint16: "U16",
     torch.uint8: "U8",
 }
 
@@ -76,7 +77,7 @@ def write_tensors(
             wanted, shape = next(expected)
             if name != wanted or tensor.dtype != shape.dtype or tuple(tensor.shape) != shape.size:
                 raise ValueError(f"tensor {name} is not the {wanted} that was announced")
-            data = memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            data = memoryview(bytes_of(tensor).numpy().data)
             for start in range(0, len(data), CHUNK_BYTES):
                 chunk = data[start : start + CHUNK_BYTES]
                 seal.update(chunk)
@@ -88,16 +89,16 @@ def write_tensors(
     return Written(size, seal.hexdigest())
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """A tensor's elements in order, as uint8 on the CPU; its own memory where that is possible."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of no element or one the stride may be anything, and `view` is particular about it
+        flat = flat.clone(memory_format=torch.contiguous_format).as_strided((flat.numel(),), (1,))
+    return flat.view(torch.uint8)
+
+
 def _write_all(descriptor: int, data: memoryview) -> int:
     done = 0
     while done < len(data):
         done += os.write(descriptor, data[done:])
     return done
-
-
-def file_sha256(path: Path) -> str:
-    seal = sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(CHUNK_BYTES):
-            seal.update(chunk)
-    return seal.hexdigest()

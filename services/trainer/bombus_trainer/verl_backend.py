@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
-from bombus.events import Weights
 from bombus.faults import Point, reached
 from bombus.models import load_tokenizer_files
 from bombus_trainer import checkpoint, verl_engine
@@ -21,7 +20,7 @@ from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, st
 from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.dealing import MicroBatch, deal, rows_of
 from bombus_trainer.executor import batch_metrics
-from bombus_trainer.export import Content, write_version
+from bombus_trainer.export import Outline, Tensors
 from bombus_trainer.model import Scored, export_dtype
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import Item, Terms
@@ -31,6 +30,7 @@ from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tally import Tally
 from bombus_trainer.tensorfile import Shape
 
+T = TypeVar("T")
 NAME = "verl"
 STATE = "verl"  # the folder of verl's own files in a checkpoint
 
@@ -249,16 +249,25 @@ class VerlExecutor:
                 raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
-    def export(self, root: Path, version: int, trainer_epoch: int, tokenizer: str = "") -> Weights:
-        """See `Backend.export`: gathered tensor by tensor on all ranks, written by the leader."""
+    @property
+    def outline(self) -> Outline:
+        return Outline(self._export_dtype, self._dense_shapes())
+
+    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+        """See `Backend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
+        tensors = self._dense_weights()
         with torch.no_grad():
-            if not self._ranks.leads:
-                for _ in self._dense_weights():
+            try:
+                return use(tensors)
+            finally:  # what was not read is gathered all the same: the others are in the middle of it
+                for _ in tensors:
                     pass
-                return self._ranks.share()
-            content = Content(self._export_dtype, self._dense_shapes(), self._dense_weights())
-            weights = write_version(root, version, trainer_epoch, content, self.files, tokenizer)
-            return self._ranks.share(weights)
+
+    def gather_weights(self) -> None:
+        """Take part in the leader's `read_weights`."""
+        with torch.no_grad():
+            for _ in self._dense_weights():
+                pass
 
     def _dense_shapes(self) -> dict[str, Shape]:
         empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())
