@@ -14,15 +14,19 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.bus.streams import stream_configs
+from bombus.deltas import DELTA_FORMAT, FULL_FILE, chain, file_sha256
 from bombus.events import StepCompleted, TrainerOpened, WeightsReady
 from bombus.faults import Point
 from bombus.state import Phase
+from bombus_inference.fetching import Fetcher
 from bombus_trainer import checkpoint
 from tests.conftest import SMALL_STREAMS
 from tests.trainer_forge import Ended, Forge
 from tests.trainer_stage import WAIT_S, Stage, served, staged
 
-KILLED = [point for point in Point if point.startswith("trainer.") and point != Point.TRAINER_SUPERSEDED]
+APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED)  # the last is passed only with an object store
+KILLED = [point for point in Point if point.startswith("trainer.") and point not in APART]
+WEIGHTS = [point for point in Point if point.startswith("trainer.weights.")]
 # Where a trainer is frozen while its successor makes the step: before, in the middle of and behind what it writes.
 FROZEN = [
     Point.TRAINER_OPENED,
@@ -33,6 +37,9 @@ FROZEN = [
     Point.TRAINER_WEIGHTS_WRITTEN,
     Point.TRAINER_WEIGHTS_SEEN,
 ]
+
+
+BY_OBJECTS: dict[str, object] = {"weights_by": "objects", "weights_full_every": 4}
 
 
 class Life:
@@ -76,6 +83,11 @@ class Life:
         assert steps == list(range(1, len(steps) + 1))
         return [event.weights.sha256 for event in ready]
 
+    def mirror(self, where: str) -> Path:
+        """The trainer's own copy of what lies in the object store."""
+        (place,) = self.stage.options.folder.glob(f"weights/*/main/run-1/{Path(where).name}")
+        return place
+
     def verify_files(self) -> None:
         """What the log names newest is there, and is what the log says."""
         engine = self.stage.engine
@@ -95,13 +107,15 @@ class Life:
 
 
 @asynccontextmanager
-async def running(url: str, name: str, folder: Path, forge: Forge) -> AsyncIterator[Life]:
+async def running(url: str, name: str, folder: Path, forge: Forge, **options: object) -> AsyncIterator[Life]:
     async with await Bus.connect(url, name, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with staged(bus, folder) as stage:
             # Several updates in a step, and several micro-batches in an update.
-            job = stage.job(mini_batch_num=2, max_tokens_per_bin=32)
-            await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": "float32"})}))
+            job = stage.job(mini_batch_num=2, max_tokens_per_bin=32, lr=1e-4 if options else 1e-2)
+            dtype = "bfloat16" if options else "float32"
+            stage.options = stage.options.model_copy(update=options)
+            await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
             feeding = asyncio.create_task(stage.feed())
             yield Life(stage, forge, url)
             feeding.cancel()
@@ -122,9 +136,9 @@ def forge(forges: Forge) -> Iterator[Forge]:
     forges.kill_all()
 
 
-async def undisturbed(url: str, name: str, folder: Path, forge: Forge, versions: int) -> list[str]:
+async def undisturbed(url: str, name: str, folder: Path, forge: Forge, versions: int, **options: object) -> list[str]:
     """The digests of a run that nothing happens to, up to so many versions."""
-    async with running(url, f"{name}-calm", folder / "calm", forge) as life:
+    async with running(url, f"{name}-calm", folder / "calm", forge, **options) as life:
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, versions)
         return life.digests()
 
@@ -144,6 +158,30 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
     assert len(found) > 10
     assert len(set(found)) == len(found), "each step has changed the weights"
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
+
+
+async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_version_that_cannot_be_put_together(
+    nats_url: str, hive: str, tmp_path: Path, forge: Forge
+) -> None:
+    """By the object store, as deltas where that is possible: what a replica needs is there at every moment."""
+    async with running(nats_url, hive, tmp_path / "killed", forge, **BY_OBJECTS) as life:
+        bus, stage = life.stage.bus, life.stage
+        fetcher = Fetcher(bus, "main", tmp_path / "cache")
+        for point in (*WEIGHTS, *WEIGHTS):
+            await life.dies(point, 2)
+            ready = stage.engine.weights
+            assert ready is not None
+            fetched = await fetcher.materialise(ready, lambda: 0)  # there is nobody who could give a full copy
+            assert file_sha256(fetched.folder / FULL_FILE) == ready.weights.sha256
+        await life.dies(Point.TRAINER_WEIGHTS_PRUNED, 2)
+        found = life.digests()
+        fetcher.close()
+        made = [event for event in stage.events if isinstance(event, WeightsReady)]
+        links = [link.where for ready in made[-2:] for link in chain(ready.weights, life.mirror)]
+        stored = {name.rpartition("/")[0] for name in await bus.blob_names("weights/")}
+        assert stored == {where.removeprefix("object:") for where in links}
+        assert any(event.weights.format == DELTA_FORMAT for event in made)
+    assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found), **BY_OBJECTS)
 
 
 async def test_r11_a_trainer_that_was_frozen_while_another_took_over_changes_nothing(

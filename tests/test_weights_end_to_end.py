@@ -1,0 +1,89 @@
+"""Weights on the move, whole way: a real trainer, a real bus, and a real replica that serves what it was sent."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from bombus.bus import Bus
+from bombus.deltas import DELTA_FORMAT, FULL_FORMAT
+from bombus.events import WeightsLoaded, WeightsReady
+from bombus.run_config import RunConfig
+from bombus_inference import service
+from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_trainer import checkpoint
+from bombus_trainer.executor import Executor
+from bombus_trainer.settings import TrainerSettings
+from tests.inference_given import worst_difference
+from tests.test_inference_service import ask
+from tests.trainer_stage import WAIT_S, Stage, staged
+
+VERSIONS = 4
+
+
+async def serves(stage: Stage, version: int) -> str:
+    """Where replica r2 is, once it serves this version."""
+
+    def loaded() -> bool:
+        events = stage.events
+        return any(
+            isinstance(each, WeightsLoaded) and (each.replica, each.version) == ("r2", version) for each in events
+        )
+
+    await stage.follower.wait_for(lambda _: loaded() and "r2" in stage.engine.replicas, WAIT_S)
+    return stage.engine.replicas["r2"].url
+
+
+def trained(stage: Stage, job: RunConfig) -> PreTrainedModel:
+    """The newest version, made of the checkpoint alone."""
+    executor = Executor(stage.folder / "model", TrainerSettings.of_job(job))
+    done = stage.engine.step_done
+    if done is not None:
+        executor.restore(checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).tensors)
+    with TemporaryDirectory() as folder:
+        where = executor.export(Path(folder), 0, 0).where
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
+    return model
+
+
+@pytest.mark.parametrize("way", ["folder", "objects"])
+@pytest.mark.parametrize("full_every", [1, 3])
+async def test_a_replica_serves_each_version_that_was_trained(
+    nats_url: str, hive: str, bus: Bus, tmp_path: Path, way: str, full_every: int
+) -> None:
+    async with staged(bus, tmp_path) as stage:
+        job = stage.job(lr=1e-4)
+        job = job.model_copy(update={"model": job.model.model_copy(update={"dtype": "bfloat16"})})
+        stage.train(options=stage.options.model_copy(update={"weights_by": way, "weights_full_every": full_every}))
+        compute = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+        replica = asyncio.create_task(
+            service.run(
+                InferenceSettings(
+                    hive=hive,
+                    bus_url=nats_url,
+                    replica="r2",
+                    cache=tmp_path / "cache",
+                    load_retry_s=0.2,
+                    compute=compute,
+                )
+            )
+        )
+        await stage.start(job)
+        for version in range(VERSIONS + 1):
+            url = await serves(stage, version)
+            made = (await ask(url, stage.engine.run, [1, 2, 3])).only
+            assert set(made.versions) == {version}
+            wanted = await asyncio.to_thread(trained, stage, job)
+            assert worst_difference(wanted, [1, 2, 3], made) < 1e-4, version
+            if version < VERSIONS:
+                await stage.play_batch(shift=version)
+        replica.cancel()
+        with suppress(asyncio.CancelledError):
+            await replica
+    formats = [event.weights.format for event in stage.events if isinstance(event, WeightsReady)]
+    assert formats == [FULL_FORMAT if version % full_every == 0 else DELTA_FORMAT for version in range(VERSIONS + 1)]
+    assert not list((tmp_path / "cache").glob("*"))
