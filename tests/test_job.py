@@ -95,6 +95,17 @@ def test_our_own_block_wins() -> None:
     assert (config.model.path, config.model.dtype) == ("tiny", "float32")
 
 
+def test_the_length_of_a_packed_row_goes_by_either_of_its_names() -> None:
+    assert RunConfig().trainer.max_tokens_per_bin == 32_000
+    for name in ("max_tokens_per_bin", "sample_packing_sequence_len"):
+        assert parse_job({"bombus": {"trainer": {name: 500}}}).trainer.max_tokens_per_bin == 500
+    assert "bombus.trainer.sample_packing_sequence_len = 1" in refusal(
+        {"bombus": {"trainer": {"sample_packing_sequence_len": 1}}}
+    )
+    both = {"bombus": {"trainer": {"max_tokens_per_bin": 500, "sample_packing_sequence_len": 500}}}
+    assert "set the same thing: give only one of them" in refusal(both)
+
+
 @pytest.mark.parametrize("name", ["enough_episodes", "finish_enough_episodes", "rollout_until_finish_enough_episodes"])
 def test_short_names_of_methods_are_taken(name: str) -> None:
     job = {"ajet": {"swarm_mode_sample_collection_method": name}}

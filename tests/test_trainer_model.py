@@ -108,6 +108,45 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
         torch.testing.assert_close(plain, checkpointed)
 
 
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -> None:
+    (packed,) = pack(branching_items(), 1 << 20)
+    kept: list[int] = []
+    for checkpointing in (False, True):
+        policy = PolicyModel.load(folder, tiny_settings(gradient_checkpointing=checkpointing))
+        own = {parameter.untyped_storage().data_ptr() for parameter in policy.trainable().values()}
+        storages: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, own: set[int] = own, storages: dict[int, int] = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs_N = policy.score(packed).logprobs_N
+        kept.append(sum(storages.values()))
+        logprobs_N.sum().backward()
+    assert kept[1] < kept[0] / 3
+
+
+def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:
+    """What a GPU does with a bfloat16 model, here on the CPU."""
+    (packed,) = pack(branching_items(), 1 << 20)
+    policy = PolicyModel.load(folder, tiny_settings(precision="bfloat16"))
+    exact = policy.score(packed).logprobs_N.detach()
+    policy._autocast = True
+    rounded = policy.score(packed).logprobs_N
+    rounded.sum().backward()
+    assert all(parameter.dtype == torch.float32 for parameter in policy.trainable().values())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.float32
+        for parameter in policy.trainable().values()
+    )
+    difference = (rounded.detach() - exact).abs().max()
+    assert 1e-5 < difference < 0.2
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.dense_weights())
+
+
 def test_the_reference_is_the_model_as_loaded_with_and_without_adapters(folder: Path) -> None:
     (packed,) = pack(branching_items(), 1 << 20)
     for changes in ({"lora_rank": 4}, {"kl_coef": 0.1}):

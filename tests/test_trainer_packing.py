@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from bombus.algorithms import Correction, Loss
 from bombus_trainer.attention import plan
 from bombus_trainer.losses import LossInputs, policy_loss
+from bombus_trainer.moving import apart, together
 from bombus_trainer.packing import Bin, Item, Segment, pack
 from tests.trainer_given import item, tiny_settings
 
@@ -130,7 +131,8 @@ def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, i
         depth = 0 if parent < 0 else segments[parent].depth + segments[parent].length
         start = sum(each.length for each in segments)
         segments.append(Segment(start, length, depth, parent))
-    tree = plan(segments, torch.device("cpu"))
+    layout = plan(segments)
+    tree = layout.tree(apart(together(layout.arrays), layout.arrays))
     laid: list[tuple[int, list[int]]] = []
     for block in tree.blocks:
         lines_, queries = block.queries_BQ.shape

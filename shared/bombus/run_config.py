@@ -162,9 +162,10 @@ class TrainerConfig(Group):
     With the backend verl, estimators and losses are looked up by name in verl. `processes` train together, 0: as many
     as the trainer was started with. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no
     correction). A `total_steps` of 0 means that the learning rate does not decay; a `kl_coef` of 0 that no reference
-    model is kept; a `lora_rank` of 0 that all weights are trained. `overlong_buffer` is in tokens. Each step's samples
-    are written to `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where the
-    trainer's operator allows it.
+    model is kept; a `lora_rank` of 0 that all weights are trained. `overlong_buffer` is in tokens. A micro-batch has up
+    to `max_tokens_per_bin` tokens (xorl calls that `sample_packing_sequence_len`), and without `enable_packing` one
+    sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's machine: below the
+    run's folder, or where its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -196,7 +197,8 @@ class TrainerConfig(Group):
     mini_batch_num: int = Field(default=1, ge=1, le=1024)
     ppo_epochs: int = Field(default=1, ge=1, le=64)
     loss_aggregation: Annotated[Aggregation, BeforeValidator(_aggregation)] = Field(default_factory=_own_aggregation)
-    max_tokens_per_bin: int = Field(default=16_384, ge=16, le=1 << 24)
+    max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
+    enable_packing: bool = True
     gradient_checkpointing: bool = False
     enable_lora: bool | None = None  # none: as lora_rank says
     lora_rank: int = Field(default=0, ge=0, le=1024)

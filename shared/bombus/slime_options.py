@@ -1,4 +1,4 @@
-"""slime's names of a trainer's options, read as our own."""
+"""Other servers' names of a trainer's options, slime's above all, read as our own."""
 
 from collections.abc import Iterator, Mapping
 
@@ -9,6 +9,7 @@ RENAMED = {
     "eps_clip_c": "dual_clip",
     "kl_loss_coef": "kl_coef",
     "kl_loss_type": "kl_estimator",
+    "sample_packing_sequence_len": "max_tokens_per_bin",  # xorl's
 }
 SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
     "use_tis": ("correction", {True: "token_tis", False: "none"}),

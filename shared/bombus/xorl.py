@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.run_config import TrainerConfig, Tree, shown
+from bombus.run_config import Tree, shown
 
 LORA_RANK_DEFAULT = 32  # xorl's, where LoRA is asked for and no rank is given
 
@@ -25,10 +25,9 @@ MAPPED: dict[str, str] = {
     "seed": "model.seed",
     "enable_gradient_checkpointing": "trainer.gradient_checkpointing",
     "sample_packing_sequence_len": "trainer.max_tokens_per_bin",
+    "enable_packing": "trainer.enable_packing",
     "lora_alpha": "trainer.lora_alpha",
 }
-_SAME_NAME = ("sample_packing_sequence_len", "enable_packing", "enable_lora", "lora_alpha")
-MAPPED |= {key: f"trainer.{key}" for key in _SAME_NAME if key in TrainerConfig.model_fields}
 
 # Its key -> what is made of it.
 READ: dict[str, str] = {
@@ -109,10 +108,7 @@ LIMITED: dict[str, Only] = {
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
     "foundation": Only((None, {}), "models are text only"),
     "encoders": Only((None, {}), "models are text only"),
-    "enable_packing": Only((True,), "this trainer always packs"),
 }
-for _key in MAPPED:
-    LIMITED.pop(_key, None)
 # These have to be what another key is already.
 SAME_AS = {"model_name": "model_path", "config_path": "model_path"}
 

@@ -4,7 +4,7 @@ Registered with transformers under a name, so that a model's own layers call it.
 computed together: padding inside a block is bounded by `WASTE_MAX`, and never reaches the model's other layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,14 +42,35 @@ class Tree:
     where_T: Tensor
 
 
-def plan(segments: Sequence[Segment], device: torch.device) -> Tree:
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A row's attention cut into blocks, as arrays by name: `tree` makes tensors of them once they have been moved."""
+
+    arrays: dict[str, Ints]
+    masked: tuple[bool, ...]  # of each block: whether it has a segment with ancestors
+
+    def tree(self, moved: Mapping[str, Tensor]) -> Tree:
+        """`moved` has `arrays`, and may have others."""
+        blocks = []
+        for number, masked in enumerate(self.masked):
+            queries_BQ, keys_BK, offsets_B = (moved[f"{what}.{number}"] for what in ("queries", "keys", "offsets"))
+            mask_BQK = None
+            if masked:
+                sees_BQ = offsets_B[:, None] + torch.arange(queries_BQ.shape[1], device=offsets_B.device)
+                mask_BQK = torch.arange(keys_BK.shape[1], device=offsets_B.device) <= sees_BQ[:, :, None]
+            blocks.append(Block(queries_BQ, keys_BK, mask_BQK))
+        return Tree(tuple(blocks), moved["where"])
+
+
+def plan(segments: Sequence[Segment]) -> Plan:
     """Cut a row's attention into blocks."""
     keys = _key_rows(segments)
     lengths = [(len(keys[index]), segment.length) for index, segment in enumerate(segments)]
-    blocks: list[Block] = []
+    arrays: dict[str, Ints] = {}
+    masked: list[bool] = []
     where_T = np.zeros(sum(segment.length for segment in segments), dtype=np.int64)
     base = 0
-    for members in _batches(lengths):
+    for number, members in enumerate(_batches(lengths)):
         wide = max(lengths[index][1] for index in members)
         long = max(lengths[index][0] for index in members)
         queries_BQ = np.zeros((len(members), wide), dtype=np.int64)
@@ -62,12 +83,9 @@ def plan(segments: Sequence[Segment], device: torch.device) -> Tree:
             where_T[rows] = base + line * wide + np.arange(segment.length)
         base += len(members) * wide
         offsets_B = np.array([segments[index].depth for index in members])
-        mask = None
-        if offsets_B.any():
-            sees_BQ = offsets_B[:, None] + np.arange(wide)[None, :]
-            mask = torch.from_numpy(np.arange(long)[None, None, :] <= sees_BQ[:, :, None]).to(device)
-        blocks.append(Block(torch.from_numpy(queries_BQ).to(device), torch.from_numpy(keys_BK).to(device), mask))
-    return Tree(tuple(blocks), torch.from_numpy(where_T).to(device))
+        masked.append(bool(offsets_B.any()))
+        arrays |= {f"queries.{number}": queries_BQ, f"keys.{number}": keys_BK, f"offsets.{number}": offsets_B}
+    return Plan({**arrays, "where": where_T}, tuple(masked))
 
 
 def _key_rows(segments: Sequence[Segment]) -> list[Ints]:

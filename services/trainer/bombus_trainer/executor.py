@@ -20,8 +20,8 @@ from bombus_trainer.export import Outline, Tensors
 from bombus_trainer.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.model import PolicyModel, Scored
 from bombus_trainer.optim import Optimizer, learning_rate
-from bombus_trainer.packing import Bin, Item, Terms, pack
-from bombus_trainer.sequences import Floats, Ints
+from bombus_trainer.packing import Bin, Item, pack
+from bombus_trainer.sequences import Floats
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.tally import Tally, reward_metrics
 
@@ -29,22 +29,16 @@ T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
-def loss_of_terms(
-    terms: Terms, lines_N: Ints, scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
-) -> PolicyLoss:
-    """What N trained tokens add to the loss of their update, whoever computed their logprobs.
-
-    `lines_N` numbers the sequence of each: all its trained tokens are among them.
-    """
-    device = scored.logprobs_N.device
+def loss_of_terms(scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings) -> PolicyLoss:
+    """What N trained tokens add to the loss of their update, whoever computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
-        sampler_logprobs_N=torch.from_numpy(terms.sampler_logprobs_N).to(device),
-        advantages_N=torch.from_numpy(terms.advantages_N).to(device),
-        weights_N=torch.from_numpy(terms.weights_N).to(device),
-        lines_N=torch.from_numpy(lines_N).to(device),
-        lines=int(lines_N.max(initial=-1)) + 1,
+        sampler_logprobs_N=scored.terms["sampler_logprobs_N"],
+        advantages_N=scored.terms["advantages_N"],
+        weights_N=scored.terms["weights_N"],
+        lines_N=scored.terms["lines_N"],
+        lines=scored.lines,
         reference_logprobs_N=reference_N,
         entropy_N=scored.entropy_N,
     )
@@ -84,7 +78,7 @@ class Executor:
             for items in mini_batches(batch, self.settings, step, epoch):
                 self._update(items, rate, old, tally, interrupted)
         return {
-            **tally.metrics(),
+            **tally.metrics(self.model.peak_flops),
             "lr": rate,
             "bin_tokens": float(self.settings.bin_tokens),
             "torch_threads": float(torch.get_num_threads()),
@@ -105,6 +99,7 @@ class Executor:
         for packed in self._bins(items, tally, interrupted):
             with tally.phase("forward_backward"):
                 loss += self._forward_backward(packed, old, tally)
+            tally.note_flops(self.model.flops(packed, backward=True))
             reached(Point.TRAINER_BIN_DONE)
         with tally.phase("optimizer"):
             norm = self.optimizer.step(rate)
@@ -115,16 +110,15 @@ class Executor:
         """Add a bin's gradients to the others of its update and return its share of the loss."""
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
-        terms = packed.terms
-        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
+        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
         reference_N = self.model.score_reference(packed) if settings.kl_coef > 0.0 else None
-        result = loss_of_terms(terms, packed.lines_N, scored, old_N, reference_N, settings)
+        result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if not isfinite(loss):
             self.optimizer.zero_grad()
             raise EngineFault(f"the loss is not finite ({loss})")
         result.loss.backward()  # type: ignore[no-untyped-call]
-        tally.note_terms(result, old_N, terms, scored.entropy_N.detach())
+        tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
         return loss
 
     def _old_logprobs(
@@ -139,11 +133,15 @@ class Executor:
         for packed in self._bins(items, None, interrupted):
             with tally.phase("old_logprobs"), torch.no_grad():
                 old[packed.terms.ids_N] = self.model.score(packed).logprobs_N.cpu().numpy()
+            tally.note_flops(self.model.flops(packed, backward=False))
         return old
 
     def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
         settings = self.settings
-        bins = pack(items, settings.bin_tokens, settings.share_prefixes, settings.shared_tokens_min)
+        if settings.packing:
+            bins = pack(items, settings.bin_tokens, settings.share_prefixes, settings.shared_tokens_min)
+        else:
+            bins = [packed for item in items for packed in pack([item], settings.bin_tokens)]
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
         for packed in bins:

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from bombus.errors import EngineFault
 from bombus.models import load_model
-from bombus_trainer.attention import NAME, Tree, plan
+from bombus_trainer.attention import NAME, plan
+from bombus_trainer.flops import attention_pairs, cost_of, flops_of_step, peak_flops
 from bombus_trainer.head import HeadPlan, chosen_logprobs
 from bombus_trainer.lora import BASE, LoraLinear, adapters_off, add_adapters
+from bombus_trainer.moving import move
 from bombus_trainer.packing import Bin, Item, Terms, pack
 from bombus_trainer.sequences import Ints
 from bombus_trainer.settings import Precision, TrainerSettings
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
+LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 CHECK_TOKENS = 12
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
@@ -32,10 +35,16 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 @dataclass(frozen=True, eq=False)
 class Scored:
     """For each term of a bin [N]: its logprob, with gradient unless it was switched off, and its entropy, with
-    gradient if there is a bonus for it."""
+    gradient if there is a bonus for it.
+
+    `terms` are what a loss needs besides, on the model's device: `LOSS_TERMS`, and `lines_N`, which numbers the
+    sequence that each belongs to, below `lines`.
+    """
 
     logprobs_N: Tensor
     entropy_N: Tensor
+    terms: dict[str, Tensor]
+    lines: int
 
 
 class PolicyModel:
@@ -48,7 +57,8 @@ class PolicyModel:
         self._model = model
         self._settings = settings
         self._reference: PreTrainedModel | None = None
-        self._autocast = settings.lora_rank == 0 and export_dtype != torch.float32 and self.device.type == "cuda"
+        self._autocast = False
+        self._cost = cost_of(model, trained=settings.lora_rank == 0)
         width = torch.finfo(torch.float32).bits // 8
         self._head_rows_max = max(16, settings.logits_bytes_max // (width * self.vocab_size))
 
@@ -64,7 +74,9 @@ class PolicyModel:
         model = load_model(folder, dtype=str(held).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
         policy = cls(model, export, settings)
-        policy._check_faithful()
+        policy._check_faithful()  # in the precision that the weights have: bfloat16 would hide what it looks for
+        # Weights that are trained stay in float32; on a GPU the layers multiply in what will be served.
+        policy._autocast = settings.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
         if settings.lora_rank:
             add_adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.seed)
         elif settings.kl_coef > 0.0:
@@ -90,31 +102,52 @@ class PolicyModel:
                 raise EngineFault("there is no reference model: kl_coef was 0 when this model was loaded")
             return self._score(self._reference, packed).logprobs_N
 
+    def flops(self, packed: Bin, backward: bool) -> float:
+        """Of a pass over a bin; see `flops.flops_of_step`."""
+        pairs = attention_pairs(packed.segments)
+        return flops_of_step(self._cost, len(packed.tokens_T), len(packed.head_rows_U), pairs, backward)
+
+    @property
+    def peak_flops(self) -> float | None:
+        """What the device can do in bfloat16 a second; None on a CPU, and for one that we do not know."""
+        return peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+
     def _score(self, model: "PreTrainedModel", packed: Bin) -> Scored:
-        rows_U = torch.from_numpy(packed.head_rows_U).to(self.device)
+        layout, terms = plan(packed.segments), packed.terms
+        moved = move(
+            {
+                "tokens": packed.tokens_T,
+                "positions": packed.positions_T,
+                "head_rows": packed.head_rows_U,
+                "head_temperatures": packed.head_temperatures_U,
+                "head_of_term": packed.head_of_term_N,
+                "lines_N": packed.lines_N,
+                **{name: getattr(terms, name) for name in ("targets_N", *LOSS_TERMS)},
+                **layout.arrays,
+            },
+            self.device,
+        )
         with self._precision():
-            hidden_TH = self._hidden(model, packed.tokens_T, packed.positions_T, plan(packed.segments, self.device))
+            hidden_1TH = model.get_decoder()(
+                input_ids=moved["tokens"][None],
+                position_ids=moved["positions"][None],
+                use_cache=False,
+                tree=layout.tree(moved),
+            ).last_hidden_state
         head = HeadPlan(
-            head_of_term_N=torch.from_numpy(packed.head_of_term_N).to(self.device),
-            targets_N=torch.from_numpy(packed.terms.targets_N).to(self.device),
-            temperatures_U=torch.from_numpy(packed.head_temperatures_U).to(self.device),
+            head_of_term_N=moved["head_of_term"],
+            targets_N=moved["targets_N"],
+            temperatures_U=moved["head_temperatures"],
             rows_max=self._head_rows_max,
         )
         weight_VH = model.get_output_embeddings().weight
         entropy_grad = self._settings.entropy_coef > 0.0
-        return Scored(*chosen_logprobs(hidden_TH.index_select(0, rows_U), weight_VH, head, entropy_grad))
-
-    def _hidden(self, model: "PreTrainedModel", tokens_T: Ints, positions_T: Ints, tree: Tree) -> Tensor:
-        hidden: Tensor = model.get_decoder()(
-            input_ids=torch.from_numpy(tokens_T).to(self.device)[None],
-            position_ids=torch.from_numpy(positions_T).to(self.device)[None],
-            use_cache=False,
-            tree=tree,
-        ).last_hidden_state[0]
-        return hidden
+        chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
+        scores = chosen_logprobs(chosen_UH, weight_VH, head, entropy_grad)
+        return Scored(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
 
     def _precision(self) -> AbstractContextManager[object]:
-        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def _check_faithful(self) -> None:
         """Compare a tree of two branches with the model's own forward: some families do more to their logits.

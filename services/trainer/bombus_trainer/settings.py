@@ -76,6 +76,7 @@ class TrainerSettings(BaseModel):
     overlong_penalty: float = Field(default=1.0, ge=0.0, le=1000.0)
 
     bin_tokens: int = Field(default=4096, ge=16, le=1 << 24)
+    packing: bool = Field(default=True, description="false: a bin for each sequence, and no prefixes shared")
     share_prefixes: bool = True
     shared_tokens_min: int = Field(default=16, ge=1, le=4096)
     logits_bytes_max: int = Field(default=128 << 20, ge=1 << 16, le=1 << 36, description="the largest slice of logits")
@@ -141,4 +142,5 @@ class TrainerSettings(BaseModel):
             overlong_buffer=max(asked.overlong_buffer, 1),
             overlong_penalty=asked.overlong_penalty,
             bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),
+            packing=asked.enable_packing,
         )

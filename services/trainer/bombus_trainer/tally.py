@@ -10,7 +10,7 @@ from torch import Tensor
 from bombus_trainer.batch import Group
 from bombus_trainer.kl import kl_k3
 from bombus_trainer.losses import PolicyLoss
-from bombus_trainer.packing import Bin, Terms
+from bombus_trainer.packing import Bin
 
 MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
@@ -25,6 +25,8 @@ class Tally:
         self._updates: list[tuple[float, float]] = []  # loss, norm
         self._tokens = [0, 0, 0]  # computed, without sharing, padded
         self._sequences = 0
+        self._bins = 0
+        self._flops = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -38,16 +40,19 @@ class Tally:
         """`longest` is the length that all sequences would be padded to."""
         sequences = sum(packed.sequences for packed in bins)
         computed = sum(len(packed.tokens_T) for packed in bins)
-        self.note_tokens(sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
+        self.note_tokens(len(bins), sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
 
-    def note_tokens(self, sequences: int, computed: int, unshared: int, longest: int) -> None:
+    def note_tokens(self, bins: int, sequences: int, computed: int, unshared: int, longest: int) -> None:
         self._sequences += sequences
+        self._bins += bins
         self._tokens[0] += computed
         self._tokens[1] += unshared
         self._tokens[2] += sequences * longest
 
-    def note_terms(self, loss: PolicyLoss, old_N: Tensor, terms: Terms, entropy_N: Tensor) -> None:
-        sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(old_N.device)
+    def note_flops(self, flops: float) -> None:
+        self._flops += flops
+
+    def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
         columns = {
             "kl_sampler": kl_k3(sampler_N, old_N),
             "kl_sampler_abs": (old_N - sampler_N).abs(),
@@ -71,8 +76,12 @@ class Tally:
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
 
-    def metrics(self) -> dict[str, float]:
-        """`tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded."""
+    def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
+        """`tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded.
+
+        `mfu` is the share of `peak_flops`, the device's, where that is known.
+        """
+        per_s = self._flops / max(sum(self.seconds.values()), 1e-9)
         updates = max(len(self._updates), 1)
         computed, unshared, padded = self._tokens
         return {
@@ -81,6 +90,9 @@ class Tally:
             "updates": float(len(self._updates)),
             **{name: total / max(self._terms, 1) for name, total in self._sums.items()},
             "sequences": float(self._sequences),
+            "bins": float(self._bins),
+            "model_flops_per_s": per_s,
+            **({"mfu": per_s / peak_flops} if peak_flops else {}),
             "tokens_computed": float(computed),
             "tokens_unshared": float(unshared),
             "tokens_padded": float(padded),

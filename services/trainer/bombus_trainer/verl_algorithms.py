@@ -15,8 +15,6 @@ from bombus_trainer.corrections import sampler_correction
 from bombus_trainer.kl import KL_ESTIMATES
 from bombus_trainer.losses import PolicyLoss, token_ratio
 from bombus_trainer.model import Scored
-from bombus_trainer.packing import Terms
-from bombus_trainer.sequences import Ints
 from bombus_trainer.settings import TrainerSettings
 
 Estimate = Callable[..., tuple[Tensor, Tensor]]
@@ -89,8 +87,6 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
 def loss_of_row(
     function: VerlLoss,
     config: object,
-    terms: Terms,
-    lines_N: Ints,
     scored: Scored,
     old_N: Tensor,
     reference_N: Tensor | None,
@@ -98,15 +94,14 @@ def loss_of_row(
 ) -> PolicyLoss:
     """verl's loss of one sequence, in our aggregation: its mean over the sequence times the weights of the tokens."""
     logprobs_N, device = scored.logprobs_N, scored.logprobs_N.device
-    weights_N = torch.from_numpy(terms.weights_N).to(device)
-    sampler_N = torch.from_numpy(terms.sampler_logprobs_N).to(device)
-    one_N = torch.zeros(len(lines_N), dtype=torch.long, device=device)  # the number of the one sequence
+    weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
+    one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # the number of the one sequence
     low, high = settings.importance_floor, settings.importance_cap
     correction = sampler_correction(old_N, sampler_N, one_N, 1, settings.correction, low, high)
     mean, _ = function(
         old_log_prob=old_N[None],
         log_prob=logprobs_N[None],
-        advantages=torch.from_numpy(terms.advantages_N).to(device)[None],
+        advantages=scored.terms["advantages_N"][None],
         response_mask=torch.ones_like(logprobs_N)[None],
         loss_agg_mode="token-mean",
         config=config,

@@ -21,7 +21,8 @@ from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.dealing import MicroBatch, deal, rows_of
 from bombus_trainer.executor import batch_metrics
 from bombus_trainer.export import Outline, Tensors
-from bombus_trainer.model import Scored, export_dtype
+from bombus_trainer.model import LOSS_TERMS, Scored, export_dtype
+from bombus_trainer.moving import move
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import Item, Terms
 from bombus_trainer.ranks import Ranks
@@ -126,12 +127,15 @@ class VerlExecutor:
             lines_N = np.repeat(np.arange(len(rows)), [len(row.terms) for row in rows])
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
+            arrays = {"lines_N": lines_N, **{name: getattr(terms, name) for name in LOSS_TERMS}}
+            moved = move(arrays, device)
             results = []
-            for part, row_terms in self._parts(rows, terms):
+            for part in self._parts(rows):
+                of_terms = {name: values_N[part] for name, values_N in moved.items()}
+                scored = Scored(logprobs_N[part], entropy_N[part], of_terms, len(rows))
                 of_reference = reference[part] if reference is not None else None
-                scored = Scored(logprobs_N[part], entropy_N[part])
-                of_loss = self._loss(row_terms, lines_N[part], scored, old_N[part], of_reference, self.settings)
-                tally.note_terms(of_loss, old_N[part], row_terms, scored.entropy_N.detach())
+                of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
+                tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
                 results.append(of_loss)
             total = torch.stack([result.loss for result in results]).sum()
             share = float(total.detach())
@@ -140,15 +144,15 @@ class VerlExecutor:
         self._engine.forward_backward_batch(self._tensors(rows), loss)
         return share
 
-    def _parts(self, rows: MicroBatch, terms: Terms) -> Iterator[tuple[slice, Terms]]:
+    def _parts(self, rows: MicroBatch) -> Iterator[slice]:
         """All terms at once for our loss; verl's losses look at one sequence at a time."""
         if not self.settings.verl_policy_loss:
-            yield slice(None), terms
+            yield slice(None)
             return
         start = 0
         for row in rows:
             if len(row.terms) or len(rows) == 1:
-                yield slice(start, start + len(row.terms)), row.terms
+                yield slice(start, start + len(row.terms))
             start += len(row.terms)
 
     def _old_logprobs(
@@ -184,8 +188,9 @@ class VerlExecutor:
         if tally is not None and self._ranks.leads:
             everywhere = [rows for of_rank in dealt for rows in of_rank]
             computed = sum(_padded(rows, self._packed) for rows in everywhere)
-            longest = max((len(item.tokens_T) - 1 for item in items), default=0)
-            tally.note_tokens(len(items), computed, sum(len(item.tokens_T) - 1 for item in items), longest)
+            lengths = [len(item.tokens_T) - 1 for item in items]
+            unshared, longest = sum(lengths), max(lengths, default=0)
+            tally.note_tokens(len(everywhere), len(items), computed, unshared, longest)
         for rows in dealt[self._ranks.rank]:
             if self._ranks.agree(interrupted()):
                 raise Interrupted

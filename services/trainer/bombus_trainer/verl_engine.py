@@ -21,14 +21,12 @@ from bombus_trainer.batch import Group, PreparedBatch
 from bombus_trainer.executor import loss_of_terms
 from bombus_trainer.losses import PolicyLoss
 from bombus_trainer.model import Scored
-from bombus_trainer.packing import Terms
-from bombus_trainer.sequences import Ints
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.verl_algorithms import check_estimator, look_up, loss_of_row, with_advantages
 
 VERSION = "0.9.1"  # its engines "may still change": another version is another file to write
 Advantages = Callable[[PreparedBatch, list[Group]], PreparedBatch]
-Loss = Callable[[Terms, Ints, Scored, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
+Loss = Callable[[Scored, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 
 
 def prepare_process(device: str) -> None:

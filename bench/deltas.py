@@ -1,0 +1,148 @@
+"""What deltas save on real steps, and what they cost: GRPO on SmolLM2-135M, exported in bfloat16.
+
+    python -m bench.deltas                     three ways to train, three steps each
+    python -m bench.deltas --model tiny        (any model's name or folder)
+
+The model answers 4 prompts 4 times through our engine; the reward is how many of an answer's characters are vowels. Of
+each step: the share of values that changed, the delta's bytes over the full file's, and the seconds that the trainer
+needs for a full copy and for a delta, and a replica to put the file together, to take the delta in place, and to read
+the whole file instead. Weights decay as they do by default.
+"""
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import TypeVar
+
+from tokenizers import Tokenizer
+
+from bombus.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, DeltaFile, rebuild
+from bombus.events import WeightsReady
+from bombus.generation import Generate, Tokens
+from bombus.models import resolve_model
+from bombus.records import (
+    CallRecord,
+    Choice,
+    SamplingParams,
+    pack_tokens,
+    spans_of,
+)
+from bombus_inference.engine import Engine
+from bombus_inference.patching import read_patches
+from bombus_inference.settings import EngineSettings
+from bombus_inference.weights import make_engine, read_state
+from bombus_trainer.batch import EpisodeCalls, Group
+from bombus_trainer.executor import Executor
+from bombus_trainer.held import Held
+from bombus_trainer.settings import Precision, TrainerSettings
+
+PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")
+ANSWERS, ANSWER_TOKENS = 4, 24
+WAYS: dict[str, dict[str, object]] = {
+    "full, lr 1e-6": {"learning_rate": 1e-6},
+    "full, lr 1e-5": {"learning_rate": 1e-5},
+    "LoRA r16, lr 1e-4": {"learning_rate": 1e-4, "lora_rank": 16},
+}
+T = TypeVar("T")
+
+
+def timed(work: Callable[[], T]) -> tuple[T, float]:
+    started = perf_counter()
+    return work(), perf_counter() - started
+
+
+def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:
+    """A batch of the model's own answers."""
+    asked = [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n").ids for each in PROMPTS]
+    sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=step)
+    for ticket, prompt in enumerate(asked):
+        engine.add(
+            ticket,
+            Generate(id=str(ticket), engine="main", run=1, prompt=pack_tokens(prompt), sampling=sampling, n=ANSWERS),
+        )
+    made: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            for frame in output.frames:
+                if isinstance(frame, Tokens):
+                    tokens, logprobs = made.get((output.ticket, frame.choice), (b"", b""))
+                    made[output.ticket, frame.choice] = (tokens + frame.tokens, logprobs + frame.logprobs)
+    groups = []
+    for ticket, prompt in enumerate(asked):
+        episodes = tuple(
+            episode(f"{step}-{ticket}-{choice}", prompt, *made[ticket, choice], tokenizer) for choice in range(ANSWERS)
+        )
+        groups.append(Group(f"{step}-{ticket}", episodes))
+    return groups
+
+
+def episode(name: str, prompt: list[int], tokens: bytes, logprobs: bytes, tokenizer: Tokenizer) -> EpisodeCalls:
+    text = tokenizer.decode(list(memoryview(tokens).cast("i")))
+    choice = Choice(tokens=tokens, logprobs=logprobs, spans=spans_of([0] * (len(tokens) // 4)))
+    record = CallRecord(
+        id=name,
+        engine="main",
+        run=1,
+        episode=name,
+        prompt_tail=pack_tokens(prompt),
+        prompt_tokens=len(prompt),
+        choices=(choice,),
+        sampling=SamplingParams(temperature=1.0),
+    )
+    return EpisodeCalls(name, sum(letter in "aeiou" for letter in text) / max(len(text), 1), (record,))
+
+
+def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root: Path) -> None:
+    executor = Executor(folder, TrainerSettings.model_validate({"precision": Precision.BFLOAT16, **changes}))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
+    held = Held()
+    newest = executor.export(root / "weights", 0, 1, held=held)
+    engine = make_engine(Path(newest.where), compute, run=1, version=0)
+    base = Path(newest.where) / FULL_FILE
+    for step in range(1, steps + 1):
+        executor.train_step(play(engine, tokenizer, step), step)
+        full, full_s = timed(lambda step=step: executor.export(root / "full", step, 1))  # type: ignore[misc]
+        ready = WeightsReady(engine="main", run=1, version=step - 1, weights=newest)
+        newest, delta_s = timed(
+            lambda step=step, ready=ready: executor.export_delta(root / "weights", step, 1, "", held, ready)  # type: ignore[misc]
+        )
+        if newest.format != DELTA_FORMAT:
+            print(f"{name:18} step {step}: a full copy, too much has changed")
+            base = Path(newest.where) / FULL_FILE
+            continue
+        delta, made = Path(newest.where) / DELTA_FILE, root / f"{step}.safetensors"
+        found, rebuild_s = timed(lambda base=base, delta=delta, made=made: rebuild(base, [delta], made))  # type: ignore[misc]
+        assert found == full.sha256 == newest.sha256
+        patches, read_s = timed(lambda delta=delta: read_patches(delta, compute))  # type: ignore[misc]
+        _, apply_s = timed(lambda patches=patches, step=step: engine.patch_weights(patches, step, 1))  # type: ignore[misc]
+        state, state_s = timed(lambda full=full: read_state(Path(full.where), compute))  # type: ignore[misc]
+        del state
+        with DeltaFile(delta) as file:
+            changed = sum(len(patch.values) for _, patch in file.patches())
+        print(
+            f"{name:18} step {step}: changed {changed / (newest.bytes / 2):7.3%}, "
+            f"delta {newest.delta_bytes / 1e6:6.2f} MB of {newest.bytes / 1e6:.1f} MB = "
+            f"{newest.delta_bytes / newest.bytes:6.2%}; trainer: full {full_s:.2f} s, delta {delta_s:.2f} s; "
+            f"replica: put together {rebuild_s:.2f} s, delta read {read_s:.2f} s, in place {apply_s * 1e3:.0f} ms, "
+            f"whole file read {state_s:.2f} s",
+            flush=True,
+        )
+        base = made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+    folder = resolve_model(arguments.model)
+    for name, changes in WAYS.items():
+        with tempfile.TemporaryDirectory() as root:
+            bench(name, folder, changes, arguments.steps, Path(root))
+
+
+if __name__ == "__main__":
+    main()
