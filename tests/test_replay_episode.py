@@ -1,10 +1,12 @@
 """`bombus replay episode`: what became of it, and every token with the figures that it was trained with."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bombus import events as ev
@@ -68,6 +70,17 @@ async def test_rewards_for_calls_give_each_call_its_own_advantage(golden: FileSo
     stories = [await read_turns(golden, await tell(golden, episode)) for episode in ("main-1-12", "main-1-13")]
     better = max(stories, key=lambda told: told.story.outcome.reward if told.story.outcome else 0.0)
     assert [turn.advantage for turn in better.turns] == pytest.approx([0.0, 0.7071, 0.7071], abs=1e-4)
+
+
+async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(golden: FileSource) -> None:
+    story = await tell(golden, "main-1-5")
+    assert story.config is not None
+    tree = json.loads(story.config.config)
+    tree["trainer"]["adv_estimator"] = "reinforce_plus_plus"
+    story.config = msgspec.structs.replace(story.config, config=json.dumps(tree))
+    told = await read_turns(golden, story)
+    assert {turn.advantage for turn in told.turns} == {None}
+    assert "no advantages: reinforce_plus_plus normalises over the whole batch: see `bombus replay batch`" in told.notes
 
 
 async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_with(golden: FileSource) -> None:
