@@ -5,10 +5,20 @@ from typing import Any
 
 import msgspec
 
+from bombus.algorithms import Overlong
 from bombus.bus import BlobMissing
 from bombus.errors import EngineFault, LogCorrupted
-from bombus.events import EpisodeType, NotedCall
-from bombus.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, unpack_logprobs, unpack_tokens
+from bombus.events import EpisodeType
+from bombus.records import (
+    CallRecord,
+    CallRef,
+    CallStatus,
+    Choice,
+    FinishReason,
+    SamplingParams,
+    unpack_logprobs,
+    unpack_tokens,
+)
 from bombus.replay.borrowed import NotInstalled, Tokenizer, call_advantages, tokenizer
 from bombus.replay.source import Source
 from bombus.replay.story import Story
@@ -89,7 +99,11 @@ async def read_turns(source: Source, story: Story) -> Told:
     words = await _tokenizer(source, story, notes)
     advantages = await _advantages(source, story, notes)
     numbers = {ref.id: number for number, ref in enumerate(records, 1)}
-    turns = [_turn(story, ref, record, numbers, words, advantages.get(ref)) for ref, record in records.items()]
+    masked = _is_masked(story, records)
+    turns = [
+        _turn(_untrained(story, ref, record, masked), ref, record, numbers, words, advantages.get(ref))
+        for ref, record in records.items()
+    ]
     return Told(story=story, turns=tuple(turns), lost=tuple(lost), notes=tuple(notes))
 
 
@@ -124,14 +138,13 @@ async def _advantages(source: Source, story: Story, notes: list[str]) -> dict[Ca
 
 
 def _turn(
-    story: Story,
+    untrained: str,
     ref: CallRef,
     record: CallRecord,
     numbers: Mapping[str, int],
     words: Tokenizer | None,
     advantage: float | None,
 ) -> Turn:
-    untrained = _untrained(story, ref, story.calls[ref], record)
     parent = record.parent
     timings = record.timings
     tail = unpack_tokens(record.prompt_tail)
@@ -154,7 +167,15 @@ def _turn(
     )
 
 
-def _untrained(story: Story, ref: CallRef, noted: NotedCall, record: CallRecord) -> str:
+def _is_masked(story: Story, records: Mapping[CallRef, CallRecord]) -> bool:
+    """Whether the job leaves out an episode like this one, of which a call was cut at its length."""
+    if story.config is None or RunConfig.from_json(story.config.config).trainer.overlong != Overlong.MASK:
+        return False
+    own = [record for ref, record in records.items() if story.belongs(ref)]
+    return any(choice.finish == FinishReason.LENGTH for record in own for choice in record.choices)
+
+
+def _untrained(story: Story, ref: CallRef, record: CallRecord, masked: bool) -> str:
     """Why the loss has no terms for a call; "" when it has, or will have."""
     if story.type == EpisodeType.EVAL:
         return "an evaluation episode"
@@ -162,11 +183,11 @@ def _untrained(story: Story, ref: CallRef, noted: NotedCall, record: CallRecord)
         return "the episode was aborted"
     if record.status != CallStatus.COMPLETE:
         return "the client hung up"
-    if noted.late or not story.belongs(ref):
+    if story.calls[ref].late or not story.belongs(ref):
         return "it came after the episode's end"
     if record.sampling.temperature <= 0:
         return "sampled at temperature 0: there is no distribution to correct"
-    return ""
+    return "a call of its episode was cut at its length, and the job masks such episodes" if masked else ""
 
 
 def _reply(choice: Choice, words: Tokenizer | None, trained: bool, from_nothing: bool) -> Reply:
