@@ -136,7 +136,7 @@ def test_who_waits_is_told_why_in_plain_words_and_so_is_the_operator() -> None:
     assert now is not None
     assert (now.unfinished, now.sealable, now.max_staleness) == (1, 1, 1)
     text = render_status(desk.core.hive)
-    assert "ahead of training: 1 unfinished and 1 sealable batches of at most 1, new episodes wait" in text
+    assert "ahead of training: 1 unfinished and 1 sealable batches, bound 1, new episodes wait" in text
 
 
 def test_the_bound_is_the_number_of_batches_that_may_come_before() -> None:

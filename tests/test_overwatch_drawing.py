@@ -3,7 +3,11 @@
 import math
 
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
+from bombus_overwatch.model import View, fold
 from bombus_overwatch.palette import clock_time, figure, fit, fit_end
+from bombus_overwatch.screen import screen_data
+from bombus_overwatch.widgets import CollectionPanel
+from tests.steady import Steady
 
 
 def test_a_bar_is_full_only_when_its_target_is_reached() -> None:
@@ -64,3 +68,13 @@ def test_numbers_and_times_are_short() -> None:
         "1.23e+07",
     ]
     assert clock_time(3_661 * 1_000_000_000) == "01:01:01"
+
+
+def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:
+    run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
+    run.run(12)
+    view = View()
+    for position, event in enumerate(run.desk.log, 1):
+        fold(view, position, event)
+    lines = CollectionPanel().lines(screen_data(view, run.desk.now_ns, "main"), 70, 10)
+    assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes wait"

@@ -131,6 +131,15 @@ def test_steady_clients_lose_next_to_nothing_and_keep_the_trainer_busy(
     assert steady.busy_s > 0.9 * 400
 
 
+@pytest.mark.parametrize("method", [Method.ENOUGH_EPISODES, TASKS])
+def test_episodes_longer_than_several_steps_are_waited_for_and_not_dropped(method: Method) -> None:
+    """Every claim is granted at the bound, so whoever is overtaken by a single batch would be too old."""
+    steady = Steady(0, 96, (30.0, 60.0), 10.0, method=method, batch_size=8, num_repeat=4, max_staleness=2)
+    steady.run(500)
+    assert steady.trained > 500
+    assert steady.dropped == 0
+
+
 # ---- replicas -----------------------------------------------------------------------------------------------------
 
 

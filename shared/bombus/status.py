@@ -318,7 +318,7 @@ def _measure_line(measure: Measure) -> str:
 def _pace_lines(now: Pace | None) -> list[str]:
     if now is None:
         return []
-    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches of at most {now.max_staleness}"
+    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches, bound {now.max_staleness}"
     return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
 
 

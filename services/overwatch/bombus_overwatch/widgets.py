@@ -129,8 +129,10 @@ class CollectionPanel(Panel):
         rows.append(pool.append(f", {byte_size(status.pool_bytes)}", pal.QUIET))
         if status.pace is not None:
             now = status.pace
-            ahead = Text("  ahead of training ", pal.QUIET).append(f"{now.unfinished + now.sealable}", pal.TEXT)
-            ahead.append(f" of at most {now.max_staleness} batches", pal.QUIET)
+            ahead = Text("  ahead of training ", pal.QUIET).append(
+                f"{now.unfinished} + {now.sealable} batches", pal.TEXT
+            )
+            ahead.append(f", bound {now.max_staleness}", pal.QUIET)
             rows.append(ahead.append(", new episodes wait" if now.waits else "", pal.AMBER))
         return rows
 
