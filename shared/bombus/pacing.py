@@ -44,9 +44,9 @@ def served(engine: EngineState) -> int | None:
     return min((replica.version for replica in fitting(engine).values()), default=None)
 
 
-def is_too_old(engine: EngineState, oldest: int) -> bool:
-    """Whether an episode whose oldest token is of this version can be in no batch any more."""
-    return engine.step - oldest > engine.collection.max_staleness
+def oldest_usable(engine: EngineState) -> int:
+    """The policy version behind which a token is too old for the next batch, and for all after it."""
+    return engine.step - engine.collection.max_staleness
 
 
 def last_chances(engine: EngineState) -> int:
@@ -54,11 +54,11 @@ def last_chances(engine: EngineState) -> int:
 
     One without a recorded call may have one in flight, as old as its claim.
     """
-    last = engine.step - engine.collection.max_staleness
+    last = oldest_usable(engine)
     return sum(
         min((call.oldest for call in episode.trainable_calls()), default=episode.version) == last
         for episode in engine.open.values()
-        if episode.type == EpisodeType.TRAIN
+        if episode.type == EpisodeType.TRAIN and episode.version <= last
     )
 
 
@@ -125,7 +125,7 @@ def _pooled(engine: EngineState) -> Counter[str]:
 
 def _usable(engine: EngineState) -> Counter[str]:
     """The open training episodes by the task that was named, those that are not too old."""
-    bound = engine.step - engine.collection.max_staleness
+    bound = oldest_usable(engine)
     return Counter(
         episode.task_hint
         for episode in engine.open.values()

@@ -20,7 +20,7 @@ from bombus.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.pacing import is_too_old, last_chances
+from bombus.pacing import last_chances, oldest_usable
 from bombus.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
@@ -342,7 +342,8 @@ def _rolling(engine: EngineState, live: Live) -> Decisions:
 
 def _rolling_on(engine: EngineState, live: Live) -> Decisions:
     """Asynchronous: batches are sealed, trained and loaded while episodes go on."""
-    stale = [episode for episode, completed in engine.pool.items() if is_too_old(engine, completed.oldest)]
+    bound = oldest_usable(engine)
+    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
         yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
     elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
@@ -357,11 +358,11 @@ def _is_held(engine: EngineState, live: Live) -> bool:
 
     As in a synchronous run, it does not wait longer than `drain_s`.
     """
+    if not last_chances(engine):
+        return False
     assert engine.weights is not None
     since = live.since(max(completed_ns(engine), engine.weights.at_ns))
-    if since + ns(engine.collection.drain_s) <= live.now_ns:
-        return False
-    return last_chances(engine) > 0
+    return since + ns(engine.collection.drain_s) > live.now_ns
 
 
 def _relieve(engine: EngineState, live: Live) -> Decisions:
