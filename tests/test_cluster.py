@@ -60,12 +60,13 @@ def test_any_mix_of_processes_is_started() -> None:
         {"engine": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
         {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"},
     ]
+    trainer = {"backend": "verl", "processes": 2, "weights_by": "objects", "weights_full_every": 10}
     found = planned(
         {
             "hive": "lab",
             "coordinator": {"count": 2},
             "gateway": {"port": 99, "count": 2},
-            **engine(trainer={"backend": "verl", "processes": 2}, inference=kinds),
+            **engine(trainer=trainer, inference=kinds),
         }
     )
     assert [one.name for one in found] == [
@@ -73,10 +74,9 @@ def test_any_mix_of_processes_is_started() -> None:
         *("inference main 1", "inference main 2", "inference main 3", "inference main 4", "gateway 1", "gateway 2"),
     ]
     lines = {one.name: str(one) for one in found}
-    assert (
-        "-m bombus_trainer.torchrun --standalone --nproc-per-node=2 -m bombus_trainer.worker" in lines["trainer main"]
-    )
-    assert "/verl/bin/python -m" in lines["trainer main"]
+    torchrun = "-m bombus_trainer.torchrun --standalone --nproc-per-node=2 -m bombus_trainer.worker --nats"
+    assert f"/verl/bin/python {torchrun}" in lines["trainer main"]
+    assert lines["trainer main"].endswith("--weights-by objects --weights-full-every 10")
     assert lines["inference main 1"].endswith("--engine main --device cpu --threads 0 --dtype bfloat16")
     vllm = "--engine main --backend vllm --device cuda --threads 0 --kv-cache-mb 512 --tensor-parallel 4"
     assert lines["inference main 2"].endswith(vllm)

@@ -49,7 +49,7 @@ def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp
     made, new = install(tiny(str(wheel(tmp_path))), said.append)
     assert (new, made.packages) == (True, {PACKAGE: "1.0"})
     assert made.size_bytes > 1 << 20
-    assert [line[:6] for line in said] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [line[:6] for line in said if " of 3: " in line] == ["1 of 3", "2 of 3", "3 of 3"]
     python = environment_python("tiny")
     assert python == root / "tiny" / "bin" / "python"
     imported = subprocess.run([python, "-c", "import bumblebee_tiny; print(bumblebee_tiny.wings)"], capture_output=True)

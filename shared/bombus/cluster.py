@@ -41,12 +41,18 @@ class CoordinatorPart(Part):
 
 
 class TrainerPart(Part):
-    """What trains an engine. `threads` are torch's on the CPU for each process, 0 one for each core."""
+    """What trains an engine. `threads` are torch's on the CPU for each process, 0 one for each core.
+
+    Weights reach replicas in a folder that they share, or by the hive's object store; a full copy every
+    `weights_full_every` versions, and in between what has changed.
+    """
 
     backend: Literal["torch", "verl"] = "torch"
     device: Device = "cpu"
     threads: Threads = 0
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
+    weights_by: Literal["folder", "objects"] = "folder"
+    weights_full_every: int = Field(default=1, ge=1, le=1024)
 
     @model_validator(mode="after")
     def _one_process_of_torch(self) -> "TrainerPart":

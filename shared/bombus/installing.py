@@ -11,9 +11,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 from urllib.parse import unquote, urlparse
 
 import msgspec
@@ -198,10 +200,10 @@ def _run_all(todo: list[list[str]], log: Path, say: Say) -> None:
 
 
 def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
-    """Run a command with its output in `log`; now and then say what it does. Returns its code and output."""
+    """Run a command with its output in `log`; now and then say how far it is. Returns its code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines: list[str] = []
-    began = said = time.monotonic()
+    began = time.monotonic()
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -209,22 +211,31 @@ def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment,
+        env={**environment, "PIP_PROGRESS_BAR": "off"},
     )
     assert process.stdout is not None
+    reader = threading.Thread(target=_collect, args=(process.stdout, log, lines))
+    reader.start()
     try:
-        with log.open("a") as file:
-            for line in process.stdout:
-                file.write(line)
-                lines.append(line.rstrip())
-                if time.monotonic() - said > PROGRESS_S:
-                    said = time.monotonic()
-                    say(f"  {said - began:.0f} s: {line.strip()[:100]}")
-        return process.wait(), lines
+        while True:
+            try:
+                code = process.wait(PROGRESS_S)
+                break
+            except subprocess.TimeoutExpired:  # pip is silent for minutes while it unpacks
+                say(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
     finally:
         if process.poll() is None:  # we were interrupted
             process.terminate()
             process.wait()
+        reader.join()
+    return code, lines
+
+
+def _collect(output: IO[str], log: Path, lines: list[str]) -> None:
+    with log.open("a") as file:
+        for line in output:
+            file.write(line)
+            lines.append(line.rstrip())
 
 
 _SIGNS = (
