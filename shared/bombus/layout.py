@@ -25,6 +25,21 @@ KEEP_FREED_MEMORY = {
 }
 
 
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a trainer on several machines meet, and how long they wait for each other."""
+
+    nnodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+    operation_timeout_s: float = 1800.0
+
+    def torchrun(self, node: str, processes: int) -> tuple[str, ...]:
+        """torchrun's options on the machine of number `node`, with so many ranks."""
+        options = ("--nproc_per_node", processes), ("--nnodes", self.nnodes), ("--node_rank", node)
+        places = ("--master_addr", self.address), ("--master_port", self.port)
+        return tuple(f"{name}={value}" for name, value in (*options, *places))
+
+
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """What `bombus up` was asked for: a cluster, and what belongs to this start of it alone."""
 
@@ -35,6 +50,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
+    meeting: Meeting | None = None  # of the trainer's ranks here with those of other machines
 
     @property
     def data_dir(self) -> Path:
@@ -125,10 +141,14 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, 
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")
-    if part.processes == 1:
+    if layout.meeting is not None:
+        where = layout.meeting.torchrun("0", part.processes)
+        arguments += ["--operation-timeout", str(layout.meeting.operation_timeout_s)]
+    elif part.processes > 1:
+        where = ("--standalone", f"--nproc-per-node={part.processes}")
+    else:
         return (python, "-m", "bombus", "trainer", *arguments, "--backend", part.backend)
-    torchrun = ("-m", "bombus_trainer.torchrun", "--standalone", f"--nproc-per-node={part.processes}")
-    return (python, *torchrun, "-m", "bombus_trainer.worker", *arguments)
+    return (python, "-m", "bombus_trainer.torchrun", *where, "-m", "bombus_trainer.worker", *arguments)
 
 
 def _replica(part: InferencePart, engine: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""These tests need verl, which lives in an environment of its own: elsewhere they are not collected."""
+"""These tests run in verl's environment (`make test-verl`), and only there."""
 
-import importlib.util
+from importlib.util import find_spec
 
-collect_ignore_glob = [] if importlib.util.find_spec("verl") else ["test_*.py"]
+collect_ignore_glob = [] if find_spec("verl") else ["test_*.py"]

@@ -1,0 +1,105 @@
+"""verl's engine on one rank and on two gives what the torch backend gives, on the same batches."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.trainer_given import tiny_model_folder
+from tests.verl.given import CASES, model_folder
+
+TOLERANCE = 1e-4
+WAIT_S = 400
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything that `tests.verl.rank` computes, once for each number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    tiny_model_folder(model_folder(folder))
+    ranks = ["torch.distributed.run", f"--nproc-per-node={request.param}", f"--master-port={free_port()}"]
+    command = [sys.executable, "-m", *(ranks if request.param > 1 else []), *(["-m"] if request.param > 1 else [])]
+    command += ["tests.verl.rank", str(folder), str(folder / "results.json")]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradient_norm_are_those_of_the_torch_backend(found: dict[str, Any], case: str) -> None:
+    verl, ours = found[case]["verl"], found[case]["torch"]
+    assert len(verl) == len(ours) == 3
+    for here, there in zip(verl[1:], ours[1:], strict=True):
+        assert here["loss"] == pytest.approx(there["loss"], abs=TOLERANCE)
+        assert here["grad_norm"] == pytest.approx(there["grad_norm"], rel=TOLERANCE)
+        assert here["entropy"] == pytest.approx(there["entropy"], rel=TOLERANCE)
+        assert here["kl_sampler"] == pytest.approx(there["kl_sampler"], rel=TOLERANCE)
+        for name in ("tokens_trained", "sequences", "lr", "updates"):
+            assert here[name] == there[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_torch_backend(found: dict[str, Any], case: str) -> None:
+    verl, ours = found[case]["verl"], found[case]["torch"]
+    assert verl[0]["sha256"] == ours[0]["sha256"], "before the first step: the same bytes"
+    for here, there in zip(verl[1:], ours[1:], strict=True):
+        left, right = (load_file(Path(each["where"]) / "model.safetensors") for each in (here, there))
+        assert list(left) == list(right)
+        moved = max(float((left[name] - right[name]).abs().max()) for name in left)
+        assert moved < 5e-4  # a twentieth of what a step of Adam moves every weight by
+        assert here["sha256"] != verl[0]["sha256"]
+
+
+def test_adapters_are_trained_and_merged(found: dict[str, Any]) -> None:
+    """peft draws other adapters than ours, so only what both have in common is compared: the step's loss."""
+    before, first, second = found["lora"]["verl"]
+    assert before["sha256"] == found["plain"]["torch"][0]["sha256"]
+    assert first["loss"] == pytest.approx(found["plain"]["torch"][1]["loss"], abs=TOLERANCE)
+    assert len({before["sha256"], first["sha256"], second["sha256"]}) == 3
+    base, merged = (
+        load_file(Path(each["where"]) / "model.safetensors")
+        for each in (found["lora"]["verl"][1], found["lora"]["verl"][2])
+    )
+    assert torch.equal(base["model.embed_tokens.weight"], merged["model.embed_tokens.weight"])
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(base[changed], merged[changed])
+
+
+def test_a_step_after_a_restart_is_the_step_without_one(found: dict[str, Any]) -> None:
+    restart = found["restart"]
+    assert restart["again_sha256"] == restart["straight_sha256"]
+    for name in ("loss", "grad_norm"):
+        assert restart["again"][name] == pytest.approx(restart["straight"][name], abs=1e-6)
+
+
+def test_losses_and_advantages_of_verls_registries_are_reached_by_name(found: dict[str, Any]) -> None:
+    algorithms = found["algorithms"]
+    ours = algorithms["ours"]
+    assert algorithms["vanilla"] == pytest.approx(ours, abs=TOLERANCE), "PPO with one update is PPO"
+    assert algorithms["grpo"] == pytest.approx(ours, abs=TOLERANCE), "GRPO is GRPO"
+    for name in ("sapo", "reinforce_plus_plus"):
+        assert algorithms[name] != pytest.approx(ours, abs=TOLERANCE)
+
+
+def test_a_name_that_cannot_be_is_refused_with_all_that_can(found: dict[str, Any]) -> None:
+    said = found["algorithms"]
+    assert said["unknown loss"].startswith("trainer.verl_policy_loss = 'clever' is not in verl's registry: it has ")
+    assert "gspo" in said["unknown loss"]
+    assert "reinforce_plus_plus" in said["unknown estimator"]
+    refusal = "trainer.verl_adv_estimator = 'gae' is refused: it needs values, gamma, lam, which this trainer does not"
+    assert said["critic"].startswith(refusal)

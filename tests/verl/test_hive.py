@@ -1,0 +1,181 @@
+"""GRPO through a whole hive: everything but the trainer in bombus' own environment, the trainer in verl's.
+
+Run by verl's Python. `BOMBUS_PYTHON` is that of the other environment (default: the .venv of this tree).
+"""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from bombus import SwarmClient, Task, WorkflowOutput
+from bombus.sdk.job import Job
+from tests.verl.test_agreement import free_port
+
+ROOT = Path(__file__).parent.parent.parent
+PYTHON = os.environ.get("BOMBUS_PYTHON", str(ROOT / ".venv/bin/python"))
+WAIT_S = 240.0
+LENGTHS = {
+    "max_prompt_length": 256,
+    "max_response_length": 200,
+    "max_response_length_in_one_turn": 64,
+    "max_model_len": 512,
+}
+
+
+class Head:
+    """A process of bombus' own environment that keeps a hive running, and what it has printed."""
+
+    def __init__(self, folder: Path, module: str, *words: str) -> None:
+        self.port = free_port()
+        self.log = folder / "hive.log"
+        self.lines: list[str] = []
+        environment = {
+            **os.environ,
+            "BOMBUS_ENVIRONMENTS": str(Path(sys.prefix).parent),
+            "BOMBUS_CACHE": str(folder / "cache"),
+            "OMP_NUM_THREADS": "1",
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [PYTHON, "-m", *module.split(), *words, "--data-dir", str(folder / "data"), "--threads", "1"],
+                stdout=subprocess.PIPE, stderr=log, text=True, env=environment,
+            )  # fmt: skip
+
+    def until(self, pattern: str) -> str:
+        """The first line that it prints and the pattern matches."""
+        assert self.process.stdout is not None
+        timer = threading.Timer(WAIT_S, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip())
+                if re.search(pattern, line):
+                    return line.rstrip()
+        finally:
+            timer.cancel()
+        raise AssertionError(f"{pattern} was not printed:\n{self.lines}\n{self.log.read_text()[-6000:]}")
+
+    def stop(self) -> None:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        self.process.send_signal(signal.SIGINT)
+        self.process.communicate(timeout=90)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, "nothing is left behind"
+
+
+def job(**trainer: object) -> Job:
+    trainer = {"backend": "verl", "lr": 1e-3, **trainer}
+    return Job(model="tiny", batch_size=2, num_repeat=4, bombus={"rollout": LENGTHS, "trainer": trainer})
+
+
+def agent(task: Task, credentials: Any) -> WorkflowOutput:
+    """Two turns: the reward counts the task's letter in what the model says."""
+    said = ""
+    messages = [{"role": "user", "content": task.main_query}]
+    for _ in range(2):
+        answer = httpx.post(
+            f"{credentials.base_url}/chat/completions",
+            headers={"Authorization": f"Bearer {credentials.api_key}"},
+            json={"model": "any", "messages": messages, "max_tokens": 6, "temperature": 1.0},
+            timeout=120,
+        )
+        answer.raise_for_status()
+        text = answer.json()["choices"][0]["message"]["content"] or ""
+        said += text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
+    return WorkflowOutput(reward=float(said.count(task.task_id)))
+
+
+def two_steps(client: SwarmClient) -> None:
+    tasks = [Task(task_id="a", main_query="a="), Task(task_id="b", main_query="b=")]
+    for _ in range(2):
+        client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 4))
+    client.wait_for_status("ENGINE.ROLLING")
+    assert client.get_global_step() == 2
+
+
+def checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """The manifests of the steps that are kept."""
+    found = sorted((folder / "data/engines/checkpoints").rglob("manifest.json"))
+    return [json.loads(path.read_bytes()) for path in found]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Head, Path]]:
+    folder = tmp_path_factory.mktemp("one")
+    head = Head(folder, "bombus up", "--trainer-backend", "verl", "--port", str(free_port()))
+    head.url = head.until("^ready ").split()[1]  # type: ignore[attr-defined]
+    yield head, folder
+    head.stop()
+
+
+def test_two_grpo_steps_are_made_by_verl_through_the_whole_hive(one: tuple[Head, Path]) -> None:
+    head, folder = one
+    with SwarmClient(head.url) as client:  # type: ignore[attr-defined]
+        client.auto_sync_train_config_and_start_engine(job())
+        two_steps(client)
+        client.stop_engine()
+    manifests = checkpoints(folder)
+    assert [(each["backend"], each["ranks"], each["facts"]["step"]) for each in manifests] == [
+        ("verl", 1, 1),
+        ("verl", 1, 2),
+    ]
+    assert manifests[1]["facts"]["metrics"]["grad_norm"] > 0
+    assert manifests[0]["facts"]["metrics"]["kl_sampler_abs"] < 1e-3, "the replica and verl compute the same"
+    assert all(each["facts"]["metrics"]["kl_sampler_abs"] < 1e-3 for each in manifests), "and after an update too"
+
+
+def test_a_loss_that_verl_does_not_have_ends_the_run_in_one_sentence(one: tuple[Head, Path]) -> None:
+    head, _ = one
+    with SwarmClient(head.url) as client:  # type: ignore[attr-defined]
+        client.sync_train_config(job(verl_policy_loss="clever"))
+        client.start_engine(wait=False)
+        client.wait_for_status("ENGINE.OFFLINE")
+        assert "trainer.verl_policy_loss = 'clever' is not in verl's registry: it has" in str(client.get_status())
+
+
+@contextmanager
+def nodes(lines: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """What was asked to be typed, typed: each line is a machine."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = [subprocess.Popen([*torchrun, *shlex.split(line)[1:]], env=environment) for line in lines]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.send_signal(signal.SIGTERM)
+        for each in started:
+            each.wait(60)
+
+
+def test_two_machines_train_as_one_and_the_head_says_what_to_type(tmp_path: Path) -> None:
+    head = Head(
+        tmp_path, "bombus_trainer.launcher", "--mode", "connect", "--nnodes", "2", "--nproc-per-node", "1",
+        "--master-port", str(free_port()), "--api-port", str(port := free_port()),
+    )  # fmt: skip
+    try:
+        lines = [head.until("^torchrun ") for _ in range(2)]
+        head.until("^waiting for the trainer of engine main: 2 ranks on 2 machines, once a job is started")
+        with nodes(lines) as (_, second):
+            head.until("^ready ")
+            with SwarmClient(f"http://127.0.0.1:{port}") as client:
+                client.auto_sync_train_config_and_start_engine(job())
+                two_steps(client)
+            assert [(each["ranks"], each["facts"]["step"]) for each in checkpoints(tmp_path)] == [(2, 1), (2, 2)]
+            assert second.poll() is None
+    finally:
+        head.stop()
