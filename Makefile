@@ -35,10 +35,9 @@ test-vllm: $(STAMP)
 
 test-verl: $(STAMP)
 	$(BIN)/bombus install verl
-	python=$$($(BIN)/python -c 'from bombus.environments import environment_python; print(environment_python("verl"))') \
-	&& $$python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e '.[server,coordinator]' \
-	    pytest pytest-asyncio psutil \
-	&& $$python -m pytest tests/verl
+	verl=$$($(BIN)/python -c 'from bombus.environments import environment_python as place; print(place("verl"))') \
+	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
+	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
 
 check: $(STAMP)
 	$(BIN)/ruff check .
