@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -61,3 +62,13 @@ async def test_rank_0_is_the_trainer_and_every_rank_hears_of_its_jobs(bus: Bus, 
 def test_a_worker_without_torchrun_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "start it with torchrun" in capsys.readouterr().err
+
+
+def test_a_trainer_for_verl_without_its_environment_says_how_to_make_it(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bombus", "trainer", "--backend", "verl"],
+        env={**os.environ, "BOMBUS_ENVIRONMENTS": str(tmp_path)}, capture_output=True, text=True, timeout=WAIT_S,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "the environment 'verl' is not installed" in done.stderr
+    assert "run `bombus install verl` first" in done.stderr

@@ -20,6 +20,8 @@ CASES: dict[str, dict[str, object]] = {
     "checkpointed activations": {"gradient_checkpointing": True},
 }
 STEPS = 2
+PACKED = "packed"  # one row without padding: what is done on GPUs with flash attention
+CASES[PACKED] = {"bin_tokens": 256}
 
 
 def settings(case: str) -> TrainerSettings:

@@ -16,10 +16,9 @@ from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import export
 from bombus_trainer.ranks import Ranks
-from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.verl_backend import VerlExecutor
 from tests.trainer_given import tiny_settings
-from tests.verl.given import CASES, STEPS, facts, groups, model_folder, settings
+from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
 
 Found = dict[str, object]
 KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates")
@@ -30,7 +29,7 @@ def main(folder: Path, results: Path) -> None:
     dist.init_process_group("gloo") if dist.is_torchelastic_launched() else None
     ranks = Ranks.of_group(timedelta(seconds=60)) if dist.is_initialized() else Ranks.alone()
     model = model_folder(folder)
-    found: Found = {case: compare(model, settings(case), ranks, folder / case) for case in CASES}
+    found: Found = {case: compare(model, case, ranks, folder / case) for case in CASES}
     found["lora"] = lora(model, ranks, folder / "lora")
     found["restart"] = restart(model, ranks, folder / "restart")
     found["algorithms"] = algorithms(model, ranks)
@@ -50,8 +49,9 @@ def steps(backend: Backend, folder: Path, first: int = 1) -> list[Found]:
     return made
 
 
-def compare(model: Path, chosen: TrainerSettings, ranks: Ranks, folder: Path) -> Found:
-    verl = steps(VerlExecutor(model, chosen, ranks), folder / "verl")
+def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
+    chosen = settings(case)
+    verl = steps(VerlExecutor(model, chosen, ranks, packed=case == PACKED), folder / "verl")
     return {"verl": verl, "torch": steps(Executor(model, chosen), folder / "torch") if ranks.leads else None}
 
 

@@ -1,7 +1,9 @@
 """`python -m bombus_trainer.torchrun`: torchrun, word for word, that does not outlive its supervisor."""
 
 import os
+import sys
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main
 
 from bombus.process import PARENT_VARIABLE, die_with_parent
@@ -9,4 +11,7 @@ from bombus.process import PARENT_VARIABLE, die_with_parent
 if __name__ == "__main__":
     die_with_parent()
     os.environ.pop(PARENT_VARIABLE, None)  # each rank's parent is this process
-    main()
+    try:
+        main()
+    except SignalException as stopped:  # it has ended its ranks
+        sys.exit(128 + stopped.sigval)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,20 +41,29 @@ class VerlExecutor:
     """One rank's part of a model in training; every method is called on all ranks alike. See `backend.Backend`."""
 
     def __init__(
-        self, folder: Path, settings: TrainerSettings, ranks: Ranks, files: Mapping[str, bytes] | None = None
+        self,
+        folder: Path,
+        settings: TrainerSettings,
+        ranks: Ranks,
+        files: Mapping[str, bytes] | None = None,
+        packed: bool | None = None,
     ) -> None:
-        """Load the model in `folder` as step 0, as `Executor` does. Raises `EngineFault`."""
+        """Load the model in `folder` as step 0, as `Executor` does. Raises `EngineFault`.
+
+        Sequences are `packed` where flash attention is there, and else padded: without it, attention between all
+        tokens of a packed row is computed and masked.
+        """
         verl_engine.prepare_process(settings.device)
         torch.manual_seed(settings.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self._ranks = ranks
         self._export_dtype = export_dtype(folder, settings)
-        self._packed = verl_engine.packs(settings)
+        self._packed = verl_engine.has_flash_attention(settings) if packed is None else packed
         self._estimate, self._loss = verl_engine.algorithms(settings)
-        self._engine = verl_engine.new_engine(folder, settings, self._export_dtype)
-        needs_reference = settings.kl_coef > 0.0 and not settings.lora_rank
-        self._reference = verl_engine.new_engine(folder, settings, self._export_dtype) if needs_reference else None
+        make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
+        self._engine = make()
+        self._reference = make() if settings.kl_coef > 0.0 and not settings.lora_rank else None
 
     @property
     def vocab_size(self) -> int:

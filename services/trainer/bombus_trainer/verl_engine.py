@@ -5,6 +5,7 @@ On a CPU verl lacks a platform and a registered engine: both are given to it her
 
 import importlib.metadata
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -36,6 +37,8 @@ def prepare_process(device: str) -> None:
         raise EngineFault(
             f"verl {found} is installed, and this backend is written for {VERSION}: run `bombus install verl` again"
         )
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
+    warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # of engines that are not ours
     on_cpu = device == "cpu"
     if not dist.is_initialized():  # one rank, alone
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -45,14 +48,14 @@ def prepare_process(device: str) -> None:
         _register_cpu()
 
 
-def packs(settings: TrainerSettings) -> bool:
-    """Whether sequences are laid behind one another without padding: only flash attention keeps them apart."""
+def has_flash_attention(settings: TrainerSettings) -> bool:
     return settings.device != "cpu" and find_spec("flash_attn") is not None
 
 
-def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype) -> Any:
+def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
     """verl's engine with the model in `folder`, whole or this rank's part of it. Raises `EngineFault`.
 
+    `packed`: a micro-batch is one row without padding, and attention tells sequences apart by their positions.
     Weights are kept in float32, as by our own trainer. The rate of learning is set at each step: verl's schedules
     count their warm-up from another step than ours, and have no linear decay.
     """
@@ -60,13 +63,14 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
-    on_cpu, packed = settings.device == "cpu", packs(settings)
+    on_cpu = settings.device == "cpu"
+    attention = "flash_attention_2" if has_flash_attention(settings) else "sdpa"
     computed = "fp32" if on_cpu or export_dtype == torch.float32 else "bf16"
     try:
         model = HFModelConfig(
             path=str(folder),
             load_tokenizer=False,
-            override_config={"attn_implementation": "flash_attention_2" if packed else "sdpa"},
+            override_config={"attn_implementation": attention},
             use_remove_padding=packed,
             enable_gradient_checkpointing=settings.gradient_checkpointing,
             lora_rank=settings.lora_rank,
