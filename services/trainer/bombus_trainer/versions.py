@@ -46,6 +46,7 @@ class Versions:
         self._executor: Backend | None = None  # what the held version was exported by
         self._full_until = 0  # deltas were not worth it: not tried before this version
         self._lock = asyncio.Lock()
+        self._booted = asyncio.Event()  # who asks for a copy before that waits for the model
 
     async def __aenter__(self) -> Self:
         """Answer requests for full copies until the block ends."""
@@ -75,6 +76,7 @@ class Versions:
         """Write a version where replicas look for it. `newest` is the log's newest: what a delta may build on."""
         async with self._lock:
             weights = await asyncio.to_thread(self._write, executor, version, tokenizer, newest)
+            self._booted.set()
             return await self._store(weights) if self._stored else weights
 
     def _write(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
@@ -152,11 +154,13 @@ class Versions:
     async def recall(self, executor: Backend, newest: WeightsReady | None) -> None:
         """After a restart: hold the log's newest version again, which `executor` has, if it is a delta there."""
         if newest is None or newest.weights.format != DELTA_FORMAT or self._holds(newest):
+            self._booted.set()
             return
         async with self._lock:
             self._executor = executor
             found = await asyncio.to_thread(digest_of, executor, self._held)
             self._held.settle(newest.version, found)
+            self._booted.set()
         if not self._holds(newest):
             log.warning("version %d cannot be made again here: its digest would be %s", newest.version, found)
             self._held = Held()
@@ -167,6 +171,7 @@ class Versions:
     async def _give(self, asked: bytes) -> Answer:
         """Asked for a place that the log names: its full file is put there."""
         where = asked.decode(errors="replace")
+        await self._booted.wait()
         try:
             async with self._lock:
                 await self._complete(where)
