@@ -32,7 +32,7 @@ from bombus.records import (
 from bombus_inference.engine import Engine
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
-from bombus_inference.weights import make_engine, read_state
+from bombus_inference.torch_backend import make_engine, read_state
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.executor import Executor
 from bombus_trainer.held import Held

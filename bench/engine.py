@@ -17,7 +17,7 @@ from bombus.models import load_model, resolve_model
 from bombus.records import SamplingParams, pack_tokens
 from bombus_inference.engine import Engine
 from bombus_inference.settings import EngineSettings
-from bombus_inference.weights import make_engine
+from bombus_inference.torch_backend import make_engine
 
 
 def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> float:

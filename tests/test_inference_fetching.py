@@ -20,7 +20,7 @@ from bombus.inbox import Answer, Done, Refusal
 from bombus_inference.fetching import Fetched, Fetcher
 from bombus_inference.patching import apply_patches, read_patches
 from bombus_inference.settings import EngineSettings
-from bombus_inference.weights import make_engine, read_state
+from bombus_inference.torch_backend import make_engine, read_state
 from tests.deltas_given import write_full, write_versions
 from tests.inference_given import llama, qwen
 

@@ -12,22 +12,37 @@ import pytest
 from bombus.errors import EngineFault
 from bombus.generation import CONTENT_TYPE, Fault, FrameReader, Generate, encode_request
 from bombus.process import listen
+from bombus_inference.backend import UNLOADED
 from bombus_inference.engine import Engine
 from bombus_inference.server import App
-from bombus_inference.service import STOPPED, http_server, url_of
-from bombus_inference.settings import ServerSettings
+from bombus_inference.service import http_server, url_of
+from bombus_inference.settings import EngineSettings, ServerSettings
+from bombus_inference.torch_backend import TorchBackend
+from bombus_inference.worker import Worker
 from tests.inference_given import Answer, another, engine_for, finish, llama, request
+
+
+def backend(app: App) -> TorchBackend:
+    assert isinstance(app.backend, TorchBackend)
+    return app.backend
+
+
+def worker(app: App) -> Worker:
+    return backend(app).worker
 
 
 @asynccontextmanager
 async def serving(**settings: int) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
     bound = listen("127.0.0.1", 0)
-    app = App(ServerSettings(**settings), "main", "r1")
+    app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(EngineSettings(), deliver))
     engine = engine_for(llama())
     try:
-        async with http_server(app, bound), httpx.AsyncClient(base_url=url_of(bound), timeout=20) as client:
-            await app.worker.install(engine, STOPPED)
-            app.run, app.version = 1, 0
+        async with (
+            http_server(app, bound, app.settings.drain_s),
+            httpx.AsyncClient(base_url=url_of(bound), timeout=20) as client,
+        ):
+            await worker(app).install(engine, UNLOADED)
+            backend(app).run, backend(app).version = 1, 0
             yield app, engine, client
     finally:
         await app.close()
@@ -48,7 +63,7 @@ async def post(client: httpx.AsyncClient, asked: Generate) -> httpx.Response:
 async def held(app: App) -> AsyncIterator[Callable[[], None]]:
     """The engine's thread stands still between two steps until the block ends or it is let go."""
     free = threading.Event()
-    turn = asyncio.ensure_future(app.worker.call(lambda _: free.wait(20)))
+    turn = asyncio.ensure_future(worker(app).call(lambda _: free.wait(20)))
     try:
         yield free.set
     finally:
@@ -108,7 +123,7 @@ async def test_a_client_that_hangs_up_frees_its_place():
         async with client.stream("POST", "/generate", content=asked) as response:
             await anext(response.aiter_raw())
         await until(lambda: app.open_requests == 0)
-        await app.worker.call(lambda _: None)  # behind the abort
+        await worker(app).call(lambda _: None)  # behind the abort
         assert not engine.has_work
         assert engine.stats.blocks_held == 0
 
@@ -120,7 +135,7 @@ async def test_a_client_that_hangs_up_before_its_first_token_frees_its_place():
             await until(lambda: app.open_requests == 1)
             waiting.cancel()
             await until(lambda: app.open_requests == 0)
-        await app.worker.call(lambda _: None)
+        await worker(app).call(lambda _: None)
         assert not engine.has_work
 
 
@@ -167,8 +182,8 @@ async def test_bodies_that_are_nonsense_or_too_large_are_refused():
 async def test_a_swap_under_load_drops_nothing():
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]
-        await until(lambda: app.worker.stats is not None and app.worker.stats.decode_tokens > 100)
-        await app.worker.swap(another(llama()).state_dict(), 1, 1)
+        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 100)
+        await worker(app).swap(another(llama()).state_dict(), 1, 1)
         answers = [read((await one).content).only for one in posts]
     for answer in answers:
         assert len(answer.tokens) == 150
@@ -179,18 +194,18 @@ async def test_a_swap_under_load_drops_nothing():
 async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on():
     async with serving() as (app, _, client):
         with pytest.raises(EngineFault, match="lack"):
-            await app.worker.swap({}, 1, 1)
+            await worker(app).swap({}, 1, 1)
         assert (await post(client, request([1]))).status_code == 200
 
 
 async def test_stopping_the_engine_ends_its_open_requests():
     async with serving() as (app, _, client):
         waiting = asyncio.ensure_future(post(client, request([1], max_tokens=240)))
-        await until(lambda: app.worker.stats is not None and app.worker.stats.decode_tokens > 0)
-        await app.worker.install(None, STOPPED)
+        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 0)
+        await worker(app).install(None, UNLOADED)
         stopped = read((await waiting).content).fault
         nothing = await post(client, request([1]))
-    assert stopped == STOPPED
+    assert stopped == UNLOADED
     assert nothing.status_code == 503
 
 
@@ -207,7 +222,7 @@ async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
         assert isinstance(fault, Fault)
         assert fault.retry
         with pytest.raises(RuntimeError, match="out of memory"):
-            await app.worker.failed
+            await worker(app).failed
 
 
 async def test_health_and_metrics_say_what_is_served():
@@ -217,6 +232,6 @@ async def test_health_and_metrics_say_what_is_served():
         metrics = (await client.get("/metrics")).text
         assert health.json() == {"status": "ok", "engine": "main", "replica": "r1", "run": 1, "version": 0}
         assert 'bombus_inference_prefill_tokens_total{engine="main",replica="r1"} 3\n' in metrics
-        app.version = -1
+        await app.backend.unload()
         assert (await client.get("/health")).status_code == 503
         assert (await client.get("/nothing")).status_code == 404

@@ -25,8 +25,10 @@ M = TypeVar("M", bound=AnyMessage)
 COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
-def weights(folder: Path, model: PreTrainedModel) -> ev.Weights:
-    model.save_pretrained(folder)
+def weights(folder: Path, model: PreTrainedModel | None = None) -> ev.Weights:
+    """Of the model that is saved there, or lies there already."""
+    if model is not None:
+        model.save_pretrained(folder)
     body = (folder / "model.safetensors").read_bytes()
     return ev.Weights(where=str(folder), bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
 

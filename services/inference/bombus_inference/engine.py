@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.generation import Fault, Frame, Generate
-from bombus.records import unpack_tokens
 from bombus_inference.attention import check_supported, plan_pass
 from bombus_inference.cache import Blocks
+from bombus_inference.limits import Limits
 from bombus_inference.patching import Patch, apply_patches
 from bombus_inference.pool import KvPool
 from bombus_inference.rows import Rows
@@ -23,8 +23,6 @@ from bombus_inference.sequences import Sequence
 from bombus_inference.settings import EngineSettings
 
 log = logging.getLogger(__name__)
-
-TOP_LOGPROBS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,12 @@ class Engine:
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._heads = int(config.num_attention_heads)
-        self._vocabulary = int(config.vocab_size)
+        self.limits = Limits(
+            max_model_len=self.max_model_len,
+            vocabulary=int(config.vocab_size),
+            choices_max=settings.choices_max,
+            waiting_max=settings.max_waiting,
+        )
         like = next(model.parameters())
         by_rows = like.device.type == "cpu" and like.dtype == torch.float32
         pool_bytes = settings.kv_cache_bytes // 2 if by_rows else settings.kv_cache_bytes
@@ -104,14 +107,10 @@ class Engine:
 
     def add(self, ticket: int, request: Generate) -> None:
         """Queue a request under a ticket of the caller's own. Raises `Refused` for one that cannot be served."""
-        if request.run != self.run:
-            raise Refused(Code.WRONG_PHASE, f"this replica serves run {self.run}, not {request.run}")
-        prompt = self._check_prompt(request.prompt)
-        self._check_sampling(request)
+        prompt = self.limits.check(request, self.run)
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
             raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
-        asked = request.sampling.max_tokens or self.max_model_len
-        tokens_max = min(len(prompt) + asked, self.max_model_len)
+        tokens_max = self.limits.tokens_max(request, prompt)
         sequences = [Sequence(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
         self._open[ticket] = sequences
         self._scheduler.waiting.extend(sequences)
@@ -222,36 +221,6 @@ class Engine:
         self._pool.wipe([block for block in range(self.blocks.count) if not self.blocks.holders(block)])
         if self._rows is not None:
             self._rows.clear()
-
-    def _check_prompt(self, packed: bytes) -> list[int]:
-        if not packed or len(packed) % 4:
-            raise Refused(Code.MALFORMED, "the prompt is not a list of int32 token ids, or is empty")
-        prompt = unpack_tokens(packed)
-        if len(prompt) >= self.max_model_len:
-            raise Refused(
-                Code.PROMPT_TOO_LONG,
-                f"the prompt has {len(prompt)} tokens; this model takes {self.max_model_len} with its completion",
-            )
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise Refused(Code.MALFORMED, f"token ids go from 0 to {self._vocabulary - 1}")
-        return prompt
-
-    def _check_sampling(self, request: Generate) -> None:
-        sampling = request.sampling
-        ranges = (
-            ("n", request.n, 1, self.settings.choices_max),
-            ("max_tokens", sampling.max_tokens, 0, math.inf),
-            ("temperature", sampling.temperature, 0.0, 100.0),
-            ("top_k", sampling.top_k, 0, math.inf),
-            ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
-        )
-        for name, value, low, high in ranges:
-            if not low <= value <= high:
-                raise Refused(Code.MALFORMED, f"{name} is {value}; it goes from {low} to {high}")
-        if not 0 < sampling.top_p <= 1:
-            raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
-        if request.n > self.settings.max_waiting:
-            raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.settings.max_waiting} can wait")
 
     def _block_count(self, block_bytes: int, pool_bytes: int) -> int:
         count = pool_bytes // block_bytes

@@ -11,14 +11,15 @@ import msgspec
 from bombus import telemetry
 from bombus.errors import STATUS, Code
 from bombus.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
+from bombus_inference.backend import Backend, Deliver, Delivery
 from bombus_inference.settings import ServerSettings
-from bombus_inference.worker import Delivery, Worker
 
 log = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
@@ -70,15 +71,13 @@ class _Reply:
 
 
 class App:
-    """Serves one engine's worker. `run` and `version` are what it serves now, -1 for nothing."""
+    """The door to one backend, which `make` makes of the function that takes its deliveries."""
 
-    def __init__(self, settings: ServerSettings, engine: str, replica: str = "") -> None:
+    def __init__(self, settings: ServerSettings, engine: str, replica: str, make: Callable[[Deliver], Backend]) -> None:
         self.settings = settings
         self.engine = engine
         self.replica = replica
-        self.run = 0
-        self.version = -1
-        self.worker = Worker(self._deliver)
+        self.backend = make(self._deliver)
         self.refused = 0
         self.served = 0
         self._open: dict[int, _Reply] = {}
@@ -89,8 +88,8 @@ class App:
         return len(self._open)
 
     async def close(self) -> None:
-        """End the engine's thread; what is still open is answered with a fault."""
-        await self.worker.stop()
+        """End the backend; what is still open is answered with a fault."""
+        await self.backend.stop()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -99,9 +98,9 @@ class App:
             case "POST", "/generate":
                 await self._generate(receive, send)
             case "GET", "/health":
-                await _answer(send, 200 if self.version >= 0 else 503, b"application/json", self._health())
+                await _answer(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
             case "GET", "/metrics":
-                await _answer(send, 200, b"text/plain; version=0.0.4", self._metrics())
+                await _answer(send, 200, b"text/plain; version=0.0.4", await self._metrics())
             case _:
                 await _answer(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
 
@@ -124,7 +123,7 @@ class App:
         self._next_ticket += 1
         reply = self._open[ticket] = _Reply()
         watch = asyncio.ensure_future(_watch(receive, reply))
-        self.worker.add(ticket, request)
+        self.backend.add(ticket, request)
         try:
             with telemetry.span("inference.generate", request.traceparent, call=request.id):
                 await self._send_frames(reply, request.stream, send)
@@ -134,7 +133,7 @@ class App:
             watch.cancel()
             del self._open[ticket]
             if not reply.done:
-                self.worker.abort(ticket)
+                self.backend.abort(ticket)
 
     async def _request(self, receive: Receive) -> Generate | Fault:
         try:
@@ -187,26 +186,21 @@ class App:
             body = await reply.take(whole=False)
 
     def _health(self) -> bytes:
-        status = "ok" if self.version >= 0 else "no weights"
-        known = {"status": status, "engine": self.engine, "replica": self.replica}
-        return json.dumps({**known, "run": self.run, "version": self.version}).encode()
+        run, version = self.backend.run, self.backend.version
+        known = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
+        return json.dumps({**known, "run": run, "version": version}).encode()
 
-    def _metrics(self) -> bytes:
+    async def _metrics(self) -> bytes:
         """Prometheus' text format."""
         label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
-        values: dict[str, int] = {
-            "run": self.run,
-            "policy_version": self.version,
+        values: dict[str, float] = {
+            "run": self.backend.run,
+            "policy_version": self.backend.version,
             "requests_open": len(self._open),
             "requests_served_total": self.served,
             "requests_refused_total": self.refused,
+            **await self.backend.metrics(),
         }
-        stats = self.worker.stats
-        if stats is not None:
-            counters = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
-            values |= {f"{name}_total": getattr(stats, name) for name in counters}
-            gauges = ("running", "waiting", "blocks", "blocks_held")
-            values |= {name: getattr(stats, name) for name in gauges}
         return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
 
 

@@ -5,37 +5,45 @@ import contextlib
 import logging
 import secrets
 import socket
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 
-import torch
 import uvicorn
 
 from bombus import telemetry
 from bombus.bus import Bus
-from bombus.errors import BusUnavailable, Code, EngineFault
+from bombus.errors import BusUnavailable, EngineFault
 from bombus.events import WeightsReady
 from bombus.follow import Follower
-from bombus.generation import Fault
-from bombus.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
+from bombus.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.process import listen
 from bombus.run_config import RunConfig
 from bombus.state import EngineState, Phase
+from bombus_inference.backend import Backend, Deliver, Policy
 from bombus_inference.fetching import Fetcher
-from bombus_inference.patching import read_patches
-from bombus_inference.server import App
-from bombus_inference.settings import EngineSettings, InferenceSettings
-from bombus_inference.weights import make_engine, read_state
+from bombus_inference.server import App, Asgi
+from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
 
 LOAD_ATTEMPTS = 3
 BACKLOG = 4096
-# The engine's thread asks for the interpreter's lock thousands of times a second; at Python's 5 ms it would wait more
-# than it computes whenever the HTTP side is busy.
-SWITCH_INTERVAL_S = 0.0005
 
-STOPPED = Fault(why="the engine was stopped", code=Code.WRONG_PHASE)
+
+def make_backend(settings: InferenceSettings, deliver: Deliver) -> Backend:
+    """What the settings name. Imports that alone: torch takes seconds and half a gigabyte."""
+    match settings.backend:
+        case "torch":
+            from bombus_inference.torch_backend import TorchBackend
+
+            return TorchBackend(settings.compute, deliver)
+        case "vllm":
+            from bombus_inference.vllm_backend import VllmBackend
+
+            return VllmBackend(settings.compute, settings.vllm, deliver)
+        case "openai":
+            from bombus_inference.openai_backend import OpenAIBackend
+
+            return OpenAIBackend(settings.compute, settings.openai, deliver)
 
 
 class Replica:
@@ -43,13 +51,15 @@ class Replica:
 
     def __init__(self, bus: Bus, settings: InferenceSettings, url: str) -> None:
         self.name = settings.replica or f"replica-{secrets.token_hex(4)}"
-        self.app = App(settings.http, settings.engine, self.name)
+        self.app = App(settings.http, settings.engine, self.name, lambda deliver: make_backend(settings, deliver))
         self._bus = bus
         self._settings = settings
         self._url = url
         self._follower = Follower(bus)
         self._fetcher = Fetcher(bus, settings.engine, settings.cache)
         self._said = 0
+        self._loads = 0
+        self._losses = 0
         # In the ids of what we say: a replica of a fixed name says "alive, 1" in each of its lives.
         self._life = f"{self.name}-{secrets.token_hex(4)}"
 
@@ -66,7 +76,7 @@ class Replica:
             await self._leave()
 
     async def _until_broken(self) -> None:
-        await self.app.worker.failed
+        await self.app.backend.failed
 
     async def _leave(self) -> None:
         with contextlib.suppress(BusUnavailable):  # who cannot say goodbye lapses instead
@@ -87,21 +97,44 @@ class Replica:
 
     def _behind(self) -> bool:
         """Whether something newer is to be served than is served, or nothing any more."""
-        app, wanted = self.app, self._wanted()
-        over = self._engine.phase == Phase.OFFLINE or self._engine.run != app.run
+        serves, wanted = self.app.backend, self._wanted()
+        over = self._engine.phase == Phase.OFFLINE or self._engine.run != serves.run
         if wanted is None:
-            return app.version >= 0 and over
-        return (wanted.run, wanted.version) > (app.run, app.version)
+            return serves.version >= 0 and over
+        return (wanted.run, wanted.version) > (serves.run, serves.version)
 
     async def _keep_up(self) -> None:
         await self._follower.caught_up(None)
         while True:
-            await self._follower.wait_for(lambda _: self._behind())
+            await self._until_behind()
+            if self.app.backend.lost.is_set():
+                self.app.backend.lost.clear()
+                await self._leave_for_now()
             wanted = self._wanted()
+            if not self._behind():
+                continue
             if wanted is None:
-                await self._unload()
+                log.info("nothing to serve: weights dropped", extra={"run": self.app.backend.run})
+                await self.app.backend.unload()
             else:
                 await self._load(wanted)
+
+    async def _leave_for_now(self) -> None:
+        """Nobody shall ask a replica that has lost its weights: it joins anew by being alive, with nothing loaded."""
+        self._losses += 1
+        await self._say(
+            ReplicaLeaves(id=f"{self._life}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
+        )
+
+    async def _until_behind(self) -> None:
+        """The log says something new, or the backend has lost what it had."""
+        lost = asyncio.create_task(self.app.backend.lost.wait())
+        behind = asyncio.create_task(self._follower.wait_for(lambda _: self._behind()))
+        try:
+            await asyncio.wait({lost, behind}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+            behind.cancel()
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
@@ -109,7 +142,7 @@ class Replica:
         """Load and say so. A version that is overtaken meanwhile may be gone from the folder, and is let be."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):
             try:
-                await self._bring_in(ready)
+                await self._unless_over(ready.run, self._bring_in(ready))
                 return
             except EngineFault as fault:
                 log.warning("version %d, attempt %d: %s", ready.version, attempt, fault, extra={"run": ready.run})
@@ -128,30 +161,33 @@ class Replica:
         await self._say(broke)
         await self._follower.wait_for(lambda _: self._wanted() is not ready)
 
+    async def _unless_over(self, run: int, loading: Coroutine[None, None, None]) -> None:
+        """Give loading up when its run ends: an engine that takes minutes to start would start for nobody."""
+        over = asyncio.create_task(
+            self._follower.wait_for(lambda _: (wanted := self._wanted()) is None or wanted.run != run)
+        )
+        task = asyncio.create_task(loading)
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                await task
+        finally:
+            over.cancel()
+            task.cancel()
+            await asyncio.wait({task})
+
     async def _bring_in(self, ready: WeightsReady) -> None:
-        """A swap within a run, a fresh engine for a new one. Files are read in a thread, the old version serving."""
-        app, run, version = self.app, ready.run, ready.version
+        run, version = ready.run, ready.version
         loop = asyncio.get_running_loop()
         started = loop.time()
         fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
-        folder = fetched.folder
-        if app.version >= 0 and app.run == run:
-            if fetched.delta is not None and fetched.base == app.version:
-                patches = await asyncio.to_thread(read_patches, fetched.delta, self._settings.compute)
-                await app.worker.patch(patches, version, run)
-            else:
-                state = await asyncio.to_thread(read_state, folder, self._settings.compute)
-                await app.worker.swap(state, version, run)
-        else:
-            await self._unload()
-            settings = self._engine_settings()
-            engine = await asyncio.to_thread(make_engine, folder, settings, run=run, version=version)
-            await app.worker.install(engine, STOPPED)
-        app.run, app.version = run, version
+        policy = Policy(fetched.folder, run, version, self._max_model_len(), fetched.delta, fetched.base)
+        await self.app.backend.bring_in(policy, self._tell)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
+        self._loads += 1  # what was lost is loaded again, and that is no repeat
         loaded = WeightsLoadedFact(
-            id=f"{self._life}-{run}-loaded-{version}",
+            id=f"{self._life}-{run}-loaded-{version}-{self._loads}",
             engine=self._settings.engine,
             run=run,
             version=version,
@@ -159,20 +195,11 @@ class Replica:
         )
         await self._say(loaded)
 
-    async def _unload(self) -> None:
-        if self.app.version >= 0:
-            log.info("nothing to serve: weights dropped", extra={"run": self.app.run})
-        self.app.version = -1
-        await self.app.worker.install(None, STOPPED)
-
-    def _engine_settings(self) -> EngineSettings:
-        """Ours, with no longer sequences than the job has."""
+    def _max_model_len(self) -> int:
+        """Ours in tokens, or the job's if that is less."""
         active = self._engine.active
-        if active is None:
-            return self._settings.compute
-        job = RunConfig.from_json(active.config)
-        longest = min(self._settings.compute.max_model_len, job.rollout.max_model_len)
-        return self._settings.compute.model_copy(update={"max_model_len": longest})
+        longest = self._settings.compute.max_model_len
+        return longest if active is None else min(longest, RunConfig.from_json(active.config).rollout.max_model_len)
 
     # ---- what we say ------------------------------------------------------------------------------------------
 
@@ -185,6 +212,12 @@ class Replica:
             except BusUnavailable as error:
                 log.warning("a fact waits for the bus: %s", error)
 
+    async def _tell(self, stage: str) -> None:
+        """For `engine_status_detail` while the engine boots; what cannot be said at once is dropped."""
+        reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
+        with contextlib.suppress(BusUnavailable):
+            await self._bus.send(reached, timeout_s=1.0)
+
     async def _stay_alive(self) -> None:
         """One sign of life a second; one that cannot be said is stale before the bus is back, and is dropped."""
         while True:
@@ -194,8 +227,8 @@ class Replica:
                 engine=self._settings.engine,
                 replica=self.name,
                 url=self._url,
-                run=self.app.run,
-                version=self.app.version,
+                run=self.app.backend.run,
+                version=self.app.backend.version,
                 capacity=self._settings.compute.max_running,
             )
             try:
@@ -219,7 +252,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 @contextlib.asynccontextmanager
-async def http_server(app: App, bound: socket.socket) -> AsyncIterator[None]:
+async def http_server(app: Asgi, bound: socket.socket, drain_s: float) -> AsyncIterator[None]:
     """Serve `app` on a bound socket while the block runs; then let open requests finish for `drain_s`."""
     config = uvicorn.Config(
         app,
@@ -228,7 +261,7 @@ async def http_server(app: App, bound: socket.socket) -> AsyncIterator[None]:
         log_level="warning",
         access_log=False,
         backlog=BACKLOG,
-        timeout_graceful_shutdown=max(1, round(app.settings.drain_s)),
+        timeout_graceful_shutdown=max(1, round(drain_s)),
     )
     server = _Server(config)
     serving = asyncio.create_task(server.serve([bound]))
@@ -242,16 +275,15 @@ async def http_server(app: App, bound: socket.socket) -> AsyncIterator[None]:
 async def run(settings: InferenceSettings) -> None:
     """Serve an engine of a hive until cancelled. Raises `BusUnavailable` without a bus, or what broke the engine."""
     telemetry.configure("inference")
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    if settings.compute.threads:
-        torch.set_num_threads(settings.compute.threads)
     bound = listen(settings.http.host, settings.http.port)
     url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
         await bus.ensure_streams()
         replica = Replica(bus, settings, url)
         try:
-            async with http_server(replica.app, bound):  # on the way out it lets open requests finish
+            async with http_server(
+                replica.app, bound, settings.http.drain_s
+            ):  # on the way out it lets open requests finish
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:

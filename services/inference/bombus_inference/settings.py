@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from bombus.subjects import check_name
 
@@ -27,6 +27,30 @@ class EngineSettings(BaseModel):
     prefill_tokens_max: int = Field(default=1024, ge=1, le=1 << 20, description="prompt tokens in one step")
     choices_max: int = Field(default=128, ge=1, le=4096, description="n of one request")
     threads: int = Field(default=0, ge=0, le=1024, description="torch's threads; 0: one for each core")
+
+
+class VllmSettings(BaseModel):
+    """vLLM as a child process. What `EngineSettings` says of type, device, lengths and memory holds for it too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    python: Path | None = Field(default=None, description="that has vLLM; none: the one of `bombus install vllm`")
+    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="GPUs that share the model")
+    eager: bool = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
+    start_s: float = Field(default=900.0, gt=0, le=86_400, description="until it must be ready")
+    update_s: float = Field(default=300.0, gt=0, le=86_400, description="for each step of a change of weights")
+
+
+class OpenAISettings(BaseModel):
+    """A server elsewhere: vLLM's completions with token ids, or SGLang's `/generate`; which one is found out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    url: str = Field(default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://host:port")
+    model: str = Field(default="", max_length=1024, description="its name there; empty: the first that it lists")
+    api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?\w*$", description="the variable that holds the key")
+    drain_s: float = Field(default=60.0, ge=0, le=86_400, description="open requests may finish before new weights")
+    update_s: float = Field(default=600.0, gt=0, le=86_400, description="for the server to load new weights")
 
 
 class ServerSettings(BaseModel):
@@ -54,10 +78,19 @@ class InferenceSettings(BaseModel):
     alive_every_s: float = Field(default=1.0, gt=0, le=60)
     load_retry_s: float = Field(default=1.0, gt=0, le=60, description="between attempts to load weights")
     cache: Path | None = Field(default=None, description="for weights that are fetched; none: the system's folder")
+    backend: Literal["torch", "vllm", "openai"] = "torch"
     compute: EngineSettings = EngineSettings()
+    vllm: VllmSettings = VllmSettings()
+    openai: OpenAISettings = OpenAISettings()
     http: ServerSettings = ServerSettings()
 
     @field_validator("hive", "engine")
     @classmethod
     def _is_a_name(cls, name: str, info: ValidationInfo) -> str:
         return check_name(name, info.field_name or "")
+
+    @model_validator(mode="after")
+    def _backend_is_whole(self) -> "InferenceSettings":
+        if self.backend == "openai" and not self.openai.url:
+            raise ValueError("the openai backend needs the url of a server, such as http://127.0.0.1:8000")
+        return self

@@ -9,35 +9,19 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.generation import Fault, Generate, encode_frame
+from bombus_inference.backend import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure
 from bombus_inference.engine import Engine, Output, Stats
 from bombus_inference.patching import Patch
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-NOTHING_LOADED = Fault(why="this replica has no weights yet", code=Code.NO_REPLICA, retry=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """Encoded frames for one ticket. `fault` is set where the request failed; `body` then ends with it."""
-
-    ticket: int
-    body: bytes
-    done: bool
-    fault: Fault | None = None
-
-
-def _fault(ticket: int, fault: Fault) -> Delivery:
-    return Delivery(ticket, encode_frame(fault), True, fault)
 
 
 def _delivery(output: Output) -> Delivery:
@@ -52,7 +36,7 @@ class Worker:
     `failed` is completed with the exception when the engine breaks (out of memory, a bug): nothing runs after that.
     """
 
-    def __init__(self, deliver: Callable[[list[Delivery]], None]) -> None:
+    def __init__(self, deliver: Deliver) -> None:
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -159,13 +143,13 @@ class Worker:
 
     def _add(self, ticket: int, request: Generate) -> None:
         if self._engine is None:
-            self._answers.append(_fault(ticket, NOTHING_LOADED))
+            self._answers.append(failure(ticket, NOTHING_LOADED))
             return
         try:
             self._engine.add(ticket, request)
         except Refused as refused:
             elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-            self._answers.append(_fault(ticket, Fault(why=refused.why, code=refused.code, retry=elsewhere)))
+            self._answers.append(failure(ticket, Fault(why=refused.why, code=refused.code, retry=elsewhere)))
         else:
             self._open.add(ticket)
 
@@ -179,12 +163,12 @@ class Worker:
         self._engine = engine
 
     def _drop_all(self, fault: Fault) -> None:
-        self._answers += [_fault(ticket, fault) for ticket in self._open]
+        self._answers += [failure(ticket, fault) for ticket in self._open]
         self._open.clear()
 
     def _stop(self) -> None:
         self._stopping = True
-        self._install(None, Fault(why="the replica stops", code=Code.NO_REPLICA, retry=True))
+        self._install(None, STOPPING)
 
 
 def _settle(future: asyncio.Future[T], result: T) -> None:

@@ -1,0 +1,64 @@
+"""What a model's folder says of itself, without loading it: sizes from its configuration, tensors from their header."""
+
+import json
+import struct
+from pathlib import Path
+
+import msgspec
+
+from bombus.deltas import FULL_FILE
+from bombus.errors import EngineFault
+
+HEADER_BYTES_MAX = 100 << 20
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """Of `config.json`, the part that is about text. `context` is in tokens."""
+
+    vocabulary: int
+    context: int
+
+
+class _Tensor(msgspec.Struct):
+    shape: tuple[int, ...]
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Raises `EngineFault`."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        config = config.get("text_config", config)
+        return ModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error
+
+
+def read_shapes(folder: Path) -> Shapes:
+    """The shape of each tensor by name. The file begins with the length of a JSON header and the header (safetensors).
+
+    Raises `EngineFault`.
+    """
+    path = folder / FULL_FILE
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > HEADER_BYTES_MAX:
+                raise ValueError(f"its header would have {length} bytes")
+            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        return {name: msgspec.json.decode(raw, type=_Tensor).shape for name, raw in header.items()}
+    except (OSError, ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
+        raise EngineFault(f"{path} is no safetensors file: {error}") from error
+
+
+def check_same_shapes(before: Shapes, folder: Path) -> None:
+    """vLLM only warns of tensors that are missing, and serves a mixture. Raises `EngineFault` instead."""
+    after = read_shapes(folder)
+    missing = [name for name in before if name not in after]
+    if missing:
+        raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
+    for name, shape in before.items():
+        if after[name] != shape:
+            raise EngineFault(f"{name} is {list(after[name])}, the model wants {list(shape)}")

@@ -1,0 +1,104 @@
+"""The embedded engine: torch in a thread of this process."""
+
+import asyncio
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bombus.deltas import FULL_FILE
+from bombus.errors import EngineFault
+from bombus.generation import Generate
+from bombus.models import load_model
+from bombus_inference import attention
+from bombus_inference.backend import UNLOADED, Deliver, Policy, Tell
+from bombus_inference.engine import Engine
+from bombus_inference.patching import read_patches
+from bombus_inference.settings import EngineSettings
+from bombus_inference.worker import Worker
+
+# The engine's thread asks for the interpreter's lock thousands of times a second; at Python's 5 ms it would wait more
+# than it computes whenever the HTTP side is busy.
+SWITCH_INTERVAL_S = 0.0005
+
+COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
+GAUGES = ("running", "waiting", "blocks", "blocks_held")
+
+
+class TorchBackend:
+    """An engine that breaks takes its process along, so nothing is ever lost that could be brought in again."""
+
+    def __init__(self, settings: EngineSettings, deliver: Deliver) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
+        self.run = 0
+        self.version = -1
+        self.lost = asyncio.Event()
+        self.worker = Worker(deliver)
+        self._settings = settings
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        return self.worker.failed
+
+    def add(self, ticket: int, request: Generate) -> None:
+        self.worker.add(ticket, request)
+
+    def abort(self, ticket: int) -> None:
+        self.worker.abort(ticket)
+
+    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+        """A swap within a run, a fresh engine for a new one. Files are read in a thread, the old version serving."""
+        run, version = policy.run, policy.version
+        serving = self.version >= 0 and self.run == run
+        if serving and policy.delta is not None and policy.base == self.version:
+            patches = await asyncio.to_thread(read_patches, policy.delta, self._settings)
+            await self.worker.patch(patches, version, run)
+        elif serving:
+            state = await asyncio.to_thread(read_state, policy.folder, self._settings)
+            await self.worker.swap(state, version, run)
+        else:
+            await self.unload()
+            longest = min(self._settings.max_model_len, policy.max_model_len)
+            settings = self._settings.model_copy(update={"max_model_len": longest})
+            engine = await asyncio.to_thread(make_engine, policy.folder, settings, run=run, version=version)
+            await self.worker.install(engine, UNLOADED)
+        self.run, self.version = run, version
+
+    async def unload(self) -> None:
+        self.version = -1
+        await self.worker.install(None, UNLOADED)
+
+    async def metrics(self) -> Mapping[str, float]:
+        stats = self.worker.stats
+        if stats is None:
+            return {}
+        values: dict[str, float] = {f"{name}_total": getattr(stats, name) for name in COUNTERS}
+        return values | {name: getattr(stats, name) for name in GAUGES}
+
+    async def stop(self) -> None:
+        await self.worker.stop()
+
+
+def read_state(folder: Path, settings: EngineSettings) -> dict[str, Tensor]:
+    """The tensors by name, of the engine's type and on its device. Copied: the trainer may remove the file."""
+    try:
+        mapped = load_file(folder / FULL_FILE)
+    except (OSError, SafetensorError) as error:
+        raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
+    dtype = getattr(torch, settings.dtype)
+    return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
+
+
+def make_engine(folder: Path, settings: EngineSettings, *, run: int, version: int) -> Engine:
+    """A fresh engine for the model in `folder`. Raises `EngineFault`."""
+    attention.register()
+    model = load_model(folder, settings.dtype, attention.NAME)
+    model.to(settings.device)
+    model.requires_grad_(False)
+    return Engine(model, settings, run=run, version=version)

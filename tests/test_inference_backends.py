@@ -1,0 +1,98 @@
+"""Which engine a replica has, what becomes of one that cannot be had, and the command that chooses it."""
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from bombus.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
+from bombus.models import build_tiny
+from bombus_inference import cli, service
+from bombus_inference.settings import InferenceSettings, OpenAISettings
+from tests.foreign_servers import KEY, ForeignCompletions, serving
+from tests.inference_given import llama
+from tests.test_inference_service import COMPUTE, Hive, ask, play, ready, started, weights
+
+__all__ = ["play"]
+
+
+@asynccontextmanager
+async def replica(**settings: object) -> AsyncIterator[None]:
+    chosen = InferenceSettings(
+        replica="r1",
+        alive_every_s=0.05,
+        load_retry_s=0.01,
+        compute=COMPUTE,
+        **settings,  # type: ignore[arg-type]
+    )
+    running = asyncio.create_task(service.run(chosen))
+    try:
+        yield
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
+        broke = await play.hears(EngineBroke)
+        assert broke.run == 1
+        assert broke.reason.startswith("replica r1 cannot load version 0: ")
+        assert "run `bombus install vllm` first" in broke.reason
+
+
+async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    model = tmp_path / "v0"
+    build_tiny(model)
+    await play.say(started(1), ready(1, 0, weights(model)))
+    async with serving(ForeignCompletions(model, lacks=frozenset({"ids"}))) as url:
+        elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
+        async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
+            broke = await play.hears(EngineBroke)
+            assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
+            assert (await play.hears(ReplicaAlive)).version == -1
+
+
+async def test_a_server_elsewhere_serves_the_versions_of_the_log(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    for version in (0, 1):
+        build_tiny(tmp_path / f"v{version}", version)
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0")))
+    async with serving(ForeignCompletions(tmp_path / "v0")) as url:
+        elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
+        async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
+            assert (await play.hears(WeightsLoadedFact)).version == 0
+            alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+            assert (await ask(alive.url, 1, [5, 6])).only.versions == [0] * 12
+            await play.say(ready(1, 1, weights(tmp_path / "v1")))
+            assert (await play.hears(WeightsLoadedFact)).version == 1
+            assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
+
+
+def test_the_openai_backend_needs_a_url() -> None:
+    with pytest.raises(ValidationError, match="needs the url of a server"):
+        InferenceSettings(backend="openai")
+    with pytest.raises(ValidationError):
+        OpenAISettings(url="here")
+
+
+def test_the_command_says_what_is_wrong_with_its_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    assert cli.run(parser.parse_args(["--backend", "openai"])) == 2
+    assert "needs the url of a server" in capsys.readouterr().err
+    assert cli.run(parser.parse_args(["--backend", "vllm", "--tensor-parallel", "0"])) == 2
