@@ -7,7 +7,7 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
-from bombus.events import EpisodeType
+from bombus.events import Collection, EngineConfigured, EpisodeType
 from bombus.follow import Follower
 from bombus.generation import Generate
 from bombus.job import parse_job
@@ -57,6 +57,25 @@ def test_only_replicas_with_the_newest_weights_of_this_run_serve_a_synchronous_j
         "good": replica(),
     }
     assert list(fitting(state)) == ["good"]
+
+
+def test_an_asynchronous_job_is_also_served_by_replicas_that_are_behind_within_its_bound() -> None:
+    job = EngineConfigured(config="", config_digest="", collection=Collection(max_staleness=1), model="")
+    state = EngineState(name="main", run=1, version=4, active=job)
+    state.replicas = {
+        "older": replica(version=2),
+        "old": replica(version=3),
+        "good": replica(),
+        "none": replica(version=-1),
+    }
+    assert list(fitting(state)) == ["old", "good"]
+
+
+def test_a_busier_home_gives_way_to_the_replica_with_most_room_for_its_size() -> None:
+    replicas = {"small": replica(capacity=4), "large": replica(capacity=64), "larger": replica(capacity=128)}
+    homed = next(episode for episode in map(str, range(99)) if best(replicas, Counter(), episode)[0] == "small")
+    running = Counter({"small": 4, "large": 20, "larger": 30})
+    assert best(replicas, running, homed)[0] == "larger"
 
 
 def test_what_may_be_sampled_is_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:

@@ -1,0 +1,113 @@
+"""A double of vLLM's server process, standard library alone: its words on a unix socket, canned tokens, true versions.
+
+It samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until the weights have changed. Weights in a
+folder whose name begins with `broken` fail while they are loaded; with one that begins with `dead` it does not start.
+"""
+
+import http.server
+import json
+import socketserver
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class Weights:
+    """What it serves, and what was asked of it."""
+
+    def __init__(self) -> None:
+        self.label = "default"
+        self.paused = False
+        self.running = 0
+        self.changed = threading.Condition()
+
+
+WEIGHTS = Weights()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def address_string(self) -> str:
+        return "a unix socket"
+
+    def log_message(self, format: str, *arguments: object) -> None: ...
+
+    def do_GET(self) -> None:
+        known = f'vllm:num_requests_running{{engine="0"}} {WEIGHTS.running}\n'
+        self._answer(200 if self.path in ("/health", "/metrics") else 404, known.encode())
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        given: dict[str, Any] = json.loads(body) if body else {}
+        path = self.path.partition("?")[0]
+        if path == "/inference/v1/generate":
+            self._generate(given)
+            return
+        with WEIGHTS.changed:
+            if path == "/collective_rpc" and Path(given["kwargs"]["weights_path"]).name.startswith("broken"):
+                self._answer(500, b'{"error": {"message": "the file breaks off"}}')
+                return
+            if path in ("/pause", "/resume"):
+                WEIGHTS.paused = path == "/pause"
+            elif path == "/update_weight_version":
+                WEIGHTS.label = given["new_version"]
+            WEIGHTS.changed.notify_all()
+        self._answer(200, b'{"success":true}')
+
+    def _generate(self, given: dict[str, Any]) -> None:
+        count = given["sampling_params"]["max_tokens"]
+        began = WEIGHTS.label
+        WEIGHTS.running += 1
+        if given["stream"]:
+            self.send_response(200)
+            self.send_header("connection", "close")
+            self.end_headers()
+        labels: list[str] = []
+        for at in range(count):
+            if given["token_ids"][0] == 7 and at == count // 2:
+                with WEIGHTS.changed:
+                    WEIGHTS.changed.wait_for(lambda: WEIGHTS.label != began and not WEIGHTS.paused)
+            labels.append(WEIGHTS.label)
+            if given["stream"]:
+                event = {"choices": [choice(range(at, at + 1), labels, at + 1 == count)]}
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        WEIGHTS.running -= 1
+        if given["stream"]:
+            self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+        else:
+            self._answer(200, json.dumps({"choices": [choice(range(count), labels, True)]}).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def choice(places: range, labels: list[str], last: bool) -> dict[str, Any]:
+    tokens = [at + 1 for at in places]
+    spans = [{"version": label, "start": at, "end": at + 1} for at, label in enumerate(labels)]
+    return {
+        "index": 0,
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "top_logprobs": []} for token in tokens]},
+        "finish_reason": "length" if last else None,
+        "weight_versions": spans if last else None,
+    }
+
+
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+
+
+def main(words: list[str]) -> None:
+    if Path(words[words.index("--model") + 1]).name.startswith("dead"):
+        raise RuntimeError("no such model")
+    Server(words[words.index("--uds") + 1], Handler).serve_forever()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
