@@ -1,7 +1,8 @@
 """A double of vLLM's server process, standard library alone: its words on a unix socket, canned tokens, true versions.
 
 It samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until the weights have changed. Weights in a
-folder whose name begins with `broken` fail while they are loaded; with one that begins with `dead` it does not start.
+folder whose name begins with `broken` fail while they are loaded; with one that begins with `dead` it does not start;
+one that begins with `sick` loads, and kills the engine behind the server.
 """
 
 import http.server
@@ -20,6 +21,7 @@ class Weights:
         self.label = "default"
         self.paused = False
         self.running = 0
+        self.well = True
         self.changed = threading.Condition()
 
 
@@ -36,7 +38,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         known = f'vllm:num_requests_running{{engine="0"}} {WEIGHTS.running}\n'
-        self._answer(200 if self.path in ("/health", "/metrics") else 404, known.encode())
+        well = WEIGHTS.well or self.path != "/health"
+        self._answer(200 if well else 503, known.encode())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -49,6 +52,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if path == "/collective_rpc" and Path(given["kwargs"]["weights_path"]).name.startswith("broken"):
                 self._answer(500, b'{"error": {"message": "the file breaks off"}}')
                 return
+            if path == "/collective_rpc":
+                WEIGHTS.well = not Path(given["kwargs"]["weights_path"]).name.startswith("sick")
             if path in ("/pause", "/resume"):
                 WEIGHTS.paused = path == "/pause"
             elif path == "/update_weight_version":

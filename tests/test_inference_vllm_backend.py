@@ -54,7 +54,7 @@ def vllm(tmp_path: Path) -> VllmSettings:
     shim = tmp_path / "python"
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("a_vllm.py")} "$@"\n')
     shim.chmod(0o755)
-    return VllmSettings(python=shim, start_s=60.0)
+    return VllmSettings(python=shim, start_s=60.0, health_s=0.5)
 
 
 @pytest.fixture
@@ -90,6 +90,13 @@ async def test_weights_that_break_off_end_the_child_and_the_next_ones_start_anot
     await stage.backend.bring_in(stage.policy(2), silent)
     assert await stage.serves(2)
     assert stage.backend.pid != pid
+
+
+async def test_a_server_that_lives_on_without_its_engine_is_ended(stage: Stage) -> None:
+    await stage.backend.bring_in(stage.policy(1, "sick"), silent)
+    async with asyncio.timeout(30):
+        await stage.backend.lost.wait()
+    assert (stage.backend.version, stage.backend.pid) == (-1, None)
 
 
 async def test_a_call_that_is_open_when_the_child_is_ended_may_be_tried_elsewhere(stage: Stage) -> None:
@@ -142,6 +149,17 @@ async def test_a_replica_whose_vllm_is_killed_leaves_and_comes_back_with_the_new
         assert (again.version, again.id != first.id) == (1, True)
         alive = await play.hears(ReplicaAlive, lambda message: message.version == 1)
         assert (await ask(alive.url, 1, [5])).only.versions == [1] * 12
+
+
+async def test_a_replica_whose_change_of_weights_fails_leaves_until_it_has_the_newest(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
+) -> None:
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=vllm):
+        await play.hears(WeightsLoadedFact)
+        await play.say(ready(1, 1, weights(tmp_path / "broken", llama(1))))
+        await play.hears(ReplicaLeaves)
+        assert (await play.hears(WeightsLoadedFact)).version == 1, "a fresh child begins with them"
 
 
 async def test_a_run_that_ends_while_vllm_starts_ends_the_start(

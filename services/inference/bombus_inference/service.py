@@ -141,10 +141,13 @@ class Replica:
     async def _load(self, ready: WeightsReady) -> None:
         """Load and say so. A version that is overtaken meanwhile may be gone from the folder, and is let be."""
         for attempt in range(1, LOAD_ATTEMPTS + 1):
+            served = self.app.backend.version >= 0
             try:
                 await self._unless_over(ready.run, self._bring_in(ready))
                 return
             except EngineFault as fault:
+                if served and self.app.backend.version < 0:
+                    await self._leave_for_now()
                 log.warning("version %d, attempt %d: %s", ready.version, attempt, fault, extra={"run": ready.run})
                 why = str(fault)
             try:

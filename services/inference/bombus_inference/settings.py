@@ -39,6 +39,7 @@ class VllmSettings(BaseModel):
     eager: bool = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
     start_s: float = Field(default=900.0, gt=0, le=86_400, description="until it must be ready")
     update_s: float = Field(default=300.0, gt=0, le=86_400, description="for each step of a change of weights")
+    health_s: float = Field(default=60.0, gt=0, le=86_400, description="without a sign of health it is ended")
 
 
 class OpenAISettings(BaseModel):

@@ -6,6 +6,7 @@ has arrived before is the old version's; which of the later ones is whose, vLLM 
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 
@@ -28,7 +29,7 @@ from bombus_inference.vllm_wire import Label, portions, request_body
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-HEALTHY_S = 120.0  # who served for so long starts again at once
+HEALTHY_S = 120.0  # after so long it starts again sooner
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
@@ -192,7 +193,7 @@ class VllmBackend:
         """When it ends by itself: say that nothing is served any more, and why."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        await server.ended.wait()
+        await self._until_dead(server)
         healthy = loop.time() - began > HEALTHY_S
         self._pause_s = RESTART_S if healthy else min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
         log.error("vLLM died and is started again in %.0f s: %s", self._pause_s, server.last_words())
@@ -201,6 +202,19 @@ class VllmBackend:
         await server.stop()
         self._server = None
         self.lost.set()
+
+    async def _until_dead(self, server: VllmServer) -> None:
+        """It has ended; or it lives on and has not been well for `health_s`, as a server whose engine died may do."""
+        loop = asyncio.get_running_loop()
+        well = loop.time()
+        while loop.time() - well < self._vllm.health_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._vllm.health_s / 8):
+                    await server.ended.wait()
+                    return
+            if await server.is_well():
+                well = loop.time()
+        log.error("vLLM has not been well for %.0f s and is ended", self._vllm.health_s)
 
     async def _end_server(self, fault: Fault) -> None:
         self.version = -1

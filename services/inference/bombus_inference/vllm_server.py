@@ -166,7 +166,7 @@ class VllmServer:
         loop = asyncio.get_running_loop()
         began = told = loop.time()
         await tell("starting vLLM")
-        while not await self._answers():
+        while not await self.is_well():
             if self.ended.is_set():
                 raise EngineFault(f"vLLM did not start; its last words: {self.last_words()}")
             if loop.time() - told >= TELL_EVERY_S:
@@ -177,7 +177,8 @@ class VllmServer:
                 async with asyncio.timeout(POLL_S):
                     await self.ended.wait()
 
-    async def _answers(self) -> bool:
+    async def is_well(self) -> bool:
+        """Whether it answers, and says that its engine runs."""
         try:
             return (await self.client.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
