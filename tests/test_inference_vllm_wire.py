@@ -51,6 +51,12 @@ def test_logprobs_of_other_tokens_are_an_error():
         portions(json.dumps(chunk).encode(), 7, 0)
 
 
+def test_an_end_without_versions_is_an_error():
+    chunk = {"choices": [{**CHUNK["choices"][0], "weight_versions": None}]}
+    with pytest.raises(EngineGone, match="does not say which weights"):
+        portions(json.dumps(chunk).encode(), 7, 0)
+
+
 @pytest.mark.parametrize(
     ("spans", "words"),
     [

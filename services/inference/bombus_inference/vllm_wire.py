@@ -103,6 +103,8 @@ def _portion(choice: Choice, run: int, top_logprobs: int, cached: int) -> Portio
     entries = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in entries] != choice.token_ids:
         raise EngineGone("the logprobs are not those of the tokens")
+    if choice.finish_reason is not None and choice.weight_versions is None:
+        raise EngineGone("the engine does not say which weights sampled the tokens")
     tops: list[TopRow] = []
     if top_logprobs:
         tops = [
