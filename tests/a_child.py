@@ -26,6 +26,7 @@ def main(socket: str, how: str = "") -> None:
     engine = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     print(f"engine {engine.pid} DEV={os.environ.get('VLLM_SERVER_DEV_MODE')}", flush=True)
     if how == "dies":
+        print("(APIServer pid=1) WARNING 11-21 15:20:24 [base.py:1] ValueError: no chat template", flush=True)
         print("(EngineCore pid=1) ERROR 11-21 15:20:24 [core.py:1] RuntimeError: no such model:", flush=True)
         print("(EngineCore pid=1) ERROR 11-21 15:20:24 [core.py:1]   nowhere", flush=True)
         raise ValueError("what follows from it")

@@ -39,7 +39,7 @@ REASON_CHARS_MAX = 400
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
 
 _bad_news = re.compile(r"\b(ERROR|CRITICAL)\b")
-_whose_line = re.compile(r"^\(.*? pid=\d+\) (?:[A-Z]+ .*?\] )?")
+_whose_line = re.compile(r"^\(.*? pid=\d+\) (?:(?:ERROR|CRITICAL) .*?\] )?")
 _an_exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
 
 
@@ -115,6 +115,7 @@ class VllmServer:
             await self._spawn([*keeper, *command], variables)
             async with asyncio.timeout(start_s):
                 await self._until_ready(tell)
+            self._lines.clear()
         except TimeoutError:
             await self.stop()
             raise EngineFault(
@@ -156,7 +157,10 @@ class VllmServer:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def last_words(self) -> str:
-        """Why it died, as far as it said: the first exception (the others follow from it), or its last line."""
+        """Why it died, as far as it said: the first exception (the others follow from it), or its last line.
+
+        What it only warned of does not count, nor, once it is ready, what it said before.
+        """
         lines = [_whose_line.sub("", line) for line in self._lines]
         first = next((at for at, line in enumerate(lines) if _an_exception.match(line)), len(lines) - 1)
         more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
