@@ -1,0 +1,126 @@
+"""Tokens a second of the torch engine and of vLLM as replicas serve them, and how long a change of weights takes.
+
+python -m bench.vllm                                    # smollm2, float32 and bfloat16, 1, 8 and 32 at once
+python -m bench.vllm --dtype float32 --at-once 8 --tokens 16
+"""
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from bombus.generation import FrameReader, Generate, Tokens
+from bombus.models import resolve_model
+from bombus.records import SamplingParams, pack_tokens
+from bombus_inference.backend import Backend, Deliver, Delivery, Policy
+from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.torch_backend import TorchBackend
+from bombus_inference.vllm_backend import VllmBackend
+
+CONTEXT = 512
+PROMPT = 32
+
+
+class Load:
+    """Requests at once, and how many tokens came back."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self._left = 0
+        self._over = asyncio.Event()
+        self._next = 0
+
+    def deliver(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            for frame in FrameReader().feed(delivery.body):
+                self.tokens += len(frame.tokens) // 4 if isinstance(frame, Tokens) else 0
+            self._left -= delivery.done
+        if self._left == 0:
+            self._over.set()
+
+    async def rate(self, backend: Backend, at_once: int, tokens: int) -> float:
+        """Tokens a second over one round of `at_once` requests with prompts of their own."""
+        self.tokens, self._left = 0, at_once
+        self._over.clear()
+        began = time.perf_counter()
+        for _ in range(at_once):
+            self._next += 1
+            prompt = pack_tokens([100 + self._next % 1000, *range(200, 200 + PROMPT - 1)])
+            sampling = SamplingParams(max_tokens=tokens)
+            request = Generate(id="b", engine="main", run=1, prompt=prompt, sampling=sampling)
+            backend.add(self._next, request)
+        await self._over.wait()
+        assert self.tokens == at_once * tokens
+        return self.tokens / (time.perf_counter() - began)
+
+
+def make(name: str, settings: EngineSettings, deliver: Deliver) -> Backend:
+    match name:
+        case "torch":
+            return TorchBackend(settings, deliver)
+        case "vllm":
+            return VllmBackend(settings, VllmSettings(), deliver)
+        case _:
+            return VllmBackend(settings, VllmSettings(eager=True), deliver)
+
+
+async def quiet(stage: str) -> None: ...
+
+
+async def bench(name: str, dtype: str, arguments: argparse.Namespace, folders: list[Path]) -> None:
+    load = Load()
+    settings = EngineSettings(
+        dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
+    )
+    backend = make(name, settings, load.deliver)
+    try:
+        began = time.perf_counter()
+        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), quiet)
+        start_s = time.perf_counter() - began
+        await load.rate(backend, 2, 8)  # warm
+        rates = []
+        for at_once in arguments.at_once:
+            rounds = [await load.rate(backend, at_once, arguments.tokens) for _ in range(arguments.rounds)]
+            rates.append(f"{max(rounds):.0f}")
+        swaps = []
+        for version in range(1, 4):
+            began = time.perf_counter()
+            await backend.bring_in(Policy(folders[version % 2], 1, version, CONTEXT), quiet)
+            swaps.append(time.perf_counter() - began)
+        print(
+            f"| {name} {dtype} | {' / '.join(rates)} | {start_s:.1f} | {1000 * min(swaps):.0f} |",
+            flush=True,
+        )
+    finally:
+        await backend.stop()
+
+
+async def run(arguments: argparse.Namespace) -> None:
+    print(f"| engine | tokens/s at {' / '.join(map(str, arguments.at_once))} at once | start s | new weights ms |")
+    print("|---|---|---|---|")
+    for dtype in arguments.dtype:
+        model = resolve_model(arguments.model, dtype=dtype)
+        with tempfile.TemporaryDirectory() as kept:
+            other = Path(shutil.copytree(model, Path(kept, "other")))
+            for name in arguments.engines:
+                await bench(name, dtype, arguments, [model, other])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
+        "--engines", nargs="+", default=["torch", "vllm-eager"], choices=("torch", "vllm", "vllm-eager")
+    )
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 8, 32])
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""vLLM as a server that somebody else runs: the openai backend's first dialect, spoken with the real one."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bombus.demo.hive import free_port
+from bombus.environments import environment_python
+from bombus.errors import EngineFault
+from bombus.models import build_tiny, load_model
+from bombus_inference import vllm_keeper
+from bombus_inference.backend import Policy
+from bombus_inference.openai_backend import OpenAIBackend
+from bombus_inference.settings import EngineSettings, OpenAISettings, VllmSettings
+from bombus_inference.vllm_server import vllm_environment
+from tests.backend_given import Asker, silent
+from tests.inference_given import request, worst_difference
+
+CONTEXT = 256
+START_S = 600.0
+ENGINE = EngineSettings(max_model_len=CONTEXT, max_running=8)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    made = [tmp_path_factory.mktemp(f"v{seed}") for seed in (0, 1)]
+    for seed, folder in enumerate(made):
+        build_tiny(folder, seed)
+    return made
+
+
+@asynccontextmanager
+async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, Asker]]:
+    """A backend for a vLLM that listens at a port, as its own documentation starts it."""
+    port = free_port()
+    command = [str(environment_python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", *options]
+    with (folder / "vllm.log").open("wb") as log:
+        server = await asyncio.create_subprocess_exec(
+            sys.executable, vllm_keeper.__file__, str(os.getpid()), *command,
+            env=vllm_environment(EngineSettings(threads=1), VllmSettings()),
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    asker = Asker()
+    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), asker.deliver)
+    try:
+        async with asyncio.timeout(START_S):
+            await until_ready(f"http://127.0.0.1:{port}/health", server, folder / "vllm.log")
+        yield backend, asker
+    finally:
+        await backend.stop()
+        server.send_signal(signal.SIGTERM)
+        await server.wait()
+
+
+async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -> None:
+    async with httpx.AsyncClient() as client:
+        while True:
+            with suppress(httpx.HTTPError):
+                if (await client.get(url, timeout=5)).status_code == 200:
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await server.wait()
+                    pytest.fail(log.read_text()[-3000:])
+
+
+async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) -> None:
+    async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, asker):
+        for version in (0, 1):
+            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
+            for stream in (False, True):
+                asked = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
+                answer = await asker.ask(backend, asked)
+                for made in answer.choices.values():
+                    assert made.versions == [version] * 20
+                    assert worst_difference(load_model(folders[version]), [5, 6, 7], made) < 1e-4
+                    assert all(len(row) == 3 for row in made.top)
+        whole = (await asker.ask(backend, request([5], seed=3))).only
+        made = (await asker.ask(backend, request([5], seed=3, stop=(whole.tokens[4],)))).only
+        assert made.finish == "stop"
+        assert made.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
+
+
+async def test_a_vllm_as_it_comes_has_logprobs_of_the_wrong_distribution_and_that_is_said(folders: list[Path]) -> None:
+    async with elsewhere(folders[0]) as (backend, _):
+        with pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"):
+            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
