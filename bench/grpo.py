@@ -24,7 +24,7 @@ from bombus.generation import Finished, Generate, Tokens
 from bombus.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
 from bombus_inference.engine import Engine
 from bombus_inference.settings import EngineSettings
-from bombus_inference.weights import make_engine
+from bombus_inference.torch_backend import make_engine
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.executor import Executor
 from bombus_trainer.settings import TrainerSettings
@@ -108,7 +108,12 @@ def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[lis
 
 def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     settings = TrainerSettings(
-        seed=arguments.seed, learning_rate=arguments.lr, weight_decay=0.0, grad_clip=1.0, precision="float32"
+        seed=arguments.seed,
+        learning_rate=arguments.lr,
+        weight_decay=0.0,
+        grad_clip=1.0,
+        precision="float32",
+        aggregation="token",
     )
     executor = Executor(folder, settings)
     limits = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
