@@ -15,6 +15,8 @@ PARTS = {
     "takeover": ["-m", "bench.takeover", "--times", "3"],
     "engine": ["bench/engine.py", "--cpu-time"],
     "packing": ["bench/packing.py"],
+    "deltas": ["-m", "bench.deltas"],
+    "peak_memory": ["bench/peak_memory.py"],
 }
 
 

@@ -4,16 +4,16 @@
     python -m bench.deltas --model tiny        (any model's name or folder)
 
 The model answers 4 prompts 4 times through our engine; the reward is how many of an answer's characters are vowels. Of
-each step: the share of values that changed, the delta's bytes over the full file's, and the seconds that the trainer
-needs for a full copy and for a delta, and a replica to put the file together, to take the delta in place, and to read
-the whole file instead. Weights decay as they do by default.
+each step: the share of values that changed, the delta's bytes over the full file's, and the CPU seconds that the
+trainer needs for a full copy and for a delta, and a replica to put the file together, to take the delta in place, and
+to read the whole file instead. Weights decay as they do by default.
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import TypeVar
 
 from tokenizers import Tokenizer
@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    started = perf_counter()
-    return work(), perf_counter() - started
+    started = process_time()
+    return work(), process_time() - started
 
 
 def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:

@@ -31,6 +31,7 @@ def bits_before_and_after(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return before, after
 
 
+@settings(deadline=None)
 @given(bits_before_and_after())
 def test_base_and_patch_are_the_new_bits(pair: tuple[np.ndarray, np.ndarray]) -> None:
     before, after = pair
@@ -44,7 +45,7 @@ def test_base_and_patch_are_the_new_bits(pair: tuple[np.ndarray, np.ndarray]) ->
     assert np.array_equal(made, after)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 400_000), st.integers(1, 400_000))
 def test_elements_that_lie_far_apart_are_bridged(first: int, second: int) -> None:
     before = np.zeros(first + second, dtype=np.uint16)

@@ -22,7 +22,7 @@ from bombus_inference.patching import apply_patches, read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine, read_state
 from tests.deltas_given import write_full, write_versions
-from tests.inference_given import llama, qwen
+from tests.inference_given import Answers, engine_for, finish, llama, qwen, request
 
 COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
@@ -250,6 +250,22 @@ def test_a_delta_in_place_is_the_full_copy_in_the_engines_type(
     mine = dict(engine._model.named_parameters())
     assert mine.keys() == state.keys()
     assert all(torch.equal(mine[name], state[name]) for name in mine)
+
+
+def test_a_request_that_is_running_goes_on_under_the_new_version(tmp_path: Path) -> None:
+    model = llama()
+    old = {name: value.detach() for name, value in model.named_parameters()}
+    new = {name: value * 1.5 for name, value in old.items()}
+    _, second = write_versions(tmp_path, [old, new])
+    patches = read_patches(Path(second.where) / DELTA_FILE, COMPUTE)
+    engine = engine_for(model)
+    engine.add(0, request([1, 2, 3], max_tokens=8, stream=True))
+    answers = Answers()
+    for _ in range(3):
+        answers.take(engine.step())
+    engine.patch_weights(patches, 1, 1)
+    finish(engine, answers)
+    assert answers[0].only.versions == [0] * 3 + [1] * 5
 
 
 def test_a_delta_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:

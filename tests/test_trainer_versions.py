@@ -60,7 +60,7 @@ def two_versions(sketches: list[Sketch], seed: int) -> tuple[Tensors, Tensors]:
     return before, after
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(SKETCHES, min_size=1, max_size=4), st.integers(0, 2**32))
 def test_a_full_file_and_a_delta_are_the_next_full_file_bit_for_bit(sketches: list[Sketch], seed: int) -> None:
     versions = two_versions(sketches, seed)
@@ -201,6 +201,20 @@ async def test_a_trainer_gives_a_full_copy_of_its_newest_version_also_after_a_re
         file.unlink()
         trainer.cancel()
         await asyncio.gather(trainer, return_exceptions=True)
+
+
+async def test_a_full_copy_goes_by_the_object_store_where_weights_do(stage: Stage) -> None:
+    stage.train(options=delta_options(stage, weights_by="objects"))
+    await stage.start(bfloat16_job(stage))
+    await play_versions(stage, 1)
+    newest = published(stage)[-1]
+    assert newest.format == DELTA_FORMAT
+    for _ in range(2):  # also when an object was lost
+        assert isinstance(await ask_full_copy(stage, newest.where), Done)
+        blob = await stage.bus.get_blob(f"{newest.objects}/{FULL_FILE}")
+        assert sha256(blob).hexdigest() == newest.sha256
+        assert f"{newest.objects}/config.json" in await stage.bus.blob_names(f"{newest.objects}/")
+        await stage.bus.delete_blob(f"{newest.objects}/{FULL_FILE}")
 
 
 async def test_a_full_copy_of_what_the_trainer_does_not_hold_is_refused_with_a_sentence(stage: Stage) -> None:

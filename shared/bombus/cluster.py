@@ -52,7 +52,7 @@ class TrainerPart(Part):
     threads: Threads = 0
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     weights_by: Literal["folder", "objects"] = "folder"
-    weights_full_every: int = Field(default=1, ge=1, le=1024)
+    weights_full_every: int = Field(default=0, ge=0, le=1024)
 
     @model_validator(mode="after")
     def _one_process_of_torch(self) -> "TrainerPart":

@@ -137,7 +137,7 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, 
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
     arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
-    arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every > 1 else []
+    arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")

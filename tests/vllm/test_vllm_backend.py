@@ -10,6 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
+from bombus_inference.weights import FILE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bombus.errors import EngineFault
@@ -17,7 +18,6 @@ from bombus.models import load_model
 from bombus_inference.backend import Policy
 from bombus_inference.settings import EngineSettings, VllmSettings
 from bombus_inference.vllm_backend import VllmBackend
-from bombus_inference.weights import FILE
 from tests.backend_given import Asker, silent, until_metric
 from tests.inference_given import Completion, reference_logprobs, request, worst_difference
 

@@ -52,4 +52,4 @@ def apply_patches(parameters: Mapping[str, nn.Parameter], patches: Mapping[str, 
         if patch.where is None:
             flat.copy_(values)
         else:
-            flat[patch.where] = values
+            flat.index_copy_(0, patch.where, values)

@@ -54,9 +54,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights-full-every",
         type=int,
-        default=1,
+        default=0,
         metavar="N",
-        help="a full copy every N versions, in between only what has changed; 1: always full (default: %(default)s)",
+        help="a full copy every N versions, in between only what has changed (default: 1, by the object store 16)",
     )
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
     parser.add_argument(

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from bombus.deltas import CHAIN_MAX
 from bombus.subjects import check_name
 
+OBJECTS_FULL_EVERY = 16
+
 
 class TrainerOptions(BaseModel):
     """`folder` holds checkpoints and weights; unless these go by objects, replicas must see it under the same path.
@@ -25,7 +27,7 @@ class TrainerOptions(BaseModel):
     allow_download: bool = False
     weights_by: Literal["folder", "objects"] = Field(default="folder", description="how weights reach the replicas")
     weights_full_every: int = Field(
-        default=1, ge=1, le=CHAIN_MAX, description="every so many versions a full copy, deltas in between; 1: no deltas"
+        default=0, ge=0, le=CHAIN_MAX, description="versions; deltas in between; 1: no deltas; 0: as suits the way"
     )
     operation_timeout_s: float = Field(
         default=1800.0, gt=0.0, le=86_400.0, description="of what several ranks do together"
@@ -35,6 +37,11 @@ class TrainerOptions(BaseModel):
         default=15.0, gt=0.0, le=3600.0, description="how often a superseded trainer asks for the other, and waits"
     )
     retry_s_max: float = Field(default=30.0, gt=0.0, le=3600.0)
+
+    @property
+    def full_every(self) -> int:
+        """By a folder hashing a version costs more than reading it, so deltas save nothing unless that is far away."""
+        return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
 
     @field_validator("engine")
     @classmethod

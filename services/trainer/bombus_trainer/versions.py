@@ -44,9 +44,9 @@ class Versions:
         self._epoch = trainer_epoch
         self._held = Held()
         self._executor: Backend | None = None  # what the held version was exported by
+        self._booted = False  # the log's newest version is held, if it ever will be
         self._full_until = 0  # deltas were not worth it: not tried before this version
         self._lock = asyncio.Lock()
-        self._booted = asyncio.Event()  # who asks for a copy before that waits for the model
 
     async def __aenter__(self) -> Self:
         """Answer requests for full copies until the block ends."""
@@ -76,11 +76,11 @@ class Versions:
         """Write a version where replicas look for it. `newest` is the log's newest: what a delta may build on."""
         async with self._lock:
             weights = await asyncio.to_thread(self._write, executor, version, tokenizer, newest)
-            self._booted.set()
+            self._booted = True
             return await self._store(weights) if self._stored else weights
 
     def _write(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
-        if self._options.weights_full_every == 1:
+        if self._options.full_every == 1:
             self._held = Held()
             return export(executor, self._root, version, self._epoch, tokenizer)
         self._executor = executor
@@ -89,14 +89,14 @@ class Versions:
             return export(executor, self._root, version, self._epoch, tokenizer, self._held)
         weights = export_delta(executor, self._root, version, self._epoch, tokenizer, self._held, base)
         if weights.format != DELTA_FORMAT:
-            self._full_until = version + self._options.weights_full_every
+            self._full_until = version + self._options.full_every
         return weights
 
     def _base(self, version: int, newest: WeightsReady | None) -> WeightsReady | None:
         """What is held, if it is the log's newest version and may have another delta on top."""
         if newest is None or version < self._full_until or not self._holds(newest):
             return None
-        return newest if len(self._chain(newest.weights)) < self._options.weights_full_every else None
+        return newest if len(self._chain(newest.weights)) < self._options.full_every else None
 
     def _holds(self, ready: WeightsReady) -> bool:
         return (self._held.version, self._held.sha256) == (ready.version, ready.weights.sha256)
@@ -123,9 +123,10 @@ class Versions:
         """Remove what no version of `named` is, or is made of."""
         links = [link for ready in named if ready is not None for link in self._chain(ready.weights)]
         wheres = [link.where for link in links]
-        await asyncio.to_thread(keep_only, self._root, wheres, self._epoch)
-        if self._stored:
-            await self._prune_objects({PurePath(where).name for where in wheres})
+        async with self._lock:  # a full copy on its way is in a draft, which would be removed
+            await asyncio.to_thread(keep_only, self._root, wheres, self._epoch)
+            if self._stored:
+                await self._prune_objects({PurePath(where).name for where in wheres})
 
     def _chain(self, weights: Weights) -> list[Weights]:
         """What a version is made of; of another machine's trainer we do not know it."""
@@ -153,25 +154,27 @@ class Versions:
 
     async def recall(self, executor: Backend, newest: WeightsReady | None) -> None:
         """After a restart: hold the log's newest version again, which `executor` has, if it is a delta there."""
+        await self._hold(executor, newest)
+        self._booted = True
+
+    async def _hold(self, executor: Backend, newest: WeightsReady | None) -> None:
         if newest is None or newest.weights.format != DELTA_FORMAT or self._holds(newest):
-            self._booted.set()
             return
         async with self._lock:
             self._executor = executor
             found = await asyncio.to_thread(digest_of, executor, self._held)
             self._held.settle(newest.version, found)
-            self._booted.set()
         if not self._holds(newest):
             log.warning("version %d cannot be made again here: its digest would be %s", newest.version, found)
             self._held = Held()
 
     async def _on_asked(self, message: ReceivedMessage) -> None:
-        await self._bus.answer(message.reply, await self._give(message.data))
+        if self._booted:  # who gets no answer asks again
+            await self._bus.answer(message.reply, await self._give(message.data))
 
     async def _give(self, asked: bytes) -> Answer:
         """Asked for a place that the log names: its full file is put there."""
         where = asked.decode(errors="replace")
-        await self._booted.wait()
         try:
             async with self._lock:
                 await self._complete(where)
@@ -184,16 +187,17 @@ class Versions:
 
     async def _complete(self, where: str) -> None:
         place, executor = self._folder(where), self._executor
-        if (place / FULL_FILE).exists():
-            return
-        version = f"version-{self._held.version:08d}-"
-        if executor is None or not self._held.sha256 or not place.name.startswith(version) or not place.is_dir():
-            raise Refused(Code.WRONG_PHASE, f"the trainer holds no values of {where}: only those of its newest version")
-        before = {file.name for file in place.iterdir()}
-        log.warning("writing a full copy of %s, which a replica has asked for", place)
-        await asyncio.to_thread(complete, executor, place, self._held, self._epoch)
+        if not (place / FULL_FILE).exists():
+            version = f"version-{self._held.version:08d}-"
+            if executor is None or not self._held.sha256 or not place.name.startswith(version) or not place.is_dir():
+                why = f"the trainer holds no values of {where}: only those of its newest version"
+                raise Refused(Code.WRONG_PHASE, why)
+            log.warning("writing a full copy of %s, which a replica has asked for", place)
+            await asyncio.to_thread(complete, executor, place, self._held, self._epoch)
         if self._stored:
-            await self._put(place, sorted({file.name for file in place.iterdir()} - before))
+            stem = f"{self._objects}{place.name}/"
+            there = {name.removeprefix(stem) for name in await self._bus.blob_names(stem)}
+            await self._put(place, sorted({file.name for file in place.iterdir()} - there))
 
 
 def check_fits(size: int, room: int) -> None:

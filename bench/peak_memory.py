@@ -1,0 +1,94 @@
+"""Peak memory of a batch whose logits would not fit: our chunked logprobs beside full logits, a process each.
+
+    python bench/peak_memory.py                                 8,192 tokens, a vocabulary of 150,000
+    python bench/peak_memory.py --tokens 2048                   where 15 GB are not free
+
+Forward and backward of the output layer alone, hidden size 64, float32 on the CPU: logprobs of the sampled tokens and
+their gradients, for the hidden states and the output matrix. The figure is the growth of the process's largest resident
+set (VmHWM) from before the first product.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from time import process_time
+
+import torch
+
+from bombus_trainer.head import HeadPlan, chosen_logprobs
+from bombus_trainer.settings import TrainerSettings
+
+WAYS = ("chunked", "full logits")
+
+
+def peak_bytes() -> int:
+    """Of this process, since it began."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def free_bytes() -> int:
+    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
+
+
+def measure(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, float]:
+    torch.manual_seed(0)
+    hidden_UH = torch.randn(tokens, hidden, requires_grad=True)
+    weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
+    targets_N = torch.randint(vocabulary, (tokens,))
+    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # what the library allocates once
+    before, started = peak_bytes(), process_time()
+    if way == "chunked":
+        rows = TrainerSettings().logits_bytes_max // (4 * vocabulary)
+        head = HeadPlan(torch.arange(tokens), targets_N, torch.ones(tokens), rows)
+        logprobs_N = chosen_logprobs(hidden_UH, weight_VH, head)[0]
+    else:
+        logits_UV = hidden_UH @ weight_VH.t()
+        logprobs_N = torch.log_softmax(logits_UV, dim=1).gather(1, targets_N[:, None])[:, 0]
+        del logits_UV
+    loss = logprobs_N.mean()
+    loss.backward()
+    assert hidden_UH.grad is not None
+    return {
+        "bytes": peak_bytes() - before,
+        "cpu_s": process_time() - started,
+        "loss": float(loss.detach()),
+        "gradient": float(hidden_UH.grad.norm()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=150_000)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.way:
+        print(json.dumps(measure(asked.way, asked.tokens, asked.vocabulary, asked.hidden)))
+        return
+    logits = 4 * asked.tokens * asked.vocabulary
+    print(f"{asked.tokens} tokens, vocabulary {asked.vocabulary}: logits alone would be {logits / 1e9:.2f} GB")
+    size = ["--tokens", str(asked.tokens), "--vocabulary", str(asked.vocabulary), "--hidden", str(asked.hidden)]
+    for way in WAYS:
+        needed, free = (3 * logits if way == "full logits" else 0), free_bytes()
+        if needed > free:
+            print(f"{way:12} not run: it needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
+            continue
+        command = [sys.executable, __file__, "--way", way, *size]
+        run = subprocess.run(command, capture_output=True, text=True)
+        if run.returncode:
+            print(f"{way:12} failed (exit {run.returncode}): {run.stderr.strip().splitlines()[-1:]}")
+            continue
+        found = json.loads(run.stdout)
+        print(
+            f"{way:12} peak {found['bytes'] / 1e9:6.2f} GB, {found['cpu_s']:.1f} CPU s, "
+            f"loss {found['loss']:.6f}, |gradient| {found['gradient']:.6e}"
+        )
+
+
+if __name__ == "__main__":
+    main()
