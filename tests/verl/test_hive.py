@@ -204,3 +204,26 @@ def test_a_rank_that_is_killed_costs_no_step(tmp_path: Path) -> None:
         assert second_manifest["facts"]["trainer_epoch"] > first["facts"]["trainer_epoch"]
     finally:
         head.stop()
+
+
+def test_ray_places_the_ranks_of_a_trainer(tmp_path: Path) -> None:
+    head = Head(tmp_path, "bombus_trainer.launcher", "--mode", "connect", "--api-port", str(port := free_port()))
+    try:
+        words = shlex.split(head.until("^torchrun "))
+        said = words[words.index("bombus_trainer.worker") + 1 :]
+        command = [sys.executable, "-m", "bombus_trainer.ray_ranks", "--ranks", "2", *said]
+        ranks = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        try:
+            head.until("^ready ")
+            with SwarmClient(f"http://127.0.0.1:{port}") as client:
+                client.auto_sync_train_config_and_start_engine(job())
+                make_steps(client, 1, 1)
+            assert [each["ranks"] for each in checkpoints(tmp_path)] == [2]
+        finally:
+            family = psutil.Process(ranks.pid).children(recursive=True)
+            ranks.terminate()
+            ranks.wait(60)
+            _, alive = psutil.wait_procs(family, timeout=30)
+            assert not alive, "nothing of Ray is left behind"
+    finally:
+        head.stop()

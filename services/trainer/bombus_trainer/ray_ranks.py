@@ -1,0 +1,84 @@
+"""`python -m bombus_trainer.ray_ranks`: a trainer's ranks as tasks of a Ray cluster, which finds machines for them.
+
+Each task is what torchrun would have started, and runs the same worker. When one ends, all do, and this process too: whoever
+started it starts it again.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from bombus import logs
+from bombus.process import die_with_parent
+from bombus_trainer.cli import add_options, options_of
+from bombus_trainer.options import TrainerOptions
+
+RANKS_MAX = 4096
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bombus_trainer.ray_ranks", description=__doc__)
+    add_options(parser)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="a CPU or a GPU each (default: %(default)s)")
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="of the cluster (default: one on this machine alone)"
+    )
+    arguments = parser.parse_args(argv)
+    try:
+        options = options_of(arguments)
+        if not 1 <= arguments.ranks <= RANKS_MAX:
+            raise ValueError(f"--ranks {arguments.ranks} is refused: it takes 1 to {RANKS_MAX}")
+    except (ValidationError, ValueError) as error:
+        print(f"bombus_trainer.ray_ranks: {error}", file=sys.stderr)
+        return 2
+    die_with_parent()
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    own = {} if arguments.ray_address else {"num_cpus": arguments.ranks}
+    ray.init(arguments.ray_address, include_dashboard=False, **own)
+    try:
+        return _run(arguments, options)
+    finally:
+        ray.shutdown()  # with it go the tasks
+
+
+def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
+    address = ray.util.get_node_ip_address()
+    store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    environment = {
+        "WORLD_SIZE": str(arguments.ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here already
+        "LOCAL_RANK": "0",  # Ray shows a task its own device alone
+    }
+    needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}
+    task: Any = ray.remote(max_retries=0, **needs)(_rank)
+    said = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level, arguments.threads)
+    ranks = [task.remote(environment | {"RANK": str(rank)}, *said) for rank in range(arguments.ranks)]
+    ended, _ = ray.wait(ranks, num_returns=1)
+    return int(ray.get(ended[0]))
+
+
+def _rank(environment: dict[str, str], url: str, hive: str, options: str, log_level: str, threads: int) -> int:
+    import torch
+
+    from bombus_trainer.worker import run
+
+    os.environ.update(environment)
+    chosen = TrainerOptions.model_validate_json(options)
+    logs.configure("trainer", log_level, hive=hive, engine=chosen.engine, rank=environment["RANK"])
+    if threads:
+        torch.set_num_threads(threads)
+    return run(url, hive, chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
