@@ -1,7 +1,7 @@
 """`python -m bombus_trainer.ray_ranks`: a trainer's ranks as tasks of a Ray cluster, which finds machines for them.
 
-Each task is what torchrun would have started, and runs the same worker. When one ends, all do, and this process too: whoever
-started it starts it again.
+Each task is what torchrun would have started, and runs the same worker. When one ends, all do, and this process too:
+whoever started it starts it again.
 """
 
 import argparse
