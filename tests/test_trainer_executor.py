@@ -10,12 +10,14 @@ from transformers import AutoModelForCausalLM
 
 from bombus.errors import EngineFault
 from bombus.records import digest
+from bombus.run_config import RunConfig
 from bombus_trainer import checkpoint
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import export
+from bombus_trainer.loading import load_executor
 from bombus_trainer.optim import learning_rate
 from bombus_trainer.packing import pack
 from bombus_trainer.places import keep_only
@@ -357,3 +359,9 @@ def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path
     manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
     assert manifest.keys() == {"format", "facts", "state_bytes", "state_sha256"}
     assert manifest["format"] == 1
+
+
+def test_what_verl_has_trained_is_not_trained_again_with_torch() -> None:
+    job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
+    with pytest.raises(EngineFault, match="only be done with the torch backend"):
+        load_executor(job, tiny_settings())

@@ -1,7 +1,7 @@
 """The trainer on a real bus under a real coordinator; gateway, replica and clients are played."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,17 @@ from tokenizers.models import WordLevel
 from bombus import inbox
 from bombus.bus import Bus
 from bombus.events import StepCompleted, Weights
+from bombus.run_config import RunConfig
 from bombus.state import Phase
 from bombus_trainer import checkpoint
+from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import export
 from bombus_trainer.reading import BusCalls, read_batch
 from bombus_trainer.sample_files import load_samples
+from bombus_trainer.service import Trainer
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer_given import VOCAB
 from tests.trainer_stage import ENGINE, WAIT_S, Stage, served, staged
@@ -313,3 +317,28 @@ async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_
         "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install verl`, "
         "and start the trainer with --backend verl"
     )
+
+
+class Lost(Executor):
+    """Stands for a model on several ranks of which one is gone."""
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        raise BackendLost("rank 1: no room")
+
+
+async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_makes_the_step(stage: Stage) -> None:
+    def load(job: RunConfig) -> Backend:
+        return Lost(Path(job.model.path), TrainerSettings.of_job(job))
+
+    trainer = asyncio.create_task(Trainer(stage.bus, stage.options, load=load).run())
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    with pytest.raises(ExceptionGroup) as ended:
+        await trainer
+    assert ended.group_contains(BackendLost, match="no room")
+    assert stage.engine.step_failures == 1
+    stage.train()
+    await stage.until(Phase.ROLLING, version=1)

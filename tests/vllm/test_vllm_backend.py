@@ -10,9 +10,9 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from bombus_inference.weights import FILE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
 from bombus.models import load_model
 from bombus_inference.backend import Policy
@@ -238,7 +238,7 @@ async def test_weights_that_break_off_while_they_are_loaded_end_the_child_and_no
     processes = family(stage.backend)
     version = stage.backend.version
     llama(0).save_pretrained(tmp_path)
-    os.truncate(tmp_path / FILE, (tmp_path / FILE).stat().st_size - 4096)
+    os.truncate(tmp_path / FULL_FILE, (tmp_path / FULL_FILE).stat().st_size - 4096)
     with pytest.raises(EngineFault, match="in place"):
         await stage.backend.bring_in(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
     assert stage.backend.version == -1
