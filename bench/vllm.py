@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--at-once", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=0)
     asyncio.run(run(parser.parse_args()))
 
 

@@ -80,9 +80,11 @@ def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, st
         "PYTHONUNBUFFERED": "1",
     }
     if engine.device == "cpu":
-        # By default it takes all cores but one for itself and pins its threads to them: trainers need some as well.
+        # By itself it pins its threads to cores, and trainers need those too. One core is left for its other processes,
+        # and threads that wait for each other must not burn what those need.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        variables["OMP_NUM_THREADS"] = str(engine.threads or os.cpu_count() or 1)
+        variables["OMP_NUM_THREADS"] = str(engine.threads or max(1, (os.cpu_count() or 1) - 1))
+        variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     elif ":" in engine.device and vllm.tensor_parallel == 1:
         variables["CUDA_VISIBLE_DEVICES"] = engine.device.partition(":")[2]
     return variables
