@@ -1,8 +1,5 @@
 """What a job asks of the torch trainer, and what that cannot do."""
 
-import pytest
-
-from bombus.errors import EngineFault
 from bombus.job import parse_job
 from bombus.run_config import RunConfig
 from bombus_trainer.settings import TrainerSettings
@@ -41,14 +38,9 @@ def test_a_job_that_asks_for_nothing_trains_with_the_trainers_own_defaults() -> 
     assert settings == TrainerSettings(bin_tokens=settings.bin_tokens)
 
 
-def test_another_backends_job_is_refused() -> None:
-    with pytest.raises(EngineFault, match="it is the torch backend"):
-        TrainerSettings.of_job(job(backend="verl"))
-
-
-@pytest.mark.parametrize(("field", "name"), [("adv_estimator", "gae"), ("loss", "sapo")])
-def test_a_name_that_only_verl_knows_is_refused_with_those_that_there_are(field: str, name: str) -> None:
-    verls = job(backend="verl", **{field: name})
-    ours = verls.model_copy(update={"trainer": verls.trainer.model_copy(update={"backend": "torch"})})
-    with pytest.raises(EngineFault, match=rf"trainer\.{field} '{name}' is not known to the torch backend: it has"):
-        TrainerSettings.of_job(ours)
+def test_names_that_are_not_ours_are_verls() -> None:
+    verls = TrainerSettings.of_job(job(backend="verl", adv_estimator="gpg", loss="sapo"))
+    assert (verls.verl_adv_estimator, verls.verl_policy_loss) == ("gpg", "sapo")
+    ours = TrainerSettings.of_job(job(backend="verl", adv_estimator="reinforce++", loss="vanilla"))
+    assert (ours.verl_adv_estimator, ours.verl_policy_loss) == ("", "")
+    assert (ours.estimator, ours.loss) == ("reinforce_plus_plus", "clipped")

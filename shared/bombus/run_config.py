@@ -214,8 +214,8 @@ class TrainerConfig(Group):
     @field_validator("adv_estimator")
     @classmethod
     def _estimator_is_known(cls, name: str, info: ValidationInfo) -> str:
-        if name in CRITIC_ESTIMATORS and info.data.get("backend") == "torch":
-            raise ValueError("it needs a critic, which the torch backend does not have: backend verl has it")
+        if name in CRITIC_ESTIMATORS:
+            raise ValueError(f"it needs a critic, which bombus does not train; it takes one of {', '.join(Estimator)}")
         return _known(Estimator, name, info)
 
     @field_validator("loss")

@@ -98,8 +98,8 @@ def test_losses_and_advantages_of_verls_registries_are_reached_by_name(found: di
 
 def test_a_name_that_cannot_be_is_refused_with_all_that_can(found: dict[str, Any]) -> None:
     said = found["algorithms"]
-    assert said["unknown loss"].startswith("trainer.verl_policy_loss = 'clever' is not in verl's registry: it has ")
+    assert said["unknown loss"].startswith("trainer.loss = 'clever' is not in verl's registry: it has ")
     assert "gspo" in said["unknown loss"]
     assert "reinforce_plus_plus" in said["unknown estimator"]
-    refusal = "trainer.verl_adv_estimator = 'gae' is refused: it needs values, gamma, lam, which this trainer does not"
+    refusal = "trainer.adv_estimator = 'gae' is refused: it needs values, gamma, lam, which this trainer does not"
     assert said["critic"].startswith(refusal)

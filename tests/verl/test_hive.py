@@ -141,8 +141,8 @@ def test_two_grpo_steps_are_made_by_verl_through_the_whole_hive(one: tuple[Head,
 def test_a_loss_that_verl_does_not_have_ends_the_run_in_one_sentence(one: tuple[Head, Path]) -> None:
     head, _ = one
     with SwarmClient(head.url) as client:
-        client.sync_train_config(job(verl_policy_loss="clever"))
-        with pytest.raises(WrongPhase, match=r"verl_policy_loss = 'clever' is not in verl's registry: it has"):
+        client.sync_train_config(job(loss="clever"))
+        with pytest.raises(WrongPhase, match=r"loss = 'clever' is not in verl's registry: it has"):
             client.start_engine()
         status, reply = client.get_engine_status()
         assert status == "ENGINE.OFFLINE"
