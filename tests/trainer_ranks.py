@@ -31,7 +31,7 @@ from tests.trainer_given import call, episode, tiny_settings
 
 SIZE = 2
 WAIT_S = 60.0
-GRACE_S = 0.5
+GRACE_S = 3.0
 SCENARIOS = ("all is well", "no model", "one fails", "the leader fails", "one dies")
 
 
