@@ -12,8 +12,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from bombus import cluster, xorl
+from bombus.config_groups import allowed
 from bombus.job import AJET_KEYS
-from bombus.run_config import GROUPS, RunConfig, allowed
+from bombus.run_config import GROUPS, RunConfig
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

@@ -15,8 +15,8 @@ from bombus import Job
 from bombus.errors import Code, Refused
 from bombus.events import Collection, Method
 from bombus.job import RunConfig, derive_lengths, parse_job, to_yaml
-from bombus.run_config import TrainerConfig
 from bombus.sdk.job import KEYWORDS
+from bombus.trainer_config import TrainerConfig
 
 AGENTJET = """
 ajet:

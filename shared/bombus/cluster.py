@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic.fields import FieldInfo
 
 from bombus import xorl
+from bombus.config_groups import allowed, shown
 from bombus.errors import Code, Refused
 from bombus.job import BLOCKS, RunConfig, Tree, parse_job, read_job_file
-from bombus.run_config import allowed, shown
 from bombus.subjects import check_name
 
 PROCESSES_MAX = 64

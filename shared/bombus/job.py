@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from bombus import xorl
+from bombus.config_groups import Tree, shown
 from bombus.errors import Code, Refused
-from bombus.run_config import GROUPS, RolloutConfig, RunConfig, Tree, shown, validated
+from bombus.run_config import GROUPS, RolloutConfig, RunConfig, validated
 from bombus.slime_options import from_slime
 
 __all__ = [

@@ -3,50 +3,21 @@
 import difflib
 import json
 from collections.abc import Mapping
-from enum import StrEnum
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from bombus.algorithms import (
-    CRITIC_ESTIMATORS,
-    Aggregation,
-    Correction,
-    Estimator,
-    KlEstimator,
-    Loss,
-    Overlong,
-    named,
-)
+from bombus.algorithms import Overlong
+from bombus.config_groups import Float, Group, Tree, allowed, shown
 from bombus.errors import Code, Refused
 from bombus.events import Collection, Method
 from bombus.records import digest
+from bombus.trainer_config import TrainerConfig
 
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
 LIST_MAX = 64
-
-Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
-
-
-def _number(value: object) -> object:
-    """YAML 1.1 reads `1e-6` as text; where a float is wanted it is a number."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _method(value: object) -> object:
@@ -58,40 +29,7 @@ def _method(value: object) -> object:
     return value
 
 
-def _aggregation(value: object) -> object:
-    return (named(Aggregation, value) if isinstance(value, str) else None) or value
-
-
-def _kl_estimator(value: object) -> object:
-    return (named(KlEstimator, value) if isinstance(value, str) else None) or value
-
-
-Float = Annotated[float, BeforeValidator(_number)]
-Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 CollectionMethod = Annotated[Method, BeforeValidator(_method)]
-
-
-Name = TypeVar("Name", bound=StrEnum)
-
-
-def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
-    """The name as we have it. Raises `ValueError` for one that the torch backend does not know; verl may."""
-    if info.data.get("backend") != "torch":
-        return name
-    found = named(kind, name)
-    if found is None:
-        raise ValueError(f"it takes one of {', '.join(kind)}; with backend verl, any name that verl knows")
-    return found.value
-
-
-def _own_aggregation(given: Tree) -> Aggregation:
-    """That of the estimator, where the job gives none."""
-    dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
-    return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
-
-
-class Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Group):
@@ -154,96 +92,6 @@ class CollectionConfig(Group):
     boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
     max_step_failures: int = Field(default=3, ge=1, le=100)
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
-
-
-class TrainerConfig(Group):
-    """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
-
-    With the backend verl, estimators and losses are looked up by name in verl. `processes` train together, 0: as many
-    as the trainer was started with. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no
-    correction). A `total_steps` of 0 means that the learning rate does not decay; a `kl_coef` of 0 that no reference
-    model is kept; a `lora_rank` of 0 that all weights are trained. `overlong_buffer` is in tokens. A micro-batch has up
-    to `max_tokens_per_bin` tokens (xorl calls that `sample_packing_sequence_len`), and without `enable_packing` one
-    sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's machine: below the
-    run's folder, or where its operator allows.
-    """
-
-    backend: Literal["torch", "verl"] = "torch"
-    processes: int = Field(default=0, ge=0, le=4096)
-    adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
-    normalise_by_std: bool = True
-    lr: Float = Field(default=1e-6, ge=0, le=1)
-    warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    total_steps: int = Field(default=0, ge=0, le=10_000_000)
-    weight_decay: Float = Field(default=0.01, ge=0, le=1)
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    grad_clip: Float = Field(default=1.0, gt=0, le=1000)
-    loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
-    clip_low: Float = Field(default=0.2, ge=0, le=1)
-    clip_high: Float = Field(default=0.2, ge=0, le=10)
-    dual_clip: Float = Field(default=0.0, ge=0, le=100)
-    correction: Correction = Correction.TOKEN_TIS
-    tis_clip: Float = Field(default=2.0, ge=0, le=100)
-    tis_clip_low: Float = Field(default=0.0, ge=0, le=100)
-    use_opsm: bool = False
-    opsm_delta: Float = Field(default=1e-4, ge=0, le=100)
-    kl_coef: Float = Field(default=0.0, ge=0, le=10)
-    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3
-    entropy_coef: Float = Field(default=0.0, ge=0, le=10)
-    overlong: Overlong = Overlong.KEEP
-    overlong_buffer: int = Field(default=0, ge=0, le=1 << 22)
-    overlong_penalty: Float = Field(default=1.0, ge=0, le=1000)
-    mini_batch_num: int = Field(default=1, ge=1, le=1024)
-    ppo_epochs: int = Field(default=1, ge=1, le=64)
-    loss_aggregation: Annotated[Aggregation, BeforeValidator(_aggregation)] = Field(default_factory=_own_aggregation)
-    max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
-    enable_packing: bool = True
-    gradient_checkpointing: bool = False
-    enable_lora: bool | None = None  # none: as lora_rank says
-    lora_rank: int = Field(default=0, ge=0, le=1024)
-    lora_alpha: int = Field(default=16, ge=1, le=65_536)
-    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
-    save_debug_rollout_data: str = Field(
-        default="",
-        max_length=1024,
-        pattern=r"^$|\{rollout_id\}.*\.pt$",
-        description="a path like DIR/rollout_{rollout_id}.pt",
-    )
-
-    @field_validator("adv_estimator")
-    @classmethod
-    def _estimator_is_known(cls, name: str, info: ValidationInfo) -> str:
-        if name in CRITIC_ESTIMATORS:
-            raise ValueError(f"it needs a critic, which bombus does not train; it takes one of {', '.join(Estimator)}")
-        return _known(Estimator, name, info)
-
-    @field_validator("loss")
-    @classmethod
-    def _loss_is_known(cls, name: str, info: ValidationInfo) -> str:
-        return _known(Loss, name, info)
-
-    @model_validator(mode="after")
-    def _settings_fit(self) -> "TrainerConfig":
-        if self.backend == "torch" and self.processes > 1:
-            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
-        if self.enable_lora and not self.lora_rank:
-            raise ValueError("enable_lora needs a lora_rank of at least 1")
-        if self.enable_lora is False and self.lora_rank:
-            raise ValueError(f"enable_lora is false, but lora_rank is {self.lora_rank}: give only one of them")
-        if 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip {self.dual_clip} is refused: it takes 0 (none) or more than 1")
-        if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
-            raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
-        if self.tis_clip and self.tis_clip_low > self.tis_clip:
-            raise ValueError(f"tis_clip_low {self.tis_clip_low} is over tis_clip {self.tis_clip}")
-        if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
-            raise ValueError(
-                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper takes 0.5 and 5.0"
-            )
-        if self.overlong == Overlong.PENALTY and not self.overlong_buffer:
-            raise ValueError("overlong penalty needs an overlong_buffer of at least 1 token")
-        return self
 
 
 class ExperimentConfig(Group):
@@ -363,32 +211,3 @@ def _group(name: str) -> type[Group]:
 def _field(path: str) -> FieldInfo | None:
     group, _, name = path.partition(".")
     return _group(group).model_fields.get(name) if group in GROUPS else None
-
-
-def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
-    if field.description:
-        return f"it takes {field.description}"
-    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    bounds = [
-        f"{word} {getattr(bound, sign)}"
-        for bound in field.metadata
-        for sign, word in signs.items()
-        if getattr(bound, sign, None) is not None
-    ]
-    kind = field.annotation
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return "it takes one of " + ", ".join(kind)
-    choices = getattr(kind, "__args__", ())
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return "it takes one of " + ", ".join(choices)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    word = "true or false" if kind == bool | None else words.get(cast(type, kind), "two numbers from 0 to below 1")
-    return ", ".join([f"it takes {word}", *bounds])
-
-
-def shown(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "a mapping"
-    text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from bombus.config_groups import Tree, shown
 from bombus.errors import Code, Refused
-from bombus.run_config import Tree, shown
 
 LORA_RANK_DEFAULT = 32  # xorl's, where LoRA is asked for and no rank is given
 

@@ -1,0 +1,58 @@
+"""What the groups of a configuration are made of, and how a refusal says what a field takes."""
+
+import json
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, cast
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads `1e-6` as text; where a float is wanted it is a number."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+Float = Annotated[float, BeforeValidator(_number)]
+Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
+
+
+class Group(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
+    if field.description:
+        return f"it takes {field.description}"
+    signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    bounds = [
+        f"{word} {getattr(bound, sign)}"
+        for bound in field.metadata
+        for sign, word in signs.items()
+        if getattr(bound, sign, None) is not None
+    ]
+    kind = field.annotation
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return "it takes one of " + ", ".join(kind)
+    choices = getattr(kind, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "it takes one of " + ", ".join(choices)
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    word = "true or false" if kind == bool | None else words.get(cast(type, kind), "two numbers from 0 to below 1")
+    return ", ".join([f"it takes {word}", *bounds])
+
+
+def shown(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "a mapping"
+    text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"
+    return text if len(text) <= 80 else text[:77] + "..."
