@@ -187,7 +187,8 @@ async def test_weights_change_in_place_and_each_token_has_the_version_that_sampl
         stage.asker.add(stage.backend, request([5, 9, seed], seed=seed, stream=stream, max_tokens=LONG))
         for seed, stream in enumerate([True, True, False, False])
     ]
-    await stage.asker.until(lambda: stage.asker.sampled(tickets[0]) > 3)
+    await until_metric(stage.backend, "running", lambda value: value == len(tickets))
+    await stage.asker.until(lambda: min(map(stage.asker.sampled, tickets[:2])) > 3)
     await stage.backend.bring_in(stage.policy(1), silent)
     after = stage.asker.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=20))
     for seed, ticket in enumerate(tickets):

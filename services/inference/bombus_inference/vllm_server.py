@@ -136,7 +136,7 @@ class VllmServer:
         )
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *words, env=dict(variables), cwd=self._folder, start_new_session=True,
+                *words, env={**variables, "TMPDIR": str(self._folder)}, cwd=self._folder, start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
         finally:
