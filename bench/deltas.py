@@ -35,6 +35,7 @@ from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine, read_state
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.executor import Executor
+from bombus_trainer.export import export, export_delta
 from bombus_trainer.held import Held
 from bombus_trainer.settings import Precision, TrainerSettings
 
@@ -99,15 +100,15 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
     held = Held()
-    newest = executor.export(root / "weights", 0, 1, held=held)
+    newest = export(executor, root / "weights", 0, 1, held=held)
     engine = make_engine(Path(newest.where), compute, run=1, version=0)
     base = Path(newest.where) / FULL_FILE
     for step in range(1, steps + 1):
         executor.train_step(play(engine, tokenizer, step), step)
-        full, full_s = timed(lambda step=step: executor.export(root / "full", step, 1))  # type: ignore[misc]
+        full, full_s = timed(lambda step=step: export(executor, root / "full", step, 1))  # type: ignore[misc]
         ready = WeightsReady(engine="main", run=1, version=step - 1, weights=newest)
         newest, delta_s = timed(
-            lambda step=step, ready=ready: executor.export_delta(root / "weights", step, 1, "", held, ready)  # type: ignore[misc]
+            lambda step=step, ready=ready: export_delta(executor, root / "weights", step, 1, "", held, ready)  # type: ignore[misc]
         )
         if newest.format != DELTA_FORMAT:
             print(f"{name:18} step {step}: a full copy, too much has changed")

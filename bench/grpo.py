@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from bombus.algorithms import Aggregation
 from bombus.generation import Finished, Generate, Tokens
 from bombus.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
 from bombus_inference.engine import Engine
@@ -27,7 +28,7 @@ from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.executor import Executor
-from bombus_trainer.settings import TrainerSettings
+from bombus_trainer.settings import Precision, TrainerSettings
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz=.0123456"
@@ -112,8 +113,8 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         learning_rate=arguments.lr,
         weight_decay=0.0,
         grad_clip=1.0,
-        precision="float32",
-        aggregation="token",
+        precision=Precision.FLOAT32,
+        aggregation=Aggregation.TOKEN,
     )
     executor = Executor(folder, settings)
     limits = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)

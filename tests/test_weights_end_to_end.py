@@ -15,8 +15,8 @@ from bombus.events import WeightsLoaded, WeightsReady
 from bombus.run_config import RunConfig
 from bombus_inference import service
 from bombus_inference.settings import EngineSettings, InferenceSettings
-from bombus_trainer import checkpoint
 from bombus_trainer.executor import Executor
+from bombus_trainer.export import export
 from bombus_trainer.settings import TrainerSettings
 from tests.inference_given import worst_difference
 from tests.test_inference_service import ask
@@ -43,9 +43,9 @@ def trained(stage: Stage, job: RunConfig) -> PreTrainedModel:
     executor = Executor(stage.folder / "model", TrainerSettings.of_job(job))
     done = stage.engine.step_done
     if done is not None:
-        executor.restore(checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).tensors)
+        executor.restore(Path(done.checkpoint), done.checkpoint_digest)
     with TemporaryDirectory() as folder:
-        where = executor.export(Path(folder), 0, 0).where
+        where = export(executor, Path(folder), 0, 0).where
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
     return model
 
