@@ -162,7 +162,7 @@ def one(python: str, script: list[str], folder: Path, seed: int, arguments: argp
 def compare(arguments: argparse.Namespace) -> None:
     contestants = {"bombus": [sys.executable, "-m", "bench.grpo", "--ours"]}
     if arguments.trl:
-        contestants["TRL"] = [arguments.trl, str(TRL_SCRIPT)]
+        contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: there is a vllm.py beside it
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     print("| seed | who | steps/s | steps to 0.9 | seconds to 0.9 | last reward |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="bombus-grpo-") as place:
