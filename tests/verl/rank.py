@@ -39,26 +39,34 @@ def main(folder: Path, results: Path) -> None:
         dist.destroy_process_group()
 
 
-def steps(backend: Backend, folder: Path, first: int = 1) -> list[Found]:
+def exported(backend: Backend, ranks: Ranks, folder: Path, version: int) -> Found:
+    """The digest of the weights and where they are, if we lead; the others take part in writing them."""
+    if isinstance(backend, VerlExecutor) and not ranks.leads:
+        backend.gather_weights()
+        return {}
+    weights = export(backend, folder, version, 1)
+    return {"sha256": weights.sha256, "where": weights.where}
+
+
+def steps(backend: Backend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
     """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
-    made: list[Found] = [{"sha256": export(backend, folder, 0, 1).sha256}]
+    made: list[Found] = [exported(backend, ranks, folder, 0)]
     for step in range(first, first + STEPS):
         metrics = backend.train_step(groups(step), step)
-        weights = export(backend, folder, step, 1)
-        made.append({name: metrics[name] for name in KEPT} | {"sha256": weights.sha256, "where": weights.where})
+        made.append({name: metrics[name] for name in KEPT} | exported(backend, ranks, folder, step))
     return made
 
 
 def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
     chosen = settings(case)
-    verl = steps(VerlExecutor(model, chosen, ranks, packed=case == PACKED), folder / "verl")
-    return {"verl": verl, "torch": steps(Executor(model, chosen), folder / "torch") if ranks.leads else None}
+    verl = steps(VerlExecutor(model, chosen, ranks, packed=case == PACKED), ranks, folder / "verl")
+    return {"verl": verl, "torch": steps(Executor(model, chosen), ranks, folder / "torch") if ranks.leads else None}
 
 
 def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
     """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
     chosen = tiny_settings(lora_rank=4, lora_alpha=8.0, kl_coef=0.1)
-    return {"verl": steps(VerlExecutor(model, chosen, ranks), folder)}
+    return {"verl": steps(VerlExecutor(model, chosen, ranks), ranks, folder)}
 
 
 def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
@@ -69,11 +77,11 @@ def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
     straight.train_step(groups(1), 1)
     saved = straight.save(folder / "checkpoints", facts(1))
     found["straight"] = straight.train_step(groups(2), 2)
-    found["straight_sha256"] = export(straight, folder / "straight", 2, 1).sha256
+    found["straight_sha256"] = exported(straight, ranks, folder / "straight", 2).get("sha256")
     again = VerlExecutor(model, chosen, ranks)
     again.restore(Path(saved.path), saved.digest)
     found["again"] = again.train_step(groups(2), 2)
-    found["again_sha256"] = export(again, folder / "again", 2, 1).sha256
+    found["again_sha256"] = exported(again, ranks, folder / "again", 2).get("sha256")
     found["saved"] = [saved.path, saved.digest]
     return found
 
