@@ -7,6 +7,8 @@ from bombus.generation import Fault, FrameReader, Generate
 from bombus_inference.backend import Backend, Delivery
 from tests.inference_given import Answer
 
+PATIENCE_S = 300.0  # vLLM on a CPU that others use too samples a few tokens a second
+
 
 class Asker:
     """Takes a backend's deliveries."""
@@ -33,7 +35,7 @@ class Asker:
         backend.add(ticket, request)
         return ticket
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async def until(self, holds: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         async with asyncio.timeout(timeout_s):
             while not holds():
                 self._changed.clear()
@@ -60,7 +62,9 @@ async def silent(stage: str) -> None:
     """Nobody listens to how far a start has come."""
 
 
-async def until_metric(backend: Backend, name: str, holds: Callable[[float], bool], timeout_s: float = 60.0) -> None:
+async def until_metric(
+    backend: Backend, name: str, holds: Callable[[float], bool], timeout_s: float = PATIENCE_S
+) -> None:
     """Ask for the metrics until one is as wanted: asking takes its own time."""
     async with asyncio.timeout(timeout_s):
         while not holds((await backend.metrics()).get(name, -1.0)):
