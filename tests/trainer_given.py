@@ -83,12 +83,14 @@ def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, tempe
     return Item(all_tokens, positions, terms)
 
 
-def tiny_model_folder(folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_model_folder(
+    folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32, hidden_size: int = 32
+) -> Path:
     """A Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,

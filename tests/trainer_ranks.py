@@ -24,7 +24,7 @@ from bombus_trainer.backend import Backend, BackendLost, Interrupted
 from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts
 from bombus_trainer.executor import Executor
-from bombus_trainer.export import digest_of
+from bombus_trainer.export import Part, digest_of
 from bombus_trainer.operations import Board, Leader, follow
 from bombus_trainer.ranks import Ranks
 from tests.trainer_given import call, episode, tiny_settings
@@ -76,7 +76,7 @@ class Rank(Executor):
         metrics["different"] = float(len(set(digests)))
         return metrics
 
-    def gather_weights(self) -> None:
+    def gather_weights(self, part: Part = Part.MODEL) -> None:
         """Each of these ranks has the whole model: nothing is asked of the others."""
 
 

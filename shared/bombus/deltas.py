@@ -198,10 +198,12 @@ class DeltaFile(TensorFile):
 
 
 def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
-    """A version and those that it is made of, down to a full copy, newest first. Only headers are read.
+    """A version and those that it is made of, down to a full copy, newest first. Of deltas only headers are read.
 
     Raises `EngineFault` when one of the deltas cannot be read.
     """
+    if weights.adapter_of is not None:
+        return [weights, weights.adapter_of]
     links = [weights]
     while links[-1].format == DELTA_FORMAT:
         if len(links) > CHAIN_MAX:

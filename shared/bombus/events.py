@@ -279,7 +279,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is an object's name. Of format
     `safetensors-delta` only what has changed since version `base` lies there, in a file of `delta_bytes` and
-    `delta_sha256`.
+    `delta_sha256`. Of format `safetensors-lora` it is an adapter's file, on top of the full copy `adapter_of`.
     """
 
     where: str
@@ -290,6 +290,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     base: int = -1
     delta_bytes: int = 0
     delta_sha256: str = ""
+    adapter_of: "Weights | None" = None
 
     @property
     def objects(self) -> str:

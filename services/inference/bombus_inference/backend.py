@@ -32,7 +32,8 @@ def failure(ticket: int, fault: Fault) -> Delivery:
 class Policy:
     """One version of a run's policy. `folder` holds its checked weights; `max_model_len` tokens is the job's limit.
 
-    `delta` is the file that makes it of version `base`, where there is one.
+    `delta` is the file that makes it of version `base`, where there is one. With an `adapter` (a folder in peft's
+    layout) the policy is that on top of what is in `folder`; only backends that load adapters are given one.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Policy:
     max_model_len: int
     delta: Path | None = None
     base: int = -1
+    adapter: Path | None = None
 
 
 Deliver = Callable[[list[Delivery]], None]
@@ -53,6 +55,10 @@ class Backend(Protocol):
     `failed` is completed with the exception that ends this process (a bug, out of memory). `lost` is set when what was
     served is gone and can be brought in again.
     """
+
+    @property
+    def loads_adapters(self) -> bool:
+        """Whether LoRA adapters are brought in as such; else they are merged first."""
 
     @property
     def run(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from bombus.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.bus import Bus
 from bombus.deltas import CHAIN_MAX, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, DeltaFile, file_sha256, rebuild
 from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
@@ -29,19 +30,28 @@ _LOCK = "lock"
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version in `folder`. `delta` is the file that makes it of version `base`, where it came as one."""
+    """A version in `folder`. `delta` is the file that makes it of version `base`, where it came as one.
+
+    With an `adapter` the version is that, on top of the model in `folder`.
+    """
 
     folder: Path
     delta: Path | None = None
     base: int = -1
+    adapter: Path | None = None
 
 
 class Fetcher:
-    """One replica's. Keeps the newest version's files, in a folder of its own where they are not the trainer's."""
+    """One replica's. Keeps the newest version's files, in a folder of its own where they are not the trainer's.
 
-    def __init__(self, bus: Bus, engine: str, cache: Path | None = None) -> None:
+    With `adapters` these are handed on as they come; else they are merged into the model that they are on.
+    """
+
+    def __init__(self, bus: Bus, engine: str, cache: Path | None = None, adapters: bool = False) -> None:
         self._bus = bus
         self._engine = engine
+        self._adapters = adapters
+        self._adapter_base: Weights | None = None  # what adapters are on, once it was checked
         self._root = cache or Path(tempfile.gettempdir())
         self._cache: Path | None = None
         self._lock = -1
@@ -54,10 +64,12 @@ class Fetcher:
         Raises `EngineFault` when it cannot be had, nor a full copy of it from the run's trainer, whichever that is.
         """
         weights = ready.weights
+        if weights.format == ADAPTER_FORMAT and weights.adapter_of is not None:
+            return self._keep(ready, await self._with_adapter(ready, weights.adapter_of))
         if weights.format not in (FULL_FORMAT, DELTA_FORMAT):
             raise EngineFault(f"weights of format {weights.format!r} are not known to this engine")
         if weights.format == FULL_FORMAT:
-            return self._keep(ready, await self._full(weights))
+            return self._keep(ready, Fetched(await self._checked(weights, FULL_FILE)))
         if self._have == ready and self._folder.is_dir():  # it was put together, and could not be loaded
             return Fetched(self._folder)
         try:
@@ -65,8 +77,8 @@ class Fetcher:
         except (EngineFault, OSError) as fault:
             log.warning("version %d: %s; asking for a full copy", ready.version, fault, extra={"run": ready.run})
             await self._ask_full_copy(weights, trainer_epoch, str(fault))
-            return self._keep(ready, await self._full(weights))
-        return self._keep(ready, fetched.folder, fetched)
+            fetched = Fetched(await self._checked(weights, FULL_FILE))
+        return self._keep(ready, fetched)
 
     def close(self) -> None:
         """Remove what was fetched."""
@@ -78,10 +90,11 @@ class Fetcher:
 
     # ---- full copies ------------------------------------------------------------------------------------------
 
-    async def _full(self, weights: Weights) -> Path:
-        folder = await self._local(weights, FULL_FILE)
+    async def _checked(self, weights: Weights, name: str) -> Path:
+        """The folder of weights that travel as the file `name`, once that is what the log says."""
+        folder = await self._local(weights, name)
         try:
-            found = await asyncio.to_thread(file_sha256, folder / FULL_FILE)
+            found = await asyncio.to_thread(file_sha256, folder / name)
         except OSError as error:
             raise EngineFault(
                 f"no weights at {weights.where}: {error}; replicas must see the trainer's folder, or the trainer "
@@ -89,7 +102,7 @@ class Fetcher:
             ) from error
         if weights.sha256 and found != weights.sha256:
             self._discard(weights, folder)
-            raise EngineFault(f"{folder / FULL_FILE} has sha256 {found}, the log says {weights.sha256}: not loaded")
+            raise EngineFault(f"{folder / name} has sha256 {found}, the log says {weights.sha256}: not loaded")
         return folder
 
     async def _ask_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
@@ -142,17 +155,35 @@ class Fetcher:
             raise EngineFault(f"{path} has sha256 {found}, not {weights.delta_sha256}")
         return path
 
+    # ---- adapters ---------------------------------------------------------------------------------------------
+
+    async def _with_adapter(self, ready: WeightsReady, base: Weights) -> Fetched:
+        """An adapter and what it is on, which is the same for all versions and therefore read through only once."""
+        beneath = await (self._local if self._adapter_base == base else self._checked)(base, FULL_FILE)
+        self._adapter_base = base
+        adapter = await self._checked(ready.weights, ADAPTER_FILE)
+        if self._adapters:
+            return Fetched(beneath, adapter=adapter)
+        into = self._own() / f"run-{ready.run}-version-{ready.version}"
+        shutil.rmtree(into, ignore_errors=True)
+        from bombus_inference.merging import merge  # of those that fetch, few need torch
+
+        await asyncio.to_thread(merge, beneath, adapter, into)
+        return Fetched(into)
+
     # ---- where things lie -------------------------------------------------------------------------------------
 
-    def _keep(self, ready: WeightsReady, folder: Path, fetched: Fetched | None = None) -> Fetched:
-        """`folder` has this version from now on; of older ones nothing is kept, unless an engine has mapped it."""
-        self._have, self._folder = ready, folder
+    def _keep(self, ready: WeightsReady, fetched: Fetched) -> Fetched:
+        """This version is what we have from now on; of older ones nothing is kept, unless an engine has mapped it."""
+        self._have, self._folder = ready, fetched.folder
         if self._cache is not None:
-            delta = None if fetched is None or fetched.delta is None else fetched.delta.parent
+            kept = {fetched.folder, fetched.adapter, fetched.delta.parent if fetched.delta is not None else None}
+            if ready.weights.adapter_of is not None:
+                kept.add(self._cache / PurePath(ready.weights.adapter_of.where).name)
             for place in self._cache.iterdir():
-                if place.is_dir() and place not in (folder, delta):
+                if place.is_dir() and place not in kept:
                     shutil.rmtree(place, ignore_errors=True)
-        return fetched or Fetched(folder)
+        return fetched
 
     async def _local(self, weights: Weights, wanted: str) -> Path:
         """The folder that holds the file `wanted` of a version: the trainer's, or ours, its objects fetched."""

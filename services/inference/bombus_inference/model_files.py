@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
 
 HEADER_BYTES_MAX = 100 << 20
@@ -35,12 +34,11 @@ def read_config(folder: Path) -> ModelConfig:
         raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error
 
 
-def read_shapes(folder: Path) -> Shapes:
-    """The shape of each tensor by name. The file begins with the length of a JSON header and the header (safetensors).
+def read_shapes(path: Path) -> Shapes:
+    """The shape of each tensor of a safetensors file, which begins with the length of a JSON header and the header.
 
     Raises `EngineFault`.
     """
-    path = folder / FULL_FILE
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -53,9 +51,9 @@ def read_shapes(folder: Path) -> Shapes:
         raise EngineFault(f"{path} is no safetensors file: {error}") from error
 
 
-def check_same_shapes(before: Shapes, folder: Path) -> None:
+def check_same_shapes(before: Shapes, path: Path) -> None:
     """vLLM only warns of tensors that are missing, and serves a mixture. Raises `EngineFault` instead."""
-    after = read_shapes(folder)
+    after = read_shapes(path)
     missing = [name for name in before if name not in after]
     if missing:
         raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")

@@ -29,6 +29,8 @@ DRAINED = Fault(why="the server's weights change, and this call took too long", 
 
 
 class OpenAIBackend:
+    loads_adapters = False
+
     def __init__(self, engine: EngineSettings, settings: OpenAISettings, deliver: Deliver) -> None:
         self.run = 0
         self.version = -1

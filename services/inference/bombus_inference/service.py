@@ -56,7 +56,7 @@ class Replica:
         self._settings = settings
         self._url = url
         self._follower = Follower(bus)
-        self._fetcher = Fetcher(bus, settings.engine, settings.cache)
+        self._fetcher = Fetcher(bus, settings.engine, settings.cache, self.app.backend.loads_adapters)
         self._said = 0
         self._loads = 0
         self._losses = 0
@@ -184,7 +184,8 @@ class Replica:
         loop = asyncio.get_running_loop()
         started = loop.time()
         fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
-        policy = Policy(fetched.folder, run, version, self._max_model_len(), fetched.delta, fetched.base)
+        longest = self._max_model_len()
+        policy = Policy(fetched.folder, run, version, longest, fetched.delta, fetched.base, fetched.adapter)
         await self.app.backend.bring_in(policy, self._tell)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})

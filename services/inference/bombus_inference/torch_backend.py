@@ -32,6 +32,8 @@ GAUGES = ("running", "waiting", "blocks", "blocks_held")
 class TorchBackend:
     """An engine that breaks takes its process along, so nothing is ever lost that could be brought in again."""
 
+    loads_adapters = False
+
     def __init__(self, settings: EngineSettings, deliver: Deliver) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if settings.threads:

@@ -9,9 +9,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 import httpx
 
+from bombus.adapters import ADAPTER_FILE
+from bombus.deltas import FULL_FILE
 from bombus.environments import environment_python
 from bombus.errors import Code, EngineFault, Refused
 from bombus.generation import Fault, Generate
@@ -23,7 +26,7 @@ from bombus_inference.limits import Limits
 from bombus_inference.model_files import Shapes, check_same_shapes, read_config, read_shapes
 from bombus_inference.prometheus import vllm_metrics
 from bombus_inference.settings import EngineSettings, VllmSettings
-from bombus_inference.vllm_server import VllmServer, vllm_command, vllm_environment
+from bombus_inference.vllm_server import ADAPTER, MODEL, VllmServer, vllm_command, vllm_environment
 from bombus_inference.vllm_wire import Label, portions, request_body
 
 log = logging.getLogger(__name__)
@@ -37,8 +40,19 @@ SCRAPE_S = 5.0
 DIED = Fault(why="the replica's vLLM died and is started again", code=Code.NO_REPLICA, retry=True)
 
 
+def _exchanged(policy: Policy) -> Path:
+    """The file whose tensors change from version to version."""
+    return policy.folder / FULL_FILE if policy.adapter is None else policy.adapter / ADAPTER_FILE
+
+
+def _beneath(policy: Policy) -> Path | None:
+    return None if policy.adapter is None else policy.folder
+
+
 class VllmBackend:
     """One child at a time. While it starts, or after it died, nothing is served."""
+
+    loads_adapters = True
 
     def __init__(self, engine: EngineSettings, vllm: VllmSettings, deliver: Deliver) -> None:
         self.run = 0
@@ -51,7 +65,8 @@ class VllmBackend:
         self._limits = Limits(0, 0, 0, 0)
         self._server: VllmServer | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._shapes: Shapes = {}
+        self._shapes: Shapes = {}  # of what is exchanged
+        self._beneath: Path | None = None  # the model that the adapter is on, where it is adapters that are exchanged
         self._swaps = 0  # counted before anything is changed
         self._steady = asyncio.Event()  # set while no weights are being changed
         self._steady.set()
@@ -79,7 +94,7 @@ class VllmBackend:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
         answer = Answer(request, self.version, lambda: self._swaps == swaps)
-        body = request_body(request, prompt, self._limits.tokens_max(request, prompt))
+        body = request_body(request, prompt, self._limits.tokens_max(request, prompt), self._model)
         async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
@@ -95,7 +110,8 @@ class VllmBackend:
 
     async def bring_in(self, policy: Policy, tell: Tell) -> None:
         server = self._server
-        if server is not None and self.version >= 0 and self.run == policy.run:
+        same = self.run == policy.run and self._beneath == _beneath(policy)
+        if server is not None and self.version >= 0 and same:
             await self._change(server, policy)
         else:
             await self._end_server(UNLOADED)
@@ -112,13 +128,16 @@ class VllmBackend:
         """A fresh child with these weights. Raises `EngineFault`."""
         python = self._vllm.python or environment_python("vllm")
         config = await asyncio.to_thread(read_config, policy.folder)
-        shapes = await asyncio.to_thread(read_shapes, policy.folder)
+        shapes = await asyncio.to_thread(read_shapes, _exchanged(policy))
         longest = min(self._engine.max_model_len, policy.max_model_len, config.context)
         await asyncio.sleep(self._pause_s)
         began = asyncio.get_running_loop().time()
+        self._beneath = _beneath(policy)
         server = VllmServer()
-        command = vllm_command(python, policy.folder, server.socket, self._engine, self._vllm, longest)
         try:
+            command = vllm_command(
+                python, policy.folder, server.socket, self._engine, self._vllm, longest, policy.adapter
+            )
             await server.start(command, vllm_environment(self._engine, self._vllm), self._vllm.start_s, tell)
             await self._check(server, Label(policy.run, policy.version))
         except BaseException as error:
@@ -139,7 +158,9 @@ class VllmBackend:
         asked = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
         try:
             await self._post(server, "/update_weight_version", json={"new_version": str(label)})
-            response = await server.client.post(GENERATE, content=request_body(asked, [0], 2), headers=JSON)
+            response = await server.client.post(
+                GENERATE, content=request_body(asked, [0], 2, self._model), headers=JSON
+            )
             await check_answer(response)
             made = portions(response.content, label.run, 0)
             if [portion.versions for portion in made] != [[label.version]]:
@@ -156,14 +177,17 @@ class VllmBackend:
 
         From files, which every machine can do. This is the one place where tensors would go from GPU to GPU instead.
         """
-        await asyncio.to_thread(check_same_shapes, self._shapes, policy.folder)
+        await asyncio.to_thread(check_same_shapes, self._shapes, _exchanged(policy))
         self._swaps += 1
         self._steady.clear()
         began = asyncio.get_running_loop().time()
         try:
             await self._post(server, "/pause?mode=keep")
-            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.folder)}}
-            await self._post(server, "/collective_rpc", json=reload)
+            if policy.adapter is not None:
+                change = {"method": "swap_adapter", "kwargs": {"name": ADAPTER, "path": str(policy.adapter)}}
+            else:
+                change = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.folder)}}
+            await self._post(server, "/collective_rpc", json=change)
             label = str(Label(policy.run, policy.version))
             await self._post(server, "/update_weight_version", json={"new_version": label})
             await self._post(server, "/reset_prefix_cache?reset_running_requests=true", expect=b'"success":true')
@@ -178,6 +202,10 @@ class VllmBackend:
             self._steady.set()
         milliseconds = round(1000 * (asyncio.get_running_loop().time() - began))
         log.info("changed weights in %d ms", milliseconds, extra={"run": policy.run, "version": policy.version})
+
+    @property
+    def _model(self) -> str:
+        return MODEL if self._beneath is None else ADAPTER
 
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""

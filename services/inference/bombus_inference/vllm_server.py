@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from bombus.adapters import read_adapter_config
 from bombus.errors import EngineFault
 from bombus.hive_keys import KEY_VARIABLES
 from bombus_inference import vllm_keeper
@@ -35,6 +36,9 @@ POLL_S = 0.2
 TELL_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
+MODEL, ADAPTER = "policy", "adapter"  # what vLLM calls them
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be told
+EXTENSION = Path(__file__).with_name("vllm_extension.py")
 # Ours would lead the child to our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
 
@@ -44,13 +48,23 @@ _an_exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
 
 
 def vllm_command(
-    python: Path, model: Path, socket: Path, engine: EngineSettings, vllm: VllmSettings, max_model_len: int
+    python: Path,
+    model: Path,
+    socket: Path,
+    engine: EngineSettings,
+    vllm: VllmSettings,
+    max_model_len: int,
+    adapter: Path | None = None,
 ) -> list[str]:
-    """What starts vLLM's server for `model`, with exactly sampled tokens and their own logprobs."""
+    """What starts vLLM's server for `model`, with exactly sampled tokens and their own logprobs.
+
+    An `adapter` on it is named `ADAPTER`, and can be exchanged by `vllm_extension`. Raises `EngineFault` when vLLM
+    cannot take it.
+    """
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     options: dict[str, object] = {
         "model": model,
-        "served-model-name": "policy",
+        "served-model-name": MODEL,
         "uds": socket,
         "dtype": engine.dtype,
         "max-model-len": max_model_len,
@@ -61,11 +75,30 @@ def vllm_command(
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
         "generation-config": "vllm",  # none: the model's own would change what is sampled
     }
+    if adapter is not None:
+        options |= {
+            "max-lora-rank": _lora_rank_max(read_adapter_config(adapter).r),
+            "max-loras": 1,
+            "lora-modules": f"{ADAPTER}={adapter}",
+            "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
+        }
     for name, value in options.items():
         command += [f"--{name}", str(value)]
     flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details", "skip-tokenizer-init"]
     flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
+    flags += ["enable-lora"] if adapter is not None else []
     return command + [f"--{flag}" for flag in flags]
+
+
+def _lora_rank_max(rank: int) -> int:
+    """The least of vLLM's steps that takes adapters of this rank."""
+    for step in LORA_RANKS:
+        if rank <= step:
+            return step
+    raise EngineFault(
+        f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and this one has {rank}: train with a lower "
+        "trainer.lora_rank, or start the trainer with --weights-lora merged"
+    )
 
 
 def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, str]:
@@ -128,6 +161,10 @@ class VllmServer:
             raise
 
     async def _spawn(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        modules = self._folder / "modules"
+        modules.mkdir()
+        shutil.copy(EXTENSION, modules)
+        variables = {**variables, "PYTHONPATH": str(modules), "TMPDIR": str(self._folder)}
         # A pipe of our own: with one of asyncio's the end of the process is only told once all have let go of it.
         ours, theirs = os.pipe()
         output = asyncio.StreamReader(limit=LINE_BYTES_MAX)
@@ -136,7 +173,7 @@ class VllmServer:
         )
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *words, env={**variables, "TMPDIR": str(self._folder)}, cwd=self._folder, start_new_session=True,
+                *words, env=variables, cwd=self._folder, start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
         finally:

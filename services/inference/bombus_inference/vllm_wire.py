@@ -66,8 +66,8 @@ _chunks = msgspec.json.Decoder(Chunk)
 _encoder = msgspec.json.Encoder()
 
 
-def request_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """`tokens_max` is of prompt and completion together."""
+def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str) -> bytes:
+    """`tokens_max` is of prompt and completion together; `model` is vLLM's name of the model, or of an adapter."""
     sampling = request.sampling
     parameters: dict[str, object] = {
         "n": request.n,
@@ -83,9 +83,9 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes
     }
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
-    body: dict[str, object] = {"token_ids": prompt, "sampling_params": parameters, "stream": request.stream}
+    body: dict[str, object] = {"model": model, "token_ids": prompt, "sampling_params": parameters}
     if request.stream:
-        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     return _encoder.encode(body)
 
 

@@ -8,7 +8,7 @@ from bombus.errors import EngineFault
 from bombus.run_config import RunConfig
 from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import Outline, Tensors
+from bombus_trainer.export import Outline, Part, Tensors
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -57,12 +57,11 @@ class Backend(Protocol):
         """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
         ...
 
-    @property
-    def outline(self) -> Outline: ...
+    def outline(self, part: Part = Part.MODEL) -> Outline: ...
 
-    def read_weights(self, use: Callable[[Tensors], T]) -> T:
-        """Hand the model as it is now to `use`: whole tensors under their Hugging Face names, adapters merged, each
-        made when its turn comes. Training is not disturbed."""
+    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+        """Hand the model as it is now to `use`: whole tensors, each made when its turn comes. Training is not
+        disturbed. Parts other than the model are those of LoRA."""
         ...
 
 

@@ -58,6 +58,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="a full copy every N versions, in between only what has changed (default: 1, by the object store 16)",
     )
+    parser.add_argument(
+        "--weights-lora",
+        choices=("merged", "adapter"),
+        default="merged",
+        help="what travels of a LoRA job: the model with the adapter merged into it, or once the model and then "
+        "adapters alone, which vLLM loads by themselves (default: %(default)s)",
+    )
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
     parser.add_argument(
         "--operation-timeout",
@@ -79,6 +86,7 @@ def options_of(arguments: argparse.Namespace) -> TrainerOptions:
         allow_download=arguments.allow_download,
         weights_by=arguments.weights_by,
         weights_full_every=arguments.weights_full_every,
+        weights_lora=arguments.weights_lora,
         operation_timeout_s=arguments.operation_timeout,
     )
 
@@ -108,6 +116,7 @@ def words_of(arguments: argparse.Namespace) -> list[str]:
     words += ["--engine", arguments.engine, "--device", arguments.device, "--threads", str(arguments.threads)]
     words += ["--folder", str(arguments.folder.absolute()), "--bin-tokens", str(arguments.bin_tokens)]
     words += ["--weights-by", arguments.weights_by, "--weights-full-every", str(arguments.weights_full_every)]
+    words += ["--weights-lora", arguments.weights_lora]
     words += ["--operation-timeout", str(arguments.operation_timeout)]
     words += ["--debug-root", str(arguments.debug_root)] if arguments.debug_root is not None else []
     return words + (["--allow-download"] if arguments.allow_download else [])

@@ -16,7 +16,7 @@ from bombus_trainer import checkpoint
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import Outline, Tensors
+from bombus_trainer.export import Outline, Part, Tensors, adapter_outline
 from bombus_trainer.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.model import PolicyModel, Scored
 from bombus_trainer.optim import Optimizer, learning_rate
@@ -173,13 +173,16 @@ class Executor:
         self.optimizer.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
-    @property
-    def outline(self) -> Outline:
+    def outline(self, part: Part = Part.MODEL) -> Outline:
+        if part == Part.ADAPTER:
+            return adapter_outline(self.model.adapter_config(), self.model.adapter_weights())
         return Outline(self.model.export_dtype, self.model.dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
         """See `Backend.read_weights`."""
-        return use(self.model.dense_weights())
+        if part == Part.ADAPTER:
+            return use(self.model.adapter_weights())
+        return use(self.model.dense_weights(merged=part == Part.MODEL))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from bombus.adapters import AdapterConfig, adapter_names, merged
 from bombus.errors import EngineFault
 
 OUTPUT_LAYER = "lm_head"  # left as it is: with tied embeddings it is not a layer of its own
@@ -37,7 +38,7 @@ class LoraLinear(nn.Module):
     def merged(self) -> Tensor:
         """The dense weight [out, in] that computes the same, in float32."""
         with torch.no_grad():
-            return self.base.weight.float() + self.scale * (self.lora_b @ self.lora_a)
+            return merged(self.base.weight, self.lora_a, self.lora_b, self.scale)
 
 
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
@@ -62,10 +63,28 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
             setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
 
 
+def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
+    """By the name of the layer that each is on."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def adapter_config(model: nn.Module, rank: int, alpha: float) -> AdapterConfig:
+    targets = sorted({name.rpartition(".")[2] for name in adapters_of(model)})
+    return AdapterConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All adapters' factors under the names that they have in a file, in float32."""
+    for name, adapter in adapters_of(model).items():
+        low_a, low_b = adapter_names(name)
+        yield low_a, adapter.lora_a.detach()
+        yield low_b, adapter.lora_b.detach()
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """The model without its adapters: the one that training began with."""
-    adapters = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    adapters = adapters_of(model).values()
     for adapter in adapters:
         adapter.enabled = False
     try:

@@ -11,12 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bombus.adapters import AdapterConfig
 from bombus.errors import EngineFault
 from bombus.models import load_model
 from bombus_trainer.attention import NAME, plan
 from bombus_trainer.flops import attention_pairs, cost_of, flops_of_step, peak_flops
 from bombus_trainer.head import HeadPlan, chosen_logprobs
-from bombus_trainer.lora import BASE, LoraLinear, adapters_off, add_adapters
+from bombus_trainer.lora import (
+    BASE,
+    LoraLinear,
+    adapter_config,
+    adapter_weights,
+    adapters_of,
+    adapters_off,
+    add_adapters,
+)
 from bombus_trainer.moving import move
 from bombus_trainer.packing import Bin, Item, Terms, pack
 from bombus_trainer.sequences import Ints
@@ -196,14 +205,22 @@ class PolicyModel:
     def dense_shapes(self) -> dict[str, Shape]:
         return {name: Shape(self.export_dtype, tuple(value.shape)) for name, value, _ in self._dense()}
 
-    def dense_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under its Hugging Face names, adapters merged, in the export precision, one at a time."""
+    def dense_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """The whole model under its Hugging Face names, adapters `merged` or left out, in the export precision, one at
+        a time."""
         for name, value, adapter in self._dense():
-            yield name, (adapter.merged() if adapter else value.detach()).to(self.export_dtype)
+            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self.export_dtype)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, in float32."""
+        return adapter_weights(self._model)
+
+    def adapter_config(self) -> AdapterConfig:
+        return adapter_config(self._model, self._settings.lora_rank, self._settings.lora_alpha)
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
         """Tied weights come once, under the first of their names."""
-        adapters = {name: module for name, module in self._model.named_modules() if isinstance(module, LoraLinear)}
+        adapters = adapters_of(self._model)
         for name, value in self._model.named_parameters():
             owner, wrapped, leaf = name.rpartition(BASE)
             if wrapped:

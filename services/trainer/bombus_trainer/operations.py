@@ -19,7 +19,7 @@ from bombus.run_config import RunConfig
 from bombus_trainer.backend import Backend, BackendLost, Loader
 from bombus_trainer.batch import Group
 from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import Outline, Tensors
+from bombus_trainer.export import Outline, Part, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -145,12 +145,11 @@ class _Led:
     def restore(self, path: Path, digest: str) -> None:
         self._leader.together(("restore", (path, digest)), lambda: self._mine.restore(path, digest))
 
-    @property
-    def outline(self) -> Outline:
-        return self._mine.outline
+    def outline(self, part: Part = Part.MODEL) -> Outline:
+        return self._mine.outline(part)
 
-    def read_weights(self, use: Callable[[Tensors], T]) -> T:
-        return self._leader.together(("gather_weights", ()), lambda: self._mine.read_weights(use))
+    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+        return self._leader.together(("gather_weights", (part,)), lambda: self._mine.read_weights(use, part))
 
 
 def follow(board: Board, load: Loader) -> None:

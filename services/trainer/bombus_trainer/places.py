@@ -1,8 +1,8 @@
 """Folders that a trainer leaves on disk: drafts beside them, what makes them durable, and which may be removed.
 
 The name of each says the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
-`version-00000003-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch: one that was stopped, and
-goes on without knowing that it was superseded, would take its successor's checkpoint away.
+`version-00000003-epoch-2`, `base-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch: one that
+was stopped, and goes on without knowing that it was superseded, would take its successor's checkpoint away.
 """
 
 import os
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-_OURS = re.compile(r"^(?:step-\d+|version-\d+|\.draft)-epoch-(\d+)(?:-|$)")
+_OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
 
 def draft_in(root: Path, trainer_epoch: int) -> Path:

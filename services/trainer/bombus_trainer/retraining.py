@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 
 from bombus.errors import EngineFault, LogCorrupted
-from bombus.events import StepCompleted
+from bombus.events import StepCompleted, Weights
 from bombus.replay.source import Source
 from bombus.run_config import RunConfig
 from bombus_trainer import checkpoint
 from bombus_trainer.checkpoint import Checkpoint
 from bombus_trainer.executor import Executor
-from bombus_trainer.export import digest_of
+from bombus_trainer.export import Part, digest_like, digest_of
 from bombus_trainer.loading import load_executor
 from bombus_trainer.logged_run import LoggedRun
 from bombus_trainer.reading import read_batch
@@ -63,7 +63,7 @@ class Retraining:
             return made
         say("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
         version = logged.weights.get(0)
-        if version is not None and await asyncio.to_thread(digest_of, executor) != version.sha256:
+        if version is not None and not await asyncio.to_thread(_begins_as, executor, version):
             say("the model as loaded here has other weights than version 0 of the run: nothing behind it can agree")
         return made
 
@@ -80,7 +80,7 @@ class Retraining:
         executor = self.executor
         metrics = await asyncio.to_thread(executor.train_step, list(read.groups), step)
         weights = self._logged.weights.get(step)
-        seal = await asyncio.to_thread(digest_of, executor)
+        seal = await asyncio.to_thread(digest_like, executor, weights)
         self.step = step
         return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
 
@@ -97,6 +97,12 @@ def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSetting
     done = logged.step(step).done
     bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
     return TrainerSettings.of_job(logged.job, device, bins) if bins else TrainerSettings.of_job(logged.job, device)
+
+
+def _begins_as(executor: Executor, version: Weights) -> bool:
+    base = version.adapter_of
+    on_same = base is None or digest_of(executor, part=Part.BASE) == base.sha256
+    return on_same and digest_like(executor, version) == version.sha256
 
 
 def _newest_kept(logged: LoggedRun, step: int, say: Say) -> Checkpoint | None:

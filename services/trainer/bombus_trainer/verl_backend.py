@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from bombus.adapters import AdapterConfig, adapter_names, merged
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.models import load_tokenizer_files
@@ -21,7 +22,7 @@ from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, st
 from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.dealing import MicroBatch, deal, rows_of
 from bombus_trainer.executor import batch_metrics
-from bombus_trainer.export import Outline, Tensors
+from bombus_trainer.export import Outline, Part, Tensors, adapter_outline
 from bombus_trainer.model import LOSS_TERMS, Scored, export_dtype
 from bombus_trainer.moving import move
 from bombus_trainer.optim import learning_rate
@@ -264,13 +265,14 @@ class VerlExecutor:
                 raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
-    @property
-    def outline(self) -> Outline:
+    def outline(self, part: Part = Part.MODEL) -> Outline:
+        if part == Part.ADAPTER:
+            return adapter_outline(self._adapter_config(), self._adapter_shards())
         return Outline(self._export_dtype, self._dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T]) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
         """See `Backend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
-        tensors = self._dense_weights()
+        tensors = self._weights(part)
         with torch.no_grad():
             try:
                 return use(tensors)
@@ -278,11 +280,16 @@ class VerlExecutor:
                 for _ in tensors:
                     pass
 
-    def gather_weights(self) -> None:
+    def gather_weights(self, part: Part = Part.MODEL) -> None:
         """Take part in the leader's `read_weights`."""
         with torch.no_grad():
-            for _ in self._dense_weights():
+            for _ in self._weights(part):
                 pass
+
+    def _weights(self, part: Part) -> Iterator[tuple[str, Tensor]]:
+        if part == Part.ADAPTER:
+            return ((name, _whole(value)) for name, value in self._adapter_shards())
+        return self._dense_weights(with_adapters=part == Part.MODEL)
 
     def _dense_shapes(self) -> dict[str, Shape]:
         empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())
@@ -291,10 +298,11 @@ class VerlExecutor:
             for name, value in verl_engine.as_stored(empty, self._engine)
         }
 
-    def _dense_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under its Hugging Face names, adapters merged, one tensor at a time."""
+    def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+        """The whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
         if self.settings.lora_rank:
-            stored = verl_engine.as_stored(self._merged(), self._engine)
+            whole = self._merged() if with_adapters else ((name, _whole(value)) for name, value in self._parameters())
+            stored = verl_engine.as_stored(whole, self._engine)
         else:
             names = {name for name, _ in verl_engine.as_stored(self._parameters(), self._engine)}
             stored = (pair for pair in self._engine.get_per_tensor_param()[0] if pair[0] in names)
@@ -309,14 +317,25 @@ class VerlExecutor:
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, each with its adapter's product added. verl's own merge would copy the model, in bfloat16."""
-        adapters = {name: value for name, value in self._engine.module.named_parameters() if ".lora_" in name}
+        adapters = dict(self._adapter_shards())
         scale = self.settings.lora_alpha / self.settings.lora_rank
         for name, value in self._parameters():
             whole = _whole(value)
-            stem = f"base_model.model.{name.removesuffix('.weight')}"
-            if (low := adapters.get(f"{stem}.lora_A.default.weight")) is not None:
-                whole = whole.float() + scale * (_whole(adapters[f"{stem}.lora_B.default.weight"]) @ _whole(low))
+            low_a, low_b = adapter_names(name.removesuffix(".weight"))
+            if low_a in adapters:
+                whole = merged(whole, _whole(adapters[low_a]), _whole(adapters[low_b]), scale)
             yield name, whole
+
+    def _adapter_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part of each adapter, under the name that it has in a file."""
+        for name, value in self._engine.module.named_parameters():
+            if ".lora_" in name:
+                yield name.replace(".default.", "."), value
+
+    def _adapter_config(self) -> AdapterConfig:
+        settings = self.settings
+        layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in self._adapter_shards()}
+        return AdapterConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=sorted(layers))
 
 
 def _whole(value: Tensor) -> Tensor:

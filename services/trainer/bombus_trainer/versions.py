@@ -1,4 +1,4 @@
-"""Policy versions on their way out: full copies and deltas, in a folder or the object store (R15).
+"""Policy versions on their way out: full copies, deltas or adapters, in a folder or the object store (R15).
 
 One for each time that a run is opened. It also gives out full copies of the newest version, to replicas that cannot
 make theirs of deltas.
@@ -22,7 +22,7 @@ from bombus.events import OBJECTS, Weights, WeightsReady
 from bombus.faults import Point, reached
 from bombus.inbox import Answer, Done, Refusal
 from bombus_trainer.backend import Backend
-from bombus_trainer.export import complete, digest_of, export, export_delta
+from bombus_trainer.export import Part, complete, digest_of, export, export_adapter, export_base, export_delta
 from bombus_trainer.held import Held
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.places import epoch_of, keep_only
@@ -44,6 +44,7 @@ class Versions:
         self._epoch = trainer_epoch
         self._held = Held()
         self._executor: Backend | None = None  # what the held version was exported by
+        self._adapter_base: Weights | None = None  # what adapters are on, once it is where replicas look for it
         self._booted = False  # the log's newest version is held, if it ever will be
         self._full_until = 0  # deltas were not worth it: not tried before this version
         self._lock = asyncio.Lock()
@@ -68,16 +69,31 @@ class Versions:
         """Raises `EngineFault` when this model cannot be published in the way that the trainer was told."""
         if not self._stored:
             return
-        check_fits(executor.outline.bytes, (await self._bus.state(blob_stream(self._bus.subjects))).max_bytes)
+        check_fits(executor.outline().bytes, (await self._bus.state(blob_stream(self._bus.subjects))).max_bytes)
 
     # ---- publishing -------------------------------------------------------------------------------------------
 
     async def put_out(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
         """Write a version where replicas look for it. `newest` is the log's newest: what a delta may build on."""
         async with self._lock:
-            weights = await asyncio.to_thread(self._write, executor, version, tokenizer, newest)
+            if self._options.weights_lora == "adapter" and executor.settings.lora_rank:
+                base = self._adapter_base = self._adapter_base or await self._put_out_base(executor, newest)
+                weights = await asyncio.to_thread(
+                    export_adapter, executor, self._root, version, self._epoch, tokenizer, base
+                )
+            else:
+                weights = await asyncio.to_thread(self._write, executor, version, tokenizer, newest)
             self._booted = True
-            return await self._store(weights) if self._stored else weights
+            return await self._store(weights)
+
+    async def _put_out_base(self, executor: Backend, newest: WeightsReady | None) -> Weights:
+        """What adapters are on: that of the log's newest version, if it is still there and still ours."""
+        known = None if newest is None else newest.weights.adapter_of
+        if known is not None and (self._folder(known.where) / FULL_FILE).exists():
+            if await asyncio.to_thread(digest_of, executor, part=Part.BASE) == known.sha256:
+                return known
+            log.warning("the model as loaded here is not what the run's adapters are on: it is published anew")
+        return await self._store(await asyncio.to_thread(export_base, executor, self._root, self._epoch))
 
     def _write(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
         if self._options.full_every == 1:
@@ -102,6 +118,9 @@ class Versions:
         return (self._held.version, self._held.sha256) == (ready.version, ready.weights.sha256)
 
     async def _store(self, weights: Weights) -> Weights:
+        """Into the object store too, if versions go by that."""
+        if not self._stored:
+            return weights
         place = Path(weights.where)
         await self._put(place, sorted(file.name for file in place.iterdir()))
         return msgspec.structs.replace(weights, where=f"{OBJECTS}{self._objects}{place.name}")
