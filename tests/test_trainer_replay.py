@@ -45,12 +45,16 @@ class Finished:
         return module.run(parser.parse_args(["--log", str(self.log), *words]))
 
 
-async def train(url: str, hive: str, folder: Path, dtype: str) -> Finished:
+async def train(url: str, hive: str, folder: Path, dtype: str, lora: bool = False) -> Finished:
+    """With `lora` only adapters are published."""
     async with await Bus.connect(url, hive, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with staged(bus, folder) as stage:
-            stage.train()
-            job = stage.job(save_debug_rollout_data="debug/{rollout_id}.pt", mini_batch_num=2, max_tokens_per_bin=32)
+            stage.train(options=stage.options.model_copy(update={"weights_lora": "adapter"}) if lora else None)
+            debug = "debug/{rollout_id}.pt"
+            job = stage.job(
+                save_debug_rollout_data=debug, mini_batch_num=2, max_tokens_per_bin=32, lora_rank=4 if lora else 0
+            )
             await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
             for version in range(STEPS + 1):
                 await stage.until(Phase.ROLLING, version)
@@ -66,6 +70,11 @@ async def train(url: str, hive: str, folder: Path, dtype: str) -> Finished:
 def finished(nats_url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Finished:
     folder = tmp_path_factory.mktemp(request.param)
     return asyncio.run(train(nats_url, f"replay-{request.param}", folder, request.param))
+
+
+@pytest.fixture(scope="module")
+def finished_lora(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return asyncio.run(train(nats_url, "replay-lora", tmp_path_factory.mktemp("lora"), "bfloat16", lora=True))
 
 
 @contextmanager
@@ -86,6 +95,16 @@ def test_a_step_is_made_again_from_its_checkpoint_to_the_same_bytes(
     said = capsys.readouterr().out
     assert "starting from the checkpoint of step 3" in said
     assert "step 4 agrees: its weights are the bytes of version 4" in said
+
+
+def test_a_run_that_published_adapters_is_made_again_to_the_same_adapters(
+    finished_lora: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finished_lora.run("train", "--step", "2") == 0
+    assert capsys.readouterr().out.count("the same bytes as the log") == 2
+    with damaged(finished_lora.folder / "model" / "model.safetensors"):
+        assert finished_lora.run("train", "--step", "1") == 1
+    assert "the model as loaded here has other weights than version 0" in capsys.readouterr().out
 
 
 def test_where_no_checkpoint_is_kept_the_steps_before_are_made_too(

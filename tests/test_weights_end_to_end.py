@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from bombus.adapters import ADAPTER_FORMAT
 from bombus.bus import Bus
 from bombus.deltas import DELTA_FORMAT, FULL_FORMAT
 from bombus.events import WeightsLoaded, WeightsReady
@@ -51,14 +52,22 @@ def trained(stage: Stage, job: RunConfig) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("way", ["folder", "objects"])
-@pytest.mark.parametrize("full_every", [1, 3])
+@pytest.mark.parametrize(
+    ("options", "formats"),
+    [
+        ({"weights_full_every": 1}, [FULL_FORMAT] * 5),
+        ({"weights_full_every": 3}, [FULL_FORMAT, DELTA_FORMAT, DELTA_FORMAT, FULL_FORMAT, DELTA_FORMAT]),
+        ({"weights_lora": "adapter"}, [ADAPTER_FORMAT] * 5),
+    ],
+    ids=["full", "deltas", "adapters"],
+)
 async def test_a_replica_serves_each_version_that_was_trained(
-    nats_url: str, hive: str, bus: Bus, tmp_path: Path, way: str, full_every: int
+    nats_url: str, hive: str, bus: Bus, tmp_path: Path, way: str, options: dict[str, object], formats: list[str]
 ) -> None:
     async with staged(bus, tmp_path) as stage:
-        job = stage.job(lr=1e-4)
+        job = stage.job(lr=1e-4, lora_rank=4 if "weights_lora" in options else 0)
         job = job.model_copy(update={"model": job.model.model_copy(update={"dtype": "bfloat16"})})
-        stage.train(options=stage.options.model_copy(update={"weights_by": way, "weights_full_every": full_every}))
+        stage.train(options=stage.options.model_copy(update={"weights_by": way, **options}))
         compute = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
         replica = asyncio.create_task(
             service.run(
@@ -84,6 +93,5 @@ async def test_a_replica_serves_each_version_that_was_trained(
         replica.cancel()
         with suppress(asyncio.CancelledError):
             await replica
-    formats = [event.weights.format for event in stage.events if isinstance(event, WeightsReady)]
-    assert formats == [FULL_FORMAT if version % full_every == 0 else DELTA_FORMAT for version in range(VERSIONS + 1)]
+    assert [event.weights.format for event in stage.events if isinstance(event, WeightsReady)] == formats
     assert not list((tmp_path / "cache").glob("*"))

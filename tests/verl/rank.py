@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from bombus.deltas import FULL_FILE, file_sha256
 from bombus.errors import EngineFault
+from bombus_inference.merging import merge
 from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
-from bombus_trainer.export import export
+from bombus_trainer.export import Part, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.verl_backend import VerlExecutor
 from tests.trainer_given import tiny_settings
@@ -66,7 +68,20 @@ def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
 def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
     """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
     chosen = tiny_settings(lora_rank=4, lora_alpha=8.0, kl_coef=0.1)
-    return {"verl": steps(VerlExecutor(model, chosen, ranks), ranks, folder)}
+    backend = VerlExecutor(model, chosen, ranks)
+    return {"verl": steps(backend, ranks, folder), "merged_sha256": merged_adapter(backend, ranks, folder / "adapter")}
+
+
+def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
+    """The digest of what a replica makes of the adapter that we publish, if we lead."""
+    if not ranks.leads:
+        for part in (Part.BASE, Part.ADAPTER):
+            backend.gather_weights(part)
+        return ""
+    base = export_base(backend, folder, 1)
+    adapter = export_adapter(backend, folder, STEPS, 1, "", base)
+    merge(Path(base.where), Path(adapter.where), folder / "merged")
+    return file_sha256(folder / "merged" / FULL_FILE)
 
 
 def restart(model: Path, ranks: Ranks, folder: Path) -> Found:

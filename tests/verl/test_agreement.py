@@ -80,6 +80,10 @@ def test_adapters_are_trained_and_merged(found: dict[str, Any]) -> None:
     assert not torch.equal(base[changed], merged[changed])
 
 
+def test_an_adapter_that_travels_alone_makes_the_weights_that_travel_merged(found: dict[str, Any]) -> None:
+    assert found["lora"]["merged_sha256"] == found["lora"]["verl"][-1]["sha256"]
+
+
 def test_a_step_after_a_restart_is_the_step_without_one(found: dict[str, Any]) -> None:
     restart = found["restart"]
     assert restart["again_sha256"] == restart["straight_sha256"]
