@@ -6,7 +6,8 @@
 The model answers 4 prompts 4 times through our engine; the reward is how many of an answer's characters are vowels. Of
 each step: the share of values that changed, the delta's bytes over the full file's, and the CPU seconds that the
 trainer needs for a full copy and for a delta, and a replica to put the file together, to take the delta in place, and
-to read the whole file instead. Weights decay as they do by default.
+to read the whole file instead. Weights decay as they do by default. With LoRA also what the adapter costs that travels
+alone, and how much of what it adds the merged weights lose by being rounded to bfloat16.
 """
 
 import argparse
@@ -30,13 +31,15 @@ from bombus.records import (
     spans_of,
 )
 from bombus_inference.engine import Engine
+from bombus_inference.merging import merge_files
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine, read_state
 from bombus_trainer.batch import EpisodeCalls, Group
 from bombus_trainer.executor import Executor
-from bombus_trainer.export import export, export_delta
+from bombus_trainer.export import export, export_adapter, export_base, export_delta
 from bombus_trainer.held import Held
+from bombus_trainer.lora import adapters_of
 from bombus_trainer.settings import Precision, TrainerSettings
 
 PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")
@@ -132,6 +135,29 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
             flush=True,
         )
         base = made
+        if "lora_rank" in changes:
+            bench_adapter(name, executor, step, root)
+
+
+def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
+    beneath = export_base(executor, root / "adapters", step)
+    adapter, adapter_s = timed(lambda: export_adapter(executor, root / "adapters", step, step, "", beneath))
+    _, merge_s = timed(lambda: merge_files(Path(beneath.where), Path(adapter.where), root / f"merged-{step}"))
+    print(
+        f"{name:18} step {step}: adapter {adapter.bytes / 1e6:.2f} MB = {adapter.bytes / beneath.bytes:.2%}; trainer: "
+        f"{adapter_s:.2f} s; replica that merges: {merge_s:.2f} s; lost when merged: {rounded(executor):.1%}",
+        flush=True,
+    )
+
+
+def rounded(executor: Executor) -> float:
+    """The norm of what bfloat16 makes of merged weights less these, over the norm of what adapters add."""
+    lost = added = 0.0
+    for adapter in adapters_of(executor.model._model).values():
+        whole = adapter.merged()
+        lost += float((whole.bfloat16().float() - whole).square().sum())
+        added += float((whole - adapter.base.weight).square().sum())
+    return (lost / added) ** 0.5
 
 
 def main() -> None:

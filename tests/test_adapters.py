@@ -17,12 +17,17 @@ from bombus.bus import Bus
 from bombus.deltas import FULL_FILE, chain, file_sha256
 from bombus.errors import EngineFault
 from bombus.events import Weights, WeightsReady
+from bombus.models import load_model
 from bombus.run_config import RunConfig
 from bombus.state import Phase
 from bombus_inference.fetching import Fetcher
+from bombus_inference.merging import Adapter, save_merged
+from bombus_inference.settings import EngineSettings
+from bombus_inference.torch_backend import make_engine, read_state
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import Part, digest_like, digest_of, export, export_adapter, export_base
 from bombus_trainer.options import TrainerOptions
+from tests.inference_given import finish, request, worst_difference
 from tests.test_trainer_executor import batch
 from tests.test_trainer_versions import play_versions, published
 from tests.trainer_given import tiny_model_folder, tiny_settings
@@ -102,6 +107,14 @@ def test_an_adapter_says_how_it_is_made_and_another_file_beside_it_is_refused(ma
         read_adapter_config(folder.parent)
 
 
+def test_a_model_saved_whole_has_all_that_the_adapter_adds(made: Made, tmp_path: Path) -> None:
+    save_merged(Path(made.base.where), Path(made.adapters[1].where), tmp_path / "saved")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").state_dict()
+    expected = read_state(Path(made.base.where), EngineSettings(dtype="float32"), Path(made.adapters[1].where))
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
 # ---- into a replica -----------------------------------------------------------------------------------------------
 
 
@@ -169,6 +182,31 @@ async def test_an_adapter_of_another_model_is_refused(bus: Bus, made: Made, tmp_
     with pytest.raises(EngineFault, match="is not of this model's"):
         await fetcher.materialise(replace(made.ready(1), weights=other), lambda: 1)
     fetcher.close()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_the_base_is_in(
+    made: Made, precision: str
+) -> None:
+    """Merged in the engine's precision, not in the file's: in bfloat16 most of a step's adapter is rounded away."""
+    compute = EngineSettings(dtype=precision)
+    whole = Adapter(Path(made.adapters[1].where))
+    state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, precision)}
+    exact = dict(made.executor.model.dense_weights(merged=False))
+    changed = [name for name in state if whole.changes(name)]
+    assert len(changed) == 2 * 2
+    for name, value in state.items():
+        expected = whole.merge(name, exact[name]).to(value.dtype)
+        assert torch.equal(value, expected), name
+    engine = make_engine(Path(made.base.where), compute, run=1, version=1, adapter=Path(made.adapters[1].where))
+    engine.add(1, request([1, 2, 3]))
+    answer = finish(engine)[1].only
+    model = load_model(Path(made.base.where))
+    with torch.no_grad():
+        for name, value in state.items():
+            model.get_parameter(name).copy_(value)
+    assert worst_difference(model, [1, 2, 3], answer) < (1e-4 if precision == "float32" else 0.1)
 
 
 # ---- out of a trainer ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_any_mix_of_processes_is_started() -> None:
         {"engine": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
         {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"},
     ]
-    weights = {"weights_by": "objects", "weights_full_every": 10, "weights_lora": "adapter"}
+    weights = {"weights_by": "objects", "weights_full_every": 10, "weights_lora": "merged"}
     trainer = {"backend": "verl", "processes": 2, **weights}
     found = planned(
         {
@@ -77,7 +77,7 @@ def test_any_mix_of_processes_is_started() -> None:
     lines = {one.name: str(one) for one in found}
     torchrun = "-m bombus_trainer.torchrun --standalone --nproc-per-node=2 -m bombus_trainer.worker --nats"
     assert f"/verl/bin/python {torchrun}" in lines["trainer main"]
-    assert lines["trainer main"].endswith("--weights-by objects --weights-full-every 10 --weights-lora adapter")
+    assert lines["trainer main"].endswith("--weights-by objects --weights-full-every 10 --weights-lora merged")
     assert lines["inference main 1"].endswith("--engine main --device cpu --threads 0 --dtype bfloat16")
     vllm = "--engine main --backend vllm --device cuda --threads 0 --kv-cache-mb 512 --tensor-parallel 4"
     assert lines["inference main 2"].endswith(vllm)

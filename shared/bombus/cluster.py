@@ -44,8 +44,8 @@ class TrainerPart(Part):
     """What trains an engine. `threads` are torch's on the CPU for each process, 0 one for each core.
 
     Weights reach replicas in a folder that they share, or by the hive's object store; a full copy every
-    `weights_full_every` versions, and in between what has changed. Of a LoRA job it is the model with the adapter
-    merged into it, or once the model and then adapters alone.
+    `weights_full_every` versions, and in between what has changed. Of a LoRA job it is once the model and then
+    adapters alone, or in each step the model with the adapter `merged` into it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -54,7 +54,7 @@ class TrainerPart(Part):
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
     weights_by: Literal["folder", "objects"] = "folder"
     weights_full_every: int = Field(default=0, ge=0, le=1024)
-    weights_lora: Literal["merged", "adapter"] = "merged"
+    weights_lora: Literal["merged", "adapter"] = "adapter"
 
     @model_validator(mode="after")
     def _one_process_of_torch(self) -> "TrainerPart":

@@ -153,6 +153,9 @@ class TensorFile:
     def dtype(self, name: str) -> str:
         return self._entries[name].dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
     def _read_head(self) -> tuple[bytes, Mapping[str, str], dict[str, _Entry]]:
         start = self._file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_BYTES_MAX + 1

@@ -138,7 +138,7 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, 
     arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
     arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
     arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
-    arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "merged" else []
+    arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "adapter" else []
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")

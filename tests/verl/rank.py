@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bombus.deltas import FULL_FILE, file_sha256
 from bombus.errors import EngineFault
-from bombus_inference.merging import merge
+from bombus_inference.merging import merge_files
 from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import Part, export, export_adapter, export_base
@@ -80,7 +80,7 @@ def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
         return ""
     base = export_base(backend, folder, 1)
     adapter = export_adapter(backend, folder, STEPS, 1, "", base)
-    merge(Path(base.where), Path(adapter.where), folder / "merged")
+    merge_files(Path(base.where), Path(adapter.where), folder / "merged")
     return file_sha256(folder / "merged" / FULL_FILE)
 
 

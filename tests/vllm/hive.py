@@ -64,13 +64,13 @@ class VllmHive:
 
 
 @contextmanager
-def vllm_hive(folder: Path, *inference: str) -> Iterator[VllmHive]:
+def vllm_hive(folder: Path, *inference: str, trainer: tuple[str, ...] = ()) -> Iterator[VllmHive]:
     server = EmbeddedServer(folder / "nats")
     server.start()
     hive = VllmHive(folder, server.url)
     try:
         hive.start("coordinator")
-        hive.start("trainer", "--folder", str(folder / "engines"), "--threads", "1")
+        hive.start("trainer", "--folder", str(folder / "engines"), "--threads", "1", *trainer)
         hive.start("inference", "--backend", "vllm", "--threads", "1", *inference)
         hive.start("gateway", "--port", str(hive.port))
         hive.wait_for_the_door()

@@ -4,11 +4,13 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
 import pytest
 from openai import OpenAI
+from transformers import PreTrainedModel
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
@@ -18,6 +20,7 @@ from bombus.generation import FrameReader, Generate, encode_request
 from bombus.models import load_model
 from bombus.records import SamplingParams, pack_tokens
 from bombus.state import EngineState, Phase
+from bombus_inference.merging import merge_files
 from tests.inference_given import Answer, Completion, reference_logprobs
 from tests.vllm.hive import VllmHive, vllm_hive
 
@@ -49,16 +52,24 @@ class Log:
     def __init__(self, bus: Bus, kept: Path) -> None:
         self.events: list[AnyEvent] = []
         self.folders: dict[int, Path] = {}
+        self.bases: dict[int, Path] = {}  # of those that are adapters
         self.follower = Follower(bus, on_event=lambda _, event: self._take(event))
         self._kept = kept
 
     def _take(self, event: AnyEvent) -> None:
         self.events.append(event)
         if isinstance(event, WeightsReady):  # the trainer clears old ones away
-            self.folders[event.version] = self._kept / f"v{event.version}"
-            self.folders[event.version].mkdir()
-            for file in Path(event.weights.where).iterdir():
-                os.link(file, self.folders[event.version] / file.name)
+            self.folders[event.version] = _link(Path(event.weights.where), self._kept / f"v{event.version}")
+            if event.weights.adapter_of is not None:
+                self.bases[event.version] = Path(event.weights.adapter_of.where)
+
+    def model(self, version: int) -> PreTrainedModel:
+        folder = self.folders[version]
+        if version in self.bases:
+            with TemporaryDirectory() as merged:
+                merge_files(self.bases[version], folder, Path(merged) / "model")
+                return load_model(Path(merged) / "model")
+        return load_model(folder)
 
     @property
     def engine(self) -> EngineState:
@@ -71,10 +82,18 @@ class Log:
         return [event for event in self.events if isinstance(event, kind)]
 
 
-@pytest.fixture
-def hive(tmp_path: Path):
+def _link(place: Path, into: Path) -> Path:
+    into.mkdir()
+    for file in place.iterdir():
+        os.link(file, into / file.name)
+    return into
+
+
+@pytest.fixture(params=["merged", "adapter"])
+def hive(tmp_path: Path, request: pytest.FixtureRequest):
     arguments = ["--dtype", "float32", "--vllm-eager", "--kv-cache-mb", "512", "--max-model-len", "512"]
-    with vllm_hive(tmp_path, *arguments, "--max-running", "8") as hive:
+    trainer = ("--weights-lora", request.param)
+    with vllm_hive(tmp_path, *arguments, "--max-running", "8", trainer=trainer) as hive:
         yield hive
 
 
@@ -136,7 +155,7 @@ def worst(log: Log, made: Completion) -> float:
     """Between the logprobs that vLLM reported and transformers with the weights of each token's version."""
     difference = 0.0
     for version in set(made.versions):
-        rows = reference_logprobs(load_model(log.folders[version]), PROMPT, made.tokens)
+        rows = reference_logprobs(log.model(version), PROMPT, made.tokens)
         for at, (token, its, logprob) in enumerate(zip(made.tokens, made.versions, made.logprobs)):
             if its == version:
                 difference = max(difference, abs(float(rows[at, token]) - logprob))

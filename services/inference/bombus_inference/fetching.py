@@ -166,9 +166,9 @@ class Fetcher:
             return Fetched(beneath, adapter=adapter)
         into = self._own() / f"run-{ready.run}-version-{ready.version}"
         shutil.rmtree(into, ignore_errors=True)
-        from bombus_inference.merging import merge  # of those that fetch, few need torch
+        from bombus_inference.merging import merge_files  # of those that fetch, few need torch
 
-        await asyncio.to_thread(merge, beneath, adapter, into)
+        await asyncio.to_thread(merge_files, beneath, adapter, into)
         return Fetched(into)
 
     # ---- where things lie -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A LoRA adapter and the model that it is on become one model's file, for engines that load no adapters themselves."""
+"""A LoRA adapter becomes part of the weights that it is on, for engines that compute with whole weights only."""
 
 import shutil
 from pathlib import Path
@@ -6,23 +6,74 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from bombus.adapters import ADAPTER_FILE, adapter_names, merged, read_adapter_config
 from bombus.deltas import FULL_FILE, UNSIGNED, TensorFile
 from bombus.errors import EngineFault
+from bombus.models import load_model
 from bombus_inference.patching import DTYPES
 
+WEIGHT = ".weight"
 
-def merge(base: Path, adapter: Path, into: Path) -> None:
-    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`, one tensor at a time.
+
+class Adapter:
+    """The adapter in a folder, to be merged into the tensors of one model, each in its turn."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `EngineFault`."""
+        self._scale = read_adapter_config(folder).scale
+        try:
+            self._factors = load_file(folder / ADAPTER_FILE)
+        except (OSError, SafetensorError) as error:
+            raise EngineFault(f"{folder / ADAPTER_FILE} cannot be read: {error}") from error
+        self._left = set(self._factors)
+
+    def changes(self, name: str) -> bool:
+        """Whether `merge` makes another tensor of the one of this name."""
+        return name.endswith(WEIGHT) and adapter_names(name.removesuffix(WEIGHT))[0] in self._factors
+
+    def merge(self, name: str, weight: Tensor) -> Tensor:
+        """The whole weight, in float32 where the adapter changes it. Raises `EngineFault` when the shapes differ."""
+        if not self.changes(name):
+            return weight
+        names = adapter_names(name.removesuffix(WEIGHT))
+        low_a, low_b = (self._factors.get(each, torch.empty(0, 0)).to(weight.device) for each in names)
+        if weight.shape != (len(low_b), low_a.shape[-1]) or low_b.shape[-1] != len(low_a):
+            raise EngineFault(f"the adapter's {names[0]} is not of this model's {name}")
+        self._left.difference_update(names)
+        return merged(weight, low_a, low_b, self._scale)
+
+    def check_spent(self) -> None:
+        """Raises `EngineFault` unless all of it was merged."""
+        if self._left:
+            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, of which this model has no layer")
+
+
+def save_merged(base: Path, adapter: Path, into: Path) -> None:
+    """Write the model in `base` with the adapter in `adapter` as folder `into`, in float32: nothing is rounded away.
 
     Raises `EngineFault` when the adapter is not of this model.
     """
-    config = read_adapter_config(adapter)
-    try:
-        factors = load_file(adapter / ADAPTER_FILE)
-    except (OSError, SafetensorError) as error:
-        raise EngineFault(f"{adapter / ADAPTER_FILE} cannot be read: {error}") from error
+    model = load_model(base)
+    added = Adapter(adapter)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(added.merge(name, parameter))
+    added.check_spent()
+    model.save_pretrained(into)
+    for file in base.iterdir():
+        if not (into / file.name).exists():
+            shutil.copyfile(file, into / file.name)
+
+
+def merge_files(base: Path, adapter: Path, into: Path) -> None:
+    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`, one tensor at a time.
+
+    The result has the types of `base`: of what a few steps have added bfloat16 keeps little. Raises `EngineFault` when
+    the adapter is not of this model.
+    """
+    added = Adapter(adapter)
     into.mkdir()
     for file in base.iterdir():
         if file.is_file() and file.name != FULL_FILE:
@@ -31,16 +82,10 @@ def merge(base: Path, adapter: Path, into: Path) -> None:
         out.write(source.head)
         for name in source.names:
             bits = source.bits(name)
-            names = adapter_names(name.removesuffix(".weight"))
-            low_a, low_b = (factors.pop(each, None) for each in names)
-            if low_a is not None and low_b is not None:
-                dtype = DTYPES.get(source.dtype(name))
-                rows, columns, inner = len(low_b), low_a.shape[-1], len(low_a)
-                if dtype is None or rows * columns != len(bits) or low_b.shape[-1] != inner:
-                    raise EngineFault(f"the adapter's {names[0]} is not of this model's {name}")
-                weight = torch.from_numpy(bits).view(dtype).view(rows, columns)
-                whole = merged(weight, low_a, low_b, config.scale).to(dtype).contiguous()
+            if added.changes(name):
+                dtype = DTYPES[source.dtype(name)]
+                weight = torch.from_numpy(bits).view(dtype).view(source.shape(name))
+                whole = added.merge(name, weight).to(dtype).contiguous()
                 bits = whole.view(-1).view(torch.uint8).numpy().view(UNSIGNED[dtype.itemsize])
             out.write(bits.data)
-    if factors:
-        raise EngineFault(f"the adapter has {sorted(factors)[0]}, of which this model has no layer")
+    added.check_spent()

@@ -17,6 +17,7 @@ from bombus.models import load_model
 from bombus_inference import attention
 from bombus_inference.backend import UNLOADED, Deliver, Policy, Tell
 from bombus_inference.engine import Engine
+from bombus_inference.merging import Adapter
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_inference.worker import Worker
@@ -32,7 +33,7 @@ GAUGES = ("running", "waiting", "blocks", "blocks_held")
 class TorchBackend:
     """An engine that breaks takes its process along, so nothing is ever lost that could be brought in again."""
 
-    loads_adapters = False
+    loads_adapters = True
 
     def __init__(self, settings: EngineSettings, deliver: Deliver) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -62,13 +63,15 @@ class TorchBackend:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._settings)
             await self.worker.patch(patches, version, run)
         elif serving:
-            state = await asyncio.to_thread(read_state, policy.folder, self._settings)
+            state = await asyncio.to_thread(read_state, policy.folder, self._settings, policy.adapter)
             await self.worker.swap(state, version, run)
         else:
             await self.unload()
             longest = min(self._settings.max_model_len, policy.max_model_len)
             settings = self._settings.model_copy(update={"max_model_len": longest})
-            engine = await asyncio.to_thread(make_engine, policy.folder, settings, run=run, version=version)
+            engine = await asyncio.to_thread(
+                make_engine, policy.folder, settings, run=run, version=version, adapter=policy.adapter
+            )
             await self.worker.install(engine, UNLOADED)
         self.run, self.version = run, version
 
@@ -87,20 +90,36 @@ class TorchBackend:
         await self.worker.stop()
 
 
-def read_state(folder: Path, settings: EngineSettings) -> dict[str, Tensor]:
-    """The tensors by name, of the engine's type and on its device. Copied: the trainer may remove the file."""
+def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = None) -> dict[str, Tensor]:
+    """The tensors by name, of the engine's type and on its device, the adapter in folder `adapter` merged into them.
+
+    Copied: the trainer may remove the file.
+    """
+    added = Adapter(adapter) if adapter is not None else None
     try:
         mapped = load_file(folder / FULL_FILE)
     except (OSError, SafetensorError) as error:
         raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
     dtype = getattr(torch, settings.dtype)
-    return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
+    if added is None:
+        return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
+    state: dict[str, Tensor] = {}
+    for name, tensor in mapped.items():
+        whole = added.merge(name, tensor.to(settings.device))
+        state[name] = whole.to(settings.device, dtype, copy=whole is tensor)
+    added.check_spent()
+    return state
 
 
-def make_engine(folder: Path, settings: EngineSettings, *, run: int, version: int) -> Engine:
-    """A fresh engine for the model in `folder`. Raises `EngineFault`."""
+def make_engine(
+    folder: Path, settings: EngineSettings, *, run: int, version: int, adapter: Path | None = None
+) -> Engine:
+    """A fresh engine for the model in `folder`, with an adapter on it where there is one. Raises `EngineFault`."""
     attention.register()
     model = load_model(folder, settings.dtype, attention.NAME)
     model.to(settings.device)
     model.requires_grad_(False)
+    if adapter is not None:
+        for name, value in read_state(folder, settings, adapter).items():
+            model.get_parameter(name).copy_(value)
     return Engine(model, settings, run=run, version=version)

@@ -61,9 +61,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights-lora",
         choices=("merged", "adapter"),
-        default="merged",
-        help="what travels of a LoRA job: the model with the adapter merged into it, or once the model and then "
-        "adapters alone, which vLLM loads by themselves (default: %(default)s)",
+        default="adapter",
+        help="what travels of a LoRA job: once the model and then adapters alone, or in each step the model with the "
+        "adapter merged into it (default: %(default)s)",
     )
     parser.add_argument("--allow-download", action="store_true", help="models may be fetched from a hub")
     parser.add_argument(

@@ -29,7 +29,7 @@ class TrainerOptions(BaseModel):
     weights_full_every: int = Field(
         default=0, ge=0, le=CHAIN_MAX, description="versions; deltas in between; 1: no deltas; 0: as suits the way"
     )
-    weights_lora: Literal["merged", "adapter"] = Field(default="merged", description="what travels of a LoRA job")
+    weights_lora: Literal["merged", "adapter"] = Field(default="adapter", description="what travels of a LoRA job")
     operation_timeout_s: float = Field(
         default=1800.0, gt=0.0, le=86_400.0, description="of what several ranks do together"
     )

@@ -161,9 +161,17 @@ async def _train(
 
 
 def _keep_weights(out: Path) -> Path:
-    """Copy the newest weights out of the hive's folder, where only two versions are kept."""
-    newest = max((out / "hive" / "engines").rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    """The newest version as one model, out of the hive's folder, where only two versions are kept."""
+    from bombus.adapters import ADAPTER_FILE
+    from bombus_inference.merging import save_merged
+
+    files = (out / "hive" / "engines").rglob("version-*/*.safetensors")
+    newest = max(files, key=lambda path: path.stat().st_mtime)
     kept = out / "model"
     shutil.rmtree(kept, ignore_errors=True)
-    shutil.copytree(newest.parent, kept)
+    if newest.name == ADAPTER_FILE:
+        (base,) = newest.parent.parent.glob("base-*")
+        save_merged(base, newest.parent, kept)
+    else:
+        shutil.copytree(newest.parent, kept)
     return kept
