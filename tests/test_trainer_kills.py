@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from bombus.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.bus import Bus
 from bombus.bus.streams import stream_configs
 from bombus.deltas import DELTA_FORMAT, FULL_FILE, chain, file_sha256
@@ -40,6 +41,7 @@ FROZEN = [
 
 
 BY_OBJECTS: dict[str, object] = {"weights_by": "objects", "weights_full_every": 4}
+WAYS = {DELTA_FORMAT: 0, ADAPTER_FORMAT: 2}  # what travels at which rank of LoRA
 
 
 class Life:
@@ -107,12 +109,15 @@ class Life:
 
 
 @asynccontextmanager
-async def running(url: str, name: str, folder: Path, forge: Forge, **options: object) -> AsyncIterator[Life]:
+async def running(
+    url: str, name: str, folder: Path, forge: Forge, lora_rank: int = 0, **options: object
+) -> AsyncIterator[Life]:
     async with await Bus.connect(url, name, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with staged(bus, folder) as stage:
             # Several updates in a step, and several micro-batches in an update.
-            job = stage.job(mini_batch_num=2, max_tokens_per_bin=32, lr=1e-4 if options else 1e-2)
+            rate = 1e-4 if options else 1e-2
+            job = stage.job(mini_batch_num=2, max_tokens_per_bin=32, lr=rate, lora_rank=lora_rank)
             dtype = "bfloat16" if options else "float32"
             stage.options = stage.options.model_copy(update=options)
             await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
@@ -136,9 +141,11 @@ def forge(forges: Forge) -> Iterator[Forge]:
     forges.kill_all()
 
 
-async def undisturbed(url: str, name: str, folder: Path, forge: Forge, versions: int, **options: object) -> list[str]:
+async def undisturbed(
+    url: str, name: str, folder: Path, forge: Forge, versions: int, lora_rank: int = 0, **options: object
+) -> list[str]:
     """The digests of a run that nothing happens to, up to so many versions."""
-    async with running(url, f"{name}-calm", folder / "calm", forge, **options) as life:
+    async with running(url, f"{name}-calm", folder / "calm", forge, lora_rank, **options) as life:
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, versions)
         return life.digests()
 
@@ -160,19 +167,22 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
 
 
+@pytest.mark.parametrize("form", WAYS)
 async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_version_that_cannot_be_put_together(
-    nats_url: str, hive: str, tmp_path: Path, forge: Forge
+    nats_url: str, hive: str, tmp_path: Path, forge: Forge, form: str
 ) -> None:
     """By the object store, as deltas where that is possible: what a replica needs is there at every moment."""
-    async with running(nats_url, hive, tmp_path / "killed", forge, **BY_OBJECTS) as life:
+    rank = WAYS[form]
+    async with running(nats_url, hive, tmp_path / "killed", forge, rank, **BY_OBJECTS) as life:
         bus, stage = life.stage.bus, life.stage
-        fetcher = Fetcher(bus, "main", tmp_path / "cache")
+        fetcher = Fetcher(bus, "main", tmp_path / "cache", adapters=True)
         for point in (*WEIGHTS, *WEIGHTS):
-            await life.dies(point, 2)
+            await life.dies(point, 3 if rank else 2)  # behind version 0, and before that comes what adapters are on
             ready = stage.engine.weights
             assert ready is not None
             fetched = await fetcher.materialise(ready, lambda: 0)  # there is nobody who could give a full copy
-            assert file_sha256(fetched.folder / FULL_FILE) == ready.weights.sha256
+            file = fetched.folder / FULL_FILE if fetched.adapter is None else fetched.adapter / ADAPTER_FILE
+            assert file_sha256(file) == ready.weights.sha256
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, 2)
         found = life.digests()
         fetcher.close()
@@ -180,8 +190,8 @@ async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_versi
         links = [link.where for ready in made[-2:] for link in chain(ready.weights, life.mirror)]
         stored = {name.rpartition("/")[0] for name in await bus.blob_names("weights/")}
         assert stored == {where.removeprefix("object:") for where in links}
-        assert any(event.weights.format == DELTA_FORMAT for event in made)
-    assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found), **BY_OBJECTS)
+        assert any(event.weights.format == form for event in made)
+    assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found), rank, **BY_OBJECTS)
 
 
 async def test_r11_a_trainer_that_was_frozen_while_another_took_over_changes_nothing(

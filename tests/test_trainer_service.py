@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from bombus import inbox
+from bombus.adapters import ADAPTER_FILE
 from bombus.bus import Bus
 from bombus.events import StepCompleted, Weights
 from bombus.run_config import RunConfig
@@ -224,8 +225,11 @@ async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage)
     ready = stage.engine.weights
     assert stage.engine.run == 2
     assert ready is not None
+    assert ready.weights.adapter_of is not None
     original = load_file(stage.folder / "model" / "model.safetensors")
-    assert all(torch.equal(value, original[name]) for name, value in served(ready.weights).items())
+    assert all(torch.equal(value, original[name]) for name, value in served(ready.weights.adapter_of).items())
+    added = load_file(Path(ready.weights.where) / ADAPTER_FILE)
+    assert not any(value.any() for name, value in added.items() if ".lora_B." in name)
 
 
 async def test_a_job_has_the_samples_of_each_step_written_below_its_runs_folder(stage: Stage) -> None:
