@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from bombus.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, DeltaFile, rebuild
 from bombus.events import WeightsReady
 from bombus.generation import Generate, Tokens
+from bombus.merging import merge_files
 from bombus.models import resolve_model
 from bombus.records import (
     CallRecord,
@@ -31,7 +32,6 @@ from bombus.records import (
     spans_of,
 )
 from bombus_inference.engine import Engine
-from bombus_inference.merging import merge_files
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine, read_state

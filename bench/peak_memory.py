@@ -1,11 +1,13 @@
-"""Peak memory of a batch whose logits would not fit: our chunked logprobs beside full logits, a process each.
+"""Peak memory of a batch whose logits would not fit: our trainer beside full logits, a process each.
 
     python bench/peak_memory.py                                 8,192 tokens, a vocabulary of 150,000
     python bench/peak_memory.py --tokens 2048                   where 15 GB are not free
 
-Forward and backward of the output layer alone, hidden size 64, float32 on the CPU: logprobs of the sampled tokens and
-their gradients, for the hidden states and the output matrix. The figure is the growth of the process's largest resident
-set (VmHWM) from before the first product.
+Float32 on the CPU. `chunked` and `full logits` are forward and backward of the output layer alone, hidden size 64:
+logprobs of the sampled tokens and their gradients, for the hidden states and the output matrix. `trainer` is a whole
+step of the torch trainer on two answers that have these tokens between them, with a Llama of one layer; `plain` the
+same with transformers and full logits: forward, a policy gradient, backward, AdamW. The figure is the growth of the
+process's largest resident set (VmHWM) from before the first product.
 """
 
 import argparse
@@ -13,14 +15,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from time import process_time
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from bombus.models import load_model
+from bombus.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
+from bombus_trainer.batch import EpisodeCalls, Group
+from bombus_trainer.executor import Executor
 from bombus_trainer.head import HeadPlan, chosen_logprobs
 from bombus_trainer.settings import TrainerSettings
 
-WAYS = ("chunked", "full logits")
+WAYS = ("chunked", "full logits", "trainer", "plain")
+WHOLE = ("full logits", "plain")  # ways that hold all logits, their softmax and its gradient
+PROMPT = 8
 
 
 def peak_bytes() -> int:
@@ -35,6 +45,13 @@ def free_bytes() -> int:
 
 
 def measure(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, float]:
+    if way in ("chunked", "full logits"):
+        return output_layer(way, tokens, vocabulary, hidden)
+    with TemporaryDirectory() as folder:
+        return step(way, tokens, vocabulary, hidden, Path(folder))
+
+
+def output_layer(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, float]:
     torch.manual_seed(0)
     hidden_UH = torch.randn(tokens, hidden, requires_grad=True)
     weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
@@ -60,6 +77,61 @@ def measure(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[str, fl
     }
 
 
+def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> dict[str, float]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    settings = TrainerSettings(bin_tokens=tokens, share_prefixes=False, weight_decay=0.0, importance_cap=0.0)
+    answers = torch.randint(vocabulary, (2, tokens // 2))
+    if way == "trainer":
+        executor = Executor(folder, settings, {})
+        group = Group("task", tuple(answer(row, reward) for reward, row in enumerate(answers.tolist())))
+        before, started = peak_bytes(), process_time()
+        metrics = executor.train_step([group], 1)
+        loss, norm = metrics["loss"], metrics["grad_norm"]
+    else:
+        model = load_model(folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        before, started = peak_bytes(), process_time()
+        logits = model(input_ids=answers, use_cache=False).logits[:, PROMPT - 1 : -1]
+        chosen = torch.log_softmax(logits, dim=-1).gather(2, answers[:, PROMPT:, None])[..., 0]
+        del logits
+        advantages = torch.tensor([[-0.5], [0.5]]) / (0.5**0.5 + 1e-6)  # rewards 0 and 1, less their mean, by their std
+        value = -((chosen - chosen.detach()).exp() * advantages).mean()
+        value.backward()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip))
+        optimizer.step()
+        loss = float(value.detach())
+    return {"bytes": peak_bytes() - before, "cpu_s": process_time() - started, "loss": loss, "gradient": norm}
+
+
+def answer(tokens: list[int], reward: int) -> EpisodeCalls:
+    """One call that has sampled all tokens behind the prompt."""
+    sampled = pack_tokens(tokens[PROMPT:])
+    count = len(tokens) - PROMPT
+    logprobs = torch.full((count,), -5.0).numpy().tobytes()
+    record = CallRecord(
+        id=f"call-{reward}",
+        engine="main",
+        run=1,
+        episode=f"episode-{reward}",
+        prompt_tail=pack_tokens(tokens[:PROMPT]),
+        prompt_tokens=PROMPT,
+        choices=(Choice(tokens=sampled, logprobs=logprobs, spans=spans_of([0] * count)),),
+        sampling=SamplingParams(temperature=1.0),
+    )
+    return EpisodeCalls(record.episode, float(reward), (record,))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -74,7 +146,7 @@ def main() -> None:
     print(f"{asked.tokens} tokens, vocabulary {asked.vocabulary}: logits alone would be {logits / 1e9:.2f} GB")
     size = ["--tokens", str(asked.tokens), "--vocabulary", str(asked.vocabulary), "--hidden", str(asked.hidden)]
     for way in WAYS:
-        needed, free = (3 * logits if way == "full logits" else 0), free_bytes()
+        needed, free = (3 * logits if way in WHOLE else 0), free_bytes()
         if needed > free:
             print(f"{way:12} not run: it needs about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free")
             continue

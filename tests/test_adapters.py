@@ -17,11 +17,11 @@ from bombus.bus import Bus
 from bombus.deltas import FULL_FILE, chain, file_sha256
 from bombus.errors import EngineFault
 from bombus.events import Weights, WeightsReady
+from bombus.merging import Adapter, save_merged
 from bombus.models import load_model
 from bombus.run_config import RunConfig
 from bombus.state import Phase
 from bombus_inference.fetching import Fetcher
-from bombus_inference.merging import Adapter, save_merged
 from bombus_inference.settings import EngineSettings
 from bombus_inference.torch_backend import make_engine, read_state
 from bombus_trainer.executor import Executor

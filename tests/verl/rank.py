@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bombus.deltas import FULL_FILE, file_sha256
 from bombus.errors import EngineFault
-from bombus_inference.merging import merge_files
+from bombus.merging import merge_files
 from bombus_trainer.backend import Backend
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import Part, export, export_adapter, export_base

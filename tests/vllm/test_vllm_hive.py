@@ -17,10 +17,10 @@ from bombus.bus import Bus
 from bombus.events import AnyEvent, StepCompleted, WeightsLoaded, WeightsReady
 from bombus.follow import Follower
 from bombus.generation import FrameReader, Generate, encode_request
+from bombus.merging import merge_files
 from bombus.models import load_model
 from bombus.records import SamplingParams, pack_tokens
 from bombus.state import EngineState, Phase
-from bombus_inference.merging import merge_files
 from tests.inference_given import Answer, Completion, reference_logprobs
 from tests.vllm.hive import VllmHive, vllm_hive
 

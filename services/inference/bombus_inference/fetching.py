@@ -166,7 +166,7 @@ class Fetcher:
             return Fetched(beneath, adapter=adapter)
         into = self._own() / f"run-{ready.run}-version-{ready.version}"
         shutil.rmtree(into, ignore_errors=True)
-        from bombus_inference.merging import merge_files  # of those that fetch, few need torch
+        from bombus.merging import merge_files  # of those that fetch, few need torch
 
         await asyncio.to_thread(merge_files, beneath, adapter, into)
         return Fetched(into)

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from bombus.deltas import DeltaFile
 from bombus.errors import EngineFault
+from bombus.merging import DTYPES
 from bombus_inference.settings import EngineSettings
-
-DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True, eq=False)

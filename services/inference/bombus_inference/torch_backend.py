@@ -13,11 +13,11 @@ from torch import Tensor
 from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
 from bombus.generation import Generate
+from bombus.merging import Adapter
 from bombus.models import load_model
 from bombus_inference import attention
 from bombus_inference.backend import UNLOADED, Deliver, Policy, Tell
 from bombus_inference.engine import Engine
-from bombus_inference.merging import Adapter
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_inference.worker import Worker

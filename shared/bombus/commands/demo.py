@@ -163,7 +163,7 @@ async def _train(
 def _keep_weights(out: Path) -> Path:
     """The newest version as one model, out of the hive's folder, where only two versions are kept."""
     from bombus.adapters import ADAPTER_FILE
-    from bombus_inference.merging import save_merged
+    from bombus.merging import save_merged
 
     files = (out / "hive" / "engines").rglob("version-*/*.safetensors")
     newest = max(files, key=lambda path: path.stat().st_mtime)
