@@ -143,7 +143,7 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
             engine(job={"bombus": {"trainer": {"lr": 7}}}),
             "engines.main.job: bombus.trainer.lr = 7 is refused: it takes a",
         ),
-        (engine(job="nowhere.yaml"), "engines.main.job: cannot read the job file nowhere.yaml"),
+        (engine(job="nowhere.yaml"), "engines.main.job: nowhere.yaml: there is no such file"),
         ({**engine(), **TINY}, "engines is of a cluster file and bombus of a job: put the job below engines.NAME.job"),
     ],
 )

@@ -66,7 +66,7 @@ async def test_a_job_is_refused_while_the_engine_runs(rolling: PlayedHive) -> No
     ("job", "words"),
     [
         ("ajet: {data: {train_batch_size: 0}}", ["ajet.data.train_batch_size", "0", "at least 1"]),
-        ("ajet: [", ["YAML"]),
+        ("ajet: [", ["the job, line 1, column 8: expected the node content, but found the end"]),
         ("bombus: {trainer: {lrr: 1}}", ["bombus.trainer.lrr", "trainer.lr"]),
         ("bombus: {trainer: {processes: 8}}", ["processes 8 is refused", "backend verl has many"]),
         ("{model_path: tiny, ulysses_parallel_size: 2}", ["ulysses_parallel_size = 2 is refused", "no backend splits"]),

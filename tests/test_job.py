@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bombus import Job
 from bombus.errors import Code, Refused
 from bombus.events import Collection, Method
-from bombus.job import RunConfig, derive_lengths, parse_job, to_yaml
+from bombus.job import RunConfig, derive_lengths, parse_job, read_job_file, to_yaml
 from bombus.sdk.job import KEYWORDS
 from bombus.trainer_config import TrainerConfig
 
@@ -150,13 +150,74 @@ def test_short_names_of_methods_are_taken(name: str) -> None:
         ({"bombus": {"trainer": {"use_tis": True, "correction": "none"}}}, ["use_tis", "correction", "only one"]),
         ({"bombus": {"trainer": {"eps_clip": 2}}}, ["bombus.trainer.eps_clip = 2", "at most 1"]),
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
-        ("- 1", ["must be a mapping"]),
-        ("a: [", ["not valid YAML"]),
     ],
 )
 def test_what_is_wrong_is_named_with_its_value_and_its_range(job: Any, words: list[str]) -> None:
     why = refusal(job)
     assert all(word in why for word in words), why
+
+
+@pytest.mark.parametrize(
+    ("trainer", "why"),
+    [
+        ({"enable_lora": True}, "bombus.trainer: enable_lora needs a lora_rank of at least 1"),
+        ({"overlong": "penalty"}, "bombus.trainer: overlong penalty needs an overlong_buffer of at least 1 token"),
+        (
+            {"lora_rank": -1},
+            "bombus.trainer.lora_rank = -1 is refused: it takes a whole number, at least 0, at most 1024",
+        ),
+        ({"lrr": 1}, "bombus.trainer.lrr is unknown; did you mean bombus.trainer.lr?"),
+        (
+            {"overlong": "penalty", "overlong_buffer": 5000},
+            "bombus.trainer.overlong_buffer 5000 is over bombus.rollout.max_response_length_in_one_turn 4096",
+        ),
+    ],
+)
+def test_every_refusal_says_where_in_the_document_it_is(trainer: dict[str, Any], why: str) -> None:
+    assert refusal({"bombus": {"trainer": trainer}}) == why
+
+
+NO_MAPPING = (
+    "{} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
+    "a cluster file has `engines:`"
+)
+BROKEN = [
+    ("a: [1, 2\n", ", line 2, column 1: expected ',' or ']', but got the end"),
+    ("a: {b: 1\n  ]\n", ", line 2, column 3: expected ',' or '}', but got ']'"),
+    ("a: 1\n  b: 2\n", ", line 2, column 4: mapping values are not allowed here"),
+    ("a:\n  - 1\n b: 2\n", ", line 3, column 2: this line does not fit the indentation of those above it"),
+    ("a: 1\nb: *c\n", ", line 2, column 4: found undefined alias 'c'"),
+    ("a: 1\nb: \x01\n", ", line 2, column 4: the character '\\x01' is not allowed"),
+    ('{"a": 1,, "b": 2}', ", line 1, column 9: expected the node content, but found ','"),
+    ("a: 2026-13-01\n", ": it cannot be read as YAML: month must be in 1..12"),
+]
+
+
+@pytest.mark.parametrize(("text", "why"), BROKEN)
+def test_broken_yaml_is_one_sentence_with_the_place(text: str, why: str, tmp_path: Path) -> None:
+    assert refusal(text) == f"the job{why}"
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(Refused) as caught:
+        read_job_file(path)
+    assert caught.value.why == f"{path}{why}"
+
+
+def test_a_file_that_is_none_and_one_that_holds_no_mapping_are_named(tmp_path: Path) -> None:
+    def why(path: Path) -> str:
+        with pytest.raises(Refused) as caught:
+            read_job_file(path)
+        return caught.value.why
+
+    path = tmp_path / "job.yaml"
+    assert why(path) == f"{path}: there is no such file"
+    assert why(tmp_path) == f"{tmp_path}: it cannot be read: Is a directory"
+    path.write_bytes(b"a: \xff")
+    assert why(path) == f"{path}: it is not text in UTF-8 (byte 3)"
+    for text in ("", "- 1", "7"):
+        path.write_text(text)
+        assert why(path) == NO_MAPPING.format(path)
+        assert refusal(text) == NO_MAPPING.format("the job")
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:

@@ -197,8 +197,11 @@ def test_a_branch_with_another_rate_has_other_weights_which_transformers_loads(
         (["--step", "1", "--engine", "other"], "has no engine other, but main"),
         (["--step", "1", "--set", "lr=1"], "belong to a branch"),
         (["--from", "1", "--to", "2"], "a branch needs --from A --to B --out DIR"),
-        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lrr=1"], "did you mean trainer.lr"),
-        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "it takes a number, at least 0, at most 1"),
+        (
+            ["--from", "1", "--to", "2", "--out", "OUT", "--set", "lrr=1"],
+            "--set lrr is unknown; did you mean bombus.trainer.lr?",
+        ),
+        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "--set lr = 7 is refused: it takes a number"),
         (["--from", "1", "--to", "2", "--out", "OUT", "--set", "collection.batch_size=7"], "it takes trainer settings"),
         (["--from", "1", "--to", "2", "--out", "FULL"], "is not empty: name another --out"),
     ],

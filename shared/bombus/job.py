@@ -131,23 +131,27 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
     return groups
 
 
-def read_document(text: str) -> Tree:
+def read_document(text: str, name: str = "the job") -> Tree:
     """The mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
 
-    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`.
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both say `name`.
     """
     if len(text) > JOB_BYTES_MAX:
-        raise Refused(Code.TOO_LARGE, f"a job of {len(text)} characters is over the limit of {JOB_BYTES_MAX}")
+        raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
-        tree = _json_or_yaml(text)
-    except (ValueError, RecursionError) as error:
-        raise Refused(Code.BAD_CONFIG, f"the job is not valid YAML: {error}") from error
+        tree = _json_or_yaml(text, name)
+    except (ValueError, RecursionError) as error:  # a date that is none, or brackets in brackets without end
+        raise Refused(Code.BAD_CONFIG, f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise Refused(Code.BAD_CONFIG, "the job must be a mapping with `ajet:` or `bombus:` at its top")
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"{name} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
+            "a cluster file has `engines:`",
+        )
     return tree
 
 
-def _json_or_yaml(text: str) -> object:
+def _json_or_yaml(text: str, name: str) -> object:
     if text.lstrip().startswith("{"):
         try:
             return json.loads(text)
@@ -162,7 +166,22 @@ def _json_or_yaml(text: str) -> object:
     try:
         return cast(object, yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise Refused(Code.BAD_CONFIG, _broken(text, name, error)) from error
+
+
+def _broken(text: str, name: str, error: Exception) -> str:
+    """Where a text stops being YAML, and why: PyYAML says it in up to eight lines."""
+    mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None:  # a character that YAML has not
+        before = text[: getattr(error, "position", 0)]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        why = f"the character {text[len(before) : len(before) + 1]!r} is not allowed"
+    else:
+        line, column = mark.line + 1, mark.column + 1
+    why = str(why).replace("'<stream end>'", "the end")
+    if "<block " in why:  # PyYAML's word for lines that are indented alike
+        why = "this line does not fit the indentation of those above it"
+    return f"{name}, line {line}, column {column}: {why}"
 
 
 def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
@@ -264,6 +283,10 @@ def read_job_file(path: str | Path) -> Tree:
     """The document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise Refused(Code.BAD_CONFIG, f"cannot read the job file {path}: {error}") from error
-    return read_document(text)
+    except FileNotFoundError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: there is no such file") from error
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: it is not text in UTF-8 (byte {error.start})") from error
+    return read_document(text, str(path))

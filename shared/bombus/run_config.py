@@ -116,7 +116,9 @@ class RunConfig(Group):
     def _overlong_buffer_fits(self) -> "RunConfig":
         room, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
         if self.trainer.overlong == Overlong.PENALTY and buffer > room:
-            raise ValueError(f"overlong_buffer {buffer} is over max_response_length_in_one_turn {room}")
+            raise ValueError(
+                f"bombus.trainer.overlong_buffer {buffer} is over bombus.rollout.max_response_length_in_one_turn {room}"
+            )
         return self
 
     def to_collection(self) -> Collection:
@@ -163,7 +165,7 @@ GROUPS = tuple(name for name in RunConfig.model_fields if name != "ignored")
 def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
     for group, fields in given.items():
         for field, value in fields.items() if isinstance(fields, Mapping) else ():
-            _check_plain(names.get(f"{group}.{field}", f"{group}.{field}"), value)
+            _check_plain(_name(f"{group}.{field}", names), value)
     try:
         return RunConfig.model_validate_json(json.dumps(given))
     except ValidationError as error:
@@ -184,11 +186,11 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
     sentences = []
     for problem in found[:3]:
         ours = ".".join(str(part) for part in problem["loc"][:2])
-        name = names.get(ours, ours)
+        name = _name(ours, names)
         field = _field(ours)
         if problem["type"] == "extra_forbidden":
             close = difflib.get_close_matches(ours, _all_paths(), n=1)
-            sentences.append(f"{name} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
+            sentences.append(f"{name} is unknown" + (f"; did you mean bombus.{close[0]}?" if close else ""))
         elif field is None:
             sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": "))
         elif problem["type"] == "value_error":
@@ -198,6 +200,11 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
             sentences.append(f"{name} = {shown(problem['input'])} is refused: {allowed(field)}")
     more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
     return "; ".join(sentences) + more
+
+
+def _name(ours: str, names: Mapping[str, str]) -> str:
+    """What a document calls one of our paths."""
+    return names.get(ours, f"bombus.{ours}" if ours else "")
 
 
 def _all_paths() -> list[str]:

@@ -45,13 +45,13 @@ def _own_aggregation(given: Tree) -> Aggregation:
 class TrainerConfig(Group):
     """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
 
-    With the backend verl, estimators and losses are looked up by name in verl. `processes` train together, 0: as many
-    as the trainer was started with. `tis_clip` bounds the importance weight of the sampler's logprobs (0: no
-    correction). A `total_steps` of 0 means that the learning rate does not decay; a `kl_coef` of 0 that no reference
-    model is kept; a `lora_rank` of 0 that all weights are trained. `overlong_buffer` is in tokens. A micro-batch has up
-    to `max_tokens_per_bin` tokens (xorl calls that `sample_packing_sequence_len`), and without `enable_packing` one
-    sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's machine: below the
-    run's folder, or where its operator allows.
+    Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
+    in verl. `processes` train together, 0: as many as the trainer was started with. `tis_clip` bounds the importance
+    weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate does not
+    decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
+    `sample_packing_sequence_len`), and without `enable_packing` one sequence. Each step's samples are written to
+    `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"

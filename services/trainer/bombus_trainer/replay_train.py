@@ -162,13 +162,15 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
     """The job with some of its trainer's settings changed. Raises `Refused` for one that does not exist or fit."""
     tree = job.model_dump(mode="json")
+    names: dict[str, str] = {}  # what a refusal calls them
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         group, _, field = name.rpartition(".")
         if not equals or group not in ("", "trainer"):
             raise Refused(Code.BAD_CONFIG, f"--set {assignment} is refused: it takes trainer settings, such as lr=1e-4")
         tree["trainer"][field] = _value(text)
-    return validated(tree, {})
+        names[f"trainer.{field}"] = f"--set {name}"
+    return validated(tree, names)
 
 
 def _value(text: str) -> Any:
