@@ -206,6 +206,6 @@ sys.exit(main(["doctor", "--data-dir", sys.argv[1], "--port", sys.argv[2]]))
 def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("bombus: {trainer: {lora_rank: -1}}")
-    assert main(["doctor", "--config", str(file)]) == 1
+    assert main(["doctor", "--config", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bombus doctor: bombus.trainer.lora_rank = -1 is refused")

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import msgspec
 
+from bombus.errors import Refused
+from bombus.flags import Parser, name_of
+
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # `bombus up` leaves its bus's address in its data folder while it runs
 
@@ -37,7 +40,10 @@ COMMANDS = {
 
 
 class Module(Protocol):
-    """What a subcommand's module has: its arguments, and what runs them (returning the exit code)."""
+    """What a subcommand's module has: its arguments, and what runs them.
+
+    `run` returns the exit code. A `Refused` from it is a command line that makes no sense: its sentence, and code 2.
+    """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -59,23 +65,46 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
         default=default_nats(),
         help="the bus (default: $BOMBUS_NATS, or that of the hive that runs in this folder, here %(default)s)",
     )
-    parser.add_argument("--hive", default=os.environ.get("BOMBUS_HIVE", "main"), help="its name (default: %(default)s)")
+    parser.add_argument(
+        "--hive",
+        type=name_of("hive"),
+        metavar="NAME",
+        default=os.environ.get("BOMBUS_HIVE", "main"),
+        help="the hive's name (default: $BOMBUS_HIVE, or main, here %(default)s)",
+    )
     add_log_argument(parser)
 
 
 def add_log_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="the least that is logged, to stderr (default: %(default)s)",
+    )
 
 
 def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", default="main", help="the engine it works for (default: %(default)s)")
+    parser.add_argument(
+        "--engine",
+        type=name_of("engine"),
+        metavar="NAME",
+        default="main",
+        help="the engine it works for (default: %(default)s)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: one for each core")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        default=0,
+        help="of torch on the CPU; 0: one for each core (default: %(default)s)",
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="bombus",
         description="A swarm server for agentic reinforcement learning of language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -103,9 +132,12 @@ def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         print(f"{prog} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
         return 1
-    parser = argparse.ArgumentParser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
+    parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(words))
+    except Refused as error:
+        print(f"{prog}: {error.why}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from bombus import xorl
 from bombus.config_groups import allowed, shown
 from bombus.errors import Code, Refused
+from bombus.flags import typed
 from bombus.job import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.subjects import check_name
 
@@ -168,12 +169,14 @@ def read_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
     return agreed(cluster, jobs)
 
 
-def validated_cluster(tree: Mapping[str, Any]) -> Cluster:
+def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
+    """`flag_of` has the flag that gave the value of a place, where one did. Raises `Refused(BAD_CONFIG)`."""
     try:
         return Cluster.model_validate_json(json.dumps(tree))
     except (TypeError, ValueError) as error:
-        why = _sentence(error) if isinstance(error, ValidationError) else f"the cluster file is not plain data: {error}"
-        raise _refusal(why) from error
+        if isinstance(error, ValidationError):
+            raise _refusal(_sentence(error, flag_of)) from error
+        raise _refusal(f"the cluster file is not plain data: {error}") from error
 
 
 def agreed(cluster: Cluster, jobs: Jobs) -> tuple[Cluster, Jobs]:
@@ -213,7 +216,7 @@ def _refusing(part: type[TrainerPart], values: Tree, name: str) -> TrainerPart:
 # ---- what is wrong, in words -------------------------------------------------------------------------------------
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
     problem = error.errors(include_url=False)[0]
     where, found = _at(problem["loc"])
     if problem["type"] == "extra_forbidden":
@@ -226,7 +229,9 @@ def _sentence(error: ValidationError) -> str:
     if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or part_of(found.annotation) is not None:
         words = problem["msg"].removeprefix("Value error, ")
         return f"{where}: {words}" if where else words
-    return f"{where} = {shown(problem['input'])} is refused: {allowed(found)}"
+    flag = flag_of(where)
+    said = f"{flag} {typed(problem['input'])}" if flag else f"{where} = {shown(problem['input'])}"
+    return f"{said} is refused: {allowed(found)}"
 
 
 def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:

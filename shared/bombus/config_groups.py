@@ -31,8 +31,6 @@ class Group(BaseModel):
 
 def allowed(field: FieldInfo) -> str:
     """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
-    if field.description:
-        return f"it takes {field.description}"
     signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{word} {getattr(bound, sign)}"
@@ -40,6 +38,8 @@ def allowed(field: FieldInfo) -> str:
         for sign, word in signs.items()
         if getattr(bound, sign, None) is not None
     ]
+    if field.description and not bounds:
+        return f"it takes {field.description}"
     kind = field.annotation
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return "it takes one of " + ", ".join(kind)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_hive_arguments
+from bombus.errors import Code, Refused
 from bombus.process import run_service
 from bombus_coordinator import shell
 
@@ -12,16 +13,22 @@ from bombus_coordinator import shell
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
     parser.add_argument(
-        "--name", default="", help="who it is: under the name of one that died it leads at once (default: a new name)"
+        "--name",
+        default="",
+        metavar="NAME",
+        help="who it is: under the name of one that died it leads at once (default: a new name)",
     )
     parser.add_argument(
         "--watch-disk",
         type=Path,
         metavar="DIR",
-        help="where the bus keeps its data: new work is refused when it is full",
+        help="where the bus keeps its data: new work is refused when that is full (default: no disk is watched)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    disk: Path | None = arguments.watch_disk
+    if disk is not None and not disk.is_dir():
+        raise Refused(Code.BAD_CONFIG, f"--watch-disk {disk} is refused: there is no such folder")
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
-    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, arguments.watch_disk))
+    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, disk))

@@ -1,8 +1,8 @@
 """What a gateway is told when it starts. Everything has a limit, a unit and a check."""
 
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.hive_keys import HiveKeys
 from bombus.subjects import check_name
@@ -48,13 +48,14 @@ class GatewaySettings(BaseModel):
     def _hive_is_a_name(cls, hive: str) -> str:
         return check_name(hive, "hive")
 
-    @model_validator(mode="after")
-    def _engines_are_names(self) -> Self:
-        if not self.engines or len(set(self.engines)) != len(self.engines):
-            raise ValueError("engines: name at least one, and each once")
-        for engine in self.engines:
+    @field_validator("engines")
+    @classmethod
+    def _engines_are_names(cls, engines: tuple[str, ...]) -> tuple[str, ...]:
+        if not engines or len(set(engines)) != len(engines):
+            raise ValueError("name at least one engine, and each once")
+        for engine in engines:
             check_name(engine, "engine")
-        return self
+        return engines
 
     @property
     def first_engine(self) -> str:

@@ -18,7 +18,7 @@ class EngineSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     kv_cache_bytes: int = Field(default=2 << 30, ge=1 << 12, le=1 << 42)
     block_tokens: int = Field(default=8, ge=1, le=256, description="short: a group shares its prompt by whole blocks")
     max_model_len: int = Field(default=8192, ge=2, le=1 << 20, description="tokens; the model's own limit if less")
@@ -47,9 +47,11 @@ class OpenAISettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://host:port")
+    url: str = Field(default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://HOST:PORT of a server")
     model: str = Field(default="", max_length=1024, description="its name there; empty: the first that it lists")
-    api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?\w*$", description="the variable that holds the key")
+    api_key_env: str = Field(
+        default="", pattern=r"^[A-Za-z_]?\w*$", description="the name of a variable, which holds its key"
+    )
     drain_s: float = Field(default=60.0, ge=0, le=86_400, description="open requests may finish before new weights")
     update_s: float = Field(default=600.0, gt=0, le=86_400, description="for the server to load new weights")
 
@@ -93,5 +95,5 @@ class InferenceSettings(BaseModel):
     @model_validator(mode="after")
     def _backend_is_whole(self) -> "InferenceSettings":
         if self.backend == "openai" and not self.openai.url:
-            raise ValueError("the openai backend needs the url of a server, such as http://127.0.0.1:8000")
+            raise ValueError("backend openai needs the url of a server, such as http://127.0.0.1:8000")
         return self

@@ -2,16 +2,14 @@
 
 import argparse
 import os
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-
-from pydantic import ValidationError
 
 from bombus import logs
 from bombus.cli import add_hive_arguments, add_torch_arguments
 from bombus.environments import environment_python
-from bombus.errors import EngineFault
+from bombus.errors import Code, EngineFault, Refused
+from bombus.flags import made_of_flags
 from bombus.process import run_service
 from bombus_trainer.options import TrainerOptions
 
@@ -35,6 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder",
         type=Path,
+        metavar="DIR",
         default=Path(".bombus/engines"),
         help="checkpoints and weights; replicas see it under the same path (default: %(default)s)",
     )
@@ -44,19 +43,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
     )
-    parser.add_argument("--bin-tokens", type=int, default=4096, help="a micro-batch that fits (default: %(default)s)")
+    parser.add_argument(
+        "--bin-tokens",
+        type=int,
+        metavar="TOKENS",
+        default=4096,
+        help="the largest micro-batch that fits this machine; a job's max_tokens_per_bin above it is cut down to it "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--weights-by",
         choices=("folder", "objects"),
         default="folder",
-        help="how weights reach the replicas: a folder that they share, or the hive's object store (%(default)s)",
+        help="how weights reach the replicas: in a folder that they share, or by the hive's object store "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--weights-full-every",
         type=int,
         default=0,
         metavar="N",
-        help="a full copy every N versions, in between only what has changed (default: 1, by the object store 16)",
+        help="a full copy every N versions, in between only what has changed; 0: 1 by a folder, 16 by the object store "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--weights-lora",
@@ -76,35 +84,37 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> TrainerOptions:
-    """Raises `ValidationError`."""
-    return TrainerOptions(
-        engine=arguments.engine,
-        folder=arguments.folder.absolute(),
-        debug_root=arguments.debug_root,
-        device=arguments.device,
-        bin_tokens_max=arguments.bin_tokens,
-        allow_download=arguments.allow_download,
-        weights_by=arguments.weights_by,
-        weights_full_every=arguments.weights_full_every,
-        weights_lora=arguments.weights_lora,
-        operation_timeout_s=arguments.operation_timeout,
-    )
+    """Raises `Refused(BAD_CONFIG)`."""
+    given = {
+        "engine": arguments.engine,
+        "folder": arguments.folder.absolute(),
+        "debug_root": arguments.debug_root,
+        "device": arguments.device,
+        "threads": arguments.threads,
+        "bin_tokens_max": arguments.bin_tokens,
+        "allow_download": arguments.allow_download,
+        "weights_by": arguments.weights_by,
+        "weights_full_every": arguments.weights_full_every,
+        "weights_lora": arguments.weights_lora,
+        "operation_timeout_s": arguments.operation_timeout,
+    }
+    flags = {"bin_tokens_max": "--bin-tokens", "operation_timeout_s": "--operation-timeout"}
+    return made_of_flags(TrainerOptions, given, flags)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        options = options_of(arguments)
-        if arguments.backend == VERL and find_spec(VERL) is None:
+    options = options_of(arguments)
+    if arguments.backend == VERL and find_spec(VERL) is None:
+        try:
             python = environment_python(VERL)  # this process goes on there
-            os.execv(python, [str(python), "-m", "bombus", "trainer", "--backend", VERL, *words_of(arguments)])
-    except (ValidationError, EngineFault) as error:
-        print(f"bombus trainer: {error}", file=sys.stderr)
-        return 2
+        except EngineFault as error:
+            raise Refused(Code.BAD_CONFIG, str(error)) from error
+        os.execv(python, [str(python), "-m", "bombus", "trainer", "--backend", VERL, *words_of(arguments)])
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
-    if arguments.threads:
+    if options.threads:
         import torch
 
-        torch.set_num_threads(arguments.threads)
+        torch.set_num_threads(options.threads)
     from bombus_trainer import service
 
     return run_service(service.run(arguments.nats, arguments.hive, options))

@@ -17,6 +17,7 @@ from bombus.cluster import (
     PROCESSES_MAX,
     Cluster,
     EnginePart,
+    GatewayPart,
     InferencePart,
     Jobs,
     TrainerPart,
@@ -25,6 +26,7 @@ from bombus.cluster import (
     read_cluster,
 )
 from bombus.errors import BusUnavailable, Code, Refused
+from bombus.flags import Parser, check_range, made_of_flags, name_of
 from bombus.follow import Follower
 from bombus.hive_keys import add_key_arguments, keys_for
 from bombus.job import parse_job, read_job_file
@@ -34,18 +36,30 @@ from bombus.supervisor import Supervisor
 
 AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096
+TIMEOUT_S_MAX = 86_400
 POLL_S = 0.2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mode", choices=(AUTO, CONNECT), default=AUTO, help="(default: %(default)s)")
+    parser.add_argument(
+        "--mode",
+        choices=(AUTO, CONNECT),
+        default=AUTO,
+        help="auto runs the ranks of this machine, node 0; connect prints the commands for all (default: %(default)s)",
+    )
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
     parser.add_argument(
         "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of each (default: %(default)s)"
     )
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 (default: %(default)s)")
-    parser.add_argument("--master-port", type=int, default=29500, metavar="PORT", help="(default: %(default)s)")
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=29500,
+        metavar="PORT",
+        help="of node 0, where ranks meet (default: %(default)s)",
+    )
     parser.add_argument(
         "--operation-timeout",
         type=float,
@@ -53,20 +67,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long ranks wait for each other (default: %(default)s)",
     )
-    parser.add_argument("--log-level", type=str.lower, choices=("debug", "info", "warning", "error"), default="info")
+    parser.add_argument(
+        "--log-level",
+        type=str.lower,
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="the least that is logged, to stderr (default: %(default)s)",
+    )
     parser.add_argument("--api-host", default="127.0.0.1", help="where the gateway listens (default: %(default)s)")
     parser.add_argument("--api-port", type=int, default=10086, help="of the gateway (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: torchrun's choice")
-    parser.add_argument("--engine", default="main", help="the engine that is trained (default: %(default)s)")
-    parser.add_argument("--hive", help="its name (default: the cluster file's, or main)")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of torch on the CPU; 0: torchrun's choice (%(default)s)"
+    )
+    parser.add_argument(
+        "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--hive", type=name_of("hive"), metavar="NAME", help="the hive's name (default: the cluster file's, or main)"
+    )
     parser.add_argument("--nats", metavar="URL", help="an external NATS server (default: our own, for this machine)")
     parser.add_argument("--data-dir", metavar="DIR", help="a folder that all machines share (default: .bombus)")
     add_key_arguments(parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bombus_trainer.launcher", description=__doc__)
+    parser = Parser(prog="bombus_trainer.launcher", description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     arguments.host = arguments.api_host
@@ -74,19 +100,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout = layout_of(arguments)
         if arguments.mode == AUTO:
             check_can_start(layout)
-    except (ValueError, OSError, Refused) as error:
-        print(f"bombus_trainer.launcher: {error.why if isinstance(error, Refused) else error}", file=sys.stderr)
+    except Refused as error:
+        print(f"bombus_trainer.launcher: {error.why}", file=sys.stderr)
         return 2
     logs.configure("launcher", arguments.log_level, hive=layout.cluster.hive)
     return run_service(run(layout, arguments))
 
 
 def layout_of(arguments: argparse.Namespace) -> Layout:
-    """What this machine runs. Raises `Refused` and `ValueError`."""
+    """What this machine runs. Raises `Refused(BAD_CONFIG)`."""
     for name, most in (("nnodes", NODES_MAX), ("nproc_per_node", PROCESSES_MAX), ("master_port", 65_535)):
-        if not 1 <= getattr(arguments, name) <= most:
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} {getattr(arguments, name)} is refused: it takes 1 to {most}")
+        check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, most)
+    check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     tree = read_job_file(arguments.config) if arguments.config is not None else {}
     jobs: Jobs = {}
     if is_cluster(tree):
@@ -97,11 +122,13 @@ def layout_of(arguments: argparse.Namespace) -> Layout:
     if arguments.engine not in cluster.engines:
         names = ", ".join(cluster.engines)
         raise Refused(Code.BAD_CONFIG, f"--engine {arguments.engine} is none of the file's engines: {names}")
-    trainer = TrainerPart(backend="verl", device=arguments.device, threads=arguments.threads)
+    asked = {"backend": "verl", "device": arguments.device, "threads": arguments.threads}
+    trainer = made_of_flags(TrainerPart, asked, {})
     cluster, jobs = agreed(_with_trainer(cluster, arguments.engine, trainer), jobs)
     here = trainer.model_copy(update={"processes": arguments.nproc_per_node}) if arguments.mode == AUTO else None
     cluster = _with_trainer(cluster, arguments.engine, here)
-    door = cluster.gateway.model_copy(update={"host": arguments.api_host, "port": arguments.api_port})
+    asked = {"host": arguments.api_host, "port": arguments.api_port, "count": cluster.gateway.count}
+    door = made_of_flags(GatewayPart, asked, {"host": "--api-host", "port": "--api-port"})
     said = {"hive": arguments.hive, "nats": arguments.nats, "data_dir": arguments.data_dir}
     changes = {"gateway": door, **{name: value for name, value in said.items() if value is not None}}
     return Layout(

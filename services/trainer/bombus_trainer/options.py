@@ -22,7 +22,8 @@ class TrainerOptions(BaseModel):
     engine: str = "main"
     folder: Path
     debug_root: Path | None = None
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    threads: int = Field(default=0, ge=0, le=1024, description="torch's on the CPU; 0: one for each core")
     bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
     allow_download: bool = False
     weights_by: Literal["folder", "objects"] = Field(default="folder", description="how weights reach the replicas")

@@ -11,20 +11,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-import torch.distributed as dist
-from pydantic import ValidationError
-
 from bombus import logs
+from bombus.errors import Refused
+from bombus.flags import Parser, check_range
 from bombus.process import die_with_parent
 from bombus_trainer.cli import add_options, options_of
 from bombus_trainer.options import TrainerOptions
 
 RANKS_MAX = 4096
+NO_RAY = "Ray is not installed here: run `bombus install verl`, and start this with the Python of that environment"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bombus_trainer.ray_ranks", description=__doc__)
+    parser = Parser(prog="bombus_trainer.ray_ranks", description=__doc__)
     add_options(parser)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="a CPU or a GPU each (default: %(default)s)")
     parser.add_argument(
@@ -33,10 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         options = options_of(arguments)
-        if not 1 <= arguments.ranks <= RANKS_MAX:
-            raise ValueError(f"--ranks {arguments.ranks} is refused: it takes 1 to {RANKS_MAX}")
-    except (ValidationError, ValueError) as error:
-        print(f"bombus_trainer.ray_ranks: {error}", file=sys.stderr)
+        check_range("--ranks", arguments.ranks, 1, RANKS_MAX)
+    except Refused as error:
+        print(f"bombus_trainer.ray_ranks: {error.why}", file=sys.stderr)
+        return 2
+    try:
+        import ray
+    except ModuleNotFoundError:
+        print(f"bombus_trainer.ray_ranks: {NO_RAY}", file=sys.stderr)
         return 2
     die_with_parent()
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
@@ -50,6 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
+    import ray
+    import torch.distributed as dist
+
     address = ray.util.get_node_ip_address()
     store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = {
@@ -61,13 +67,13 @@ def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
     }
     needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}
     task: Any = ray.remote(max_retries=0, **needs)(_rank)
-    said = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level, arguments.threads)
+    said = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level)
     ranks = [task.remote(environment | {"RANK": str(rank)}, *said) for rank in range(arguments.ranks)]
     ended, _ = ray.wait(ranks, num_returns=1)
     return int(ray.get(ended[0]))
 
 
-def _rank(environment: dict[str, str], url: str, hive: str, options: str, log_level: str, threads: int) -> int:
+def _rank(environment: dict[str, str], url: str, hive: str, options: str, log_level: str) -> int:
     import torch
 
     from bombus_trainer.worker import run
@@ -75,8 +81,8 @@ def _rank(environment: dict[str, str], url: str, hive: str, options: str, log_le
     os.environ.update(environment)
     chosen = TrainerOptions.model_validate_json(options)
     logs.configure("trainer", log_level, hive=hive, engine=chosen.engine, rank=environment["RANK"])
-    if threads:
-        torch.set_num_threads(threads)
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
     return run(url, hive, chosen)
 
 

@@ -11,11 +11,13 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from bombus.errors import BombusError, Code, Refused
+from bombus.flags import made_of_flags
 from bombus.replay.source import Source, add_source_arguments, open_source
 from bombus.run_config import RunConfig, validated
 from bombus_trainer.export import export
 from bombus_trainer.logged_run import LoggedRun, read_run
 from bombus_trainer.machine import this_machine
+from bombus_trainer.options import TrainerOptions
 from bombus_trainer.replay_batch import add_run_arguments
 from bombus_trainer.retraining import Retraining, Trained, logged_machine, logged_settings
 from bombus_trainer.settings import TrainerSettings
@@ -37,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the branch's weights and metrics go")
     add_run_arguments(parser)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of torch on the CPU; 0: as many as the log says")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of torch on the CPU; 0: as many as the log says (%(default)s)"
+    )
     parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
 
 
@@ -63,6 +67,8 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    asked = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
+    made_of_flags(TrainerOptions, asked, {})  # what a trainer would not be started with
     if arguments.step is not None:
         if arguments.last is not None or arguments.set or arguments.out is not None:
             raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: give --from in place of --step")

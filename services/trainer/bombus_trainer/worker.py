@@ -3,7 +3,6 @@
 It takes what `bombus trainer` takes, and the ranks from torchrun's environment.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -12,11 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bombus import logs
+from bombus.errors import Refused
+from bombus.flags import Parser
 from bombus.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus.run_config import RunConfig
 from bombus_trainer import service
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="bombus_trainer.worker", description=__doc__)
+    parser = Parser(prog="bombus_trainer.worker", description=__doc__)
     add_options(parser)
     arguments = parser.parse_args(argv)
     if "RANK" not in os.environ:
@@ -39,15 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         options = options_of(arguments)
-    except ValidationError as error:
-        print(f"bombus_trainer.worker: {error}", file=sys.stderr)
+    except Refused as error:
+        print(f"bombus_trainer.worker: {error.why}", file=sys.stderr)
         return 2
     os.environ[PARENT_VARIABLE] = str(os.getppid())  # torchrun: when it dies, so do we
     die_with_parent()
     rank = os.environ["RANK"]
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine, rank=rank)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     return run(arguments.nats, arguments.hive, options)
 
 

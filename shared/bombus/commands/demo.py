@@ -11,10 +11,14 @@ from pathlib import Path
 from bombus.demo import chart
 from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, Plan
-from bombus.errors import BombusError
+from bombus.errors import BombusError, Code, Refused
+from bombus.flags import check_range
 from bombus.sdk.job import Job
 
 BEGAN = time.monotonic()
+SEED_MAX = (1 << 63) - 1
+MINUTES_MIN = 0.01
+MINUTES_MAX = 24 * 60
 TINY_THRESHOLDS = (0.5, 0.8, 0.9)
 
 
@@ -22,21 +26,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of 0.4 M parameters, from scratch, in a minute")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=None, help="of training at most (default: 5, or 2 if --tiny)")
-    parser.add_argument("--out", type=Path, default=None, help="where everything is kept (default: runs/demo-<time>)")
-    parser.add_argument("--turns", type=int, choices=(1, 2), default=None, help="only this form of the tiny task")
+    parser.add_argument(
+        "--out", type=Path, default=None, metavar="DIR", help="where everything is kept (default: runs/demo-<time>)"
+    )
+    parser.add_argument(
+        "--turns", type=int, choices=(1, 2), default=None, help="only this form of the tiny task (default: both)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    if out.exists() and any(out.iterdir()):
-        print(f"bombus demo: {out} holds an earlier run; name another --out, or remove it", file=sys.stderr)
-        return 2
+    check_range("--seed", arguments.seed, 0, SEED_MAX)
+    minutes = arguments.minutes if arguments.minutes is not None else (2.0 if arguments.tiny else 5.0)
+    check_range("--minutes", minutes, MINUTES_MIN, MINUTES_MAX)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refused(Code.BAD_CONFIG, f"{out} holds an earlier run; name another --out, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
-            return max(_tiny(out, form, arguments.seed, arguments.minutes or 2.0) for form in turns)
-        return _main(out, arguments.seed, arguments.minutes or 5.0)
+            return max(_tiny(out, form, arguments.seed, minutes) for form in turns)
+        return _main(out, arguments.seed, minutes)
     except BombusError as error:
         print(f"bombus demo: {error}", file=sys.stderr)
         return 1

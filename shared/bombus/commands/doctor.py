@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -10,22 +9,17 @@ import msgspec
 from bombus.commands.deployment import add_deployment_arguments, deployment
 from bombus.doctor import Finding, State, examine_machine
 from bombus.doctor_deployment import examine_deployment, needed
-from bombus.errors import Refused
 
 WIDTH = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        cluster, jobs = deployment(arguments)
-    except (ValueError, OSError, Refused) as error:
-        print(f"bombus doctor: {error.why if isinstance(error, Refused) else error}", file=sys.stderr)
-        return 1
+    cluster, jobs = deployment(arguments)
     door = cluster.gateway
     findings = examine_machine(Path(cluster.data_dir), door.host, door.port if door.count else 0, needed(cluster))
     if arguments.config is not None:

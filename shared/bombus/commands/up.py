@@ -1,13 +1,12 @@
 """`bombus up`: a whole hive on this machine, under one supervisor."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment
-from bombus.errors import Refused
+from bombus.flags import check_range
 from bombus.hive_keys import add_key_arguments, keys_for
 from bombus.layout import Layout, check_can_start, services
 from bombus.process import run_service
@@ -17,7 +16,9 @@ from bombus.supervisor import Supervisor
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes and start none")
-    parser.add_argument("--nats-port", type=int, default=0, help="of our own NATS server; 0: a free one")
+    parser.add_argument(
+        "--nats-port", type=int, default=0, metavar="PORT", help="of our own NATS server; 0: a free one (%(default)s)"
+    )
     parser.add_argument(
         "--debug-root", type=Path, metavar="DIR", help="where jobs may name files for save_debug_rollout_data"
     )
@@ -26,25 +27,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        cluster, jobs = deployment(arguments)
-        logs.configure("up", arguments.log_level, hive=cluster.hive)
-        arguments.host = cluster.gateway.host
-        layout = Layout(
-            cluster=cluster,
-            jobs=jobs,
-            nats_port=arguments.nats_port,
-            debug_root=arguments.debug_root,
-            log_level=arguments.log_level,
-            keys=keys_for(arguments),
-            trusted_network=arguments.trusted_network,
-        )
-        if not arguments.dry_run:
-            check_can_start(layout)
-    except (ValueError, OSError, Refused) as error:
-        print(f"bombus up: {error.why if isinstance(error, Refused) else error}", file=sys.stderr)
-        return 2
+    check_range("--nats-port", arguments.nats_port, 0, 65_535)
+    cluster, jobs = deployment(arguments)
+    logs.configure("up", arguments.log_level, hive=cluster.hive)
+    arguments.host = cluster.gateway.host
+    layout = Layout(
+        cluster=cluster,
+        jobs=jobs,
+        nats_port=arguments.nats_port,
+        debug_root=arguments.debug_root,
+        log_level=arguments.log_level,
+        keys=keys_for(arguments),
+        trusted_network=arguments.trusted_network,
+    )
     if arguments.dry_run:
         print("\n".join(str(service) for service in services(layout, cluster.nats or "nats://127.0.0.1:PORT")))
         return 0
+    check_can_start(layout)
     return run_service(Supervisor(layout).run())

@@ -1,0 +1,166 @@
+"""Command lines that are refused: a whole sentence with the flag as it is typed, on stderr alone, and exit code 2."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from bombus.cli import main
+from bombus_trainer import launcher, ray_ranks, worker
+
+NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, starting with a letter or digit"
+THREADS = "--threads -1 is refused: it takes a whole number, at least 0, at most 1024"
+DEVICE = "--device gpu is refused: it takes cpu, cuda or cuda:N"
+PORT = "is refused: it takes a whole number, at least 0, at most 65535"
+DOOR = "is refused: it takes a whole number, at least 1, at most 65535"
+
+
+@pytest.fixture(autouse=True)
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], int], words: str) -> str:
+    """The one line that is said."""
+    try:
+        code = main(words.split())
+    except SystemExit as done:
+        code = done.code if isinstance(done.code, int) else -1
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err[:-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("trainer --device gpu", DEVICE),
+        ("trainer --bin-tokens 3", "--bin-tokens 3 is refused: it takes a whole number, at least 16, at most 16777216"),
+        ("trainer --threads -1", THREADS),
+        ("trainer --device gpu --threads -1", f"{DEVICE}; {THREADS}"),
+        (
+            "trainer --operation-timeout 0",
+            "--operation-timeout 0.0 is refused: it takes a number, more than 0.0, at most 86400.0",
+        ),
+        ("inference --device gpu", DEVICE),
+        ("inference --threads -1", THREADS),
+        (
+            "inference --tensor-parallel 0",
+            "--tensor-parallel 0 is refused: it takes a whole number, at least 1, at most 1024",
+        ),
+        ("inference --port 99999", f"--port 99999 {PORT}"),
+        ("inference --kv-cache-mb 0", "--kv-cache-mb 0 is refused: it takes 1 to 4194304"),
+        ("inference --url nope", "--url nope is refused: it takes http://HOST:PORT of a server"),
+        (
+            "inference --api-key-env $KEY",
+            "--api-key-env '$KEY' is refused: it takes the name of a variable, which holds its key",
+        ),
+        (
+            "inference --backend openai",
+            "--url: backend openai needs the url of a server, such as http://127.0.0.1:8000",
+        ),
+        ("gateway --port 99999", f"--port 99999 {PORT}"),
+        ("gateway --engine a --engine a", "--engine a a is refused: name at least one engine, and each once"),
+        ("coordinator --watch-disk nowhere", "--watch-disk nowhere is refused: there is no such folder"),
+        ("up --dry-run --port 99999", f"--port 99999 {DOOR}"),
+        ("up --dry-run --device gpu", DEVICE),
+        ("up --dry-run --threads -1", THREADS),
+        ("up --dry-run --nats-port 99999", "--nats-port 99999 is refused: it takes 0 to 65535"),
+        ("up --dry-run --replicas 65", "--replicas 65 is refused: it takes 1 to 64"),
+        ("doctor --port 99999", f"--port 99999 {DOOR}"),
+        ("doctor --trainer-processes 0", "--trainer-processes 0 is refused: it takes 1 to 64"),
+        ("demo --minutes -1", "--minutes -1.0 is refused: it takes 0.01 to 1440"),
+        ("demo --seed -1", "--seed -1 is refused: it takes 0 to 9223372036854775807"),
+        ("replay train --step 1 --device gpu", DEVICE),
+    ],
+)
+def test_a_value_that_a_command_does_not_take_is_named_with_its_flag_and_range(
+    words: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prog = " ".join(words.split()[: 2 if words.startswith("replay") else 1])
+    assert refusal(capsys, main, words) == f"bombus {prog}: {why}"
+
+
+@pytest.mark.parametrize(
+    "command", ["up", "doctor", "status", "overwatch", "coordinator", "gateway", "trainer", "inference"]
+)
+def test_a_name_that_is_none_is_refused_by_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, main, f"{command} --hive Lab")
+    assert said == f"bombus {command}: --hive: hive 'Lab' {NAME}; see `bombus {command} --help`"
+
+
+@pytest.mark.parametrize("command", ["up", "gateway", "trainer", "inference"])
+def test_so_is_an_engines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, main, f"{command} --engine Big")
+    assert said == f"bombus {command}: --engine: engine 'Big' {NAME}; see `bombus {command} --help`"
+
+
+def test_what_argparse_refuses_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, main, "trainer --bin-tokens many")
+    assert said == "bombus trainer: --bin-tokens: invalid int value: 'many'; see `bombus trainer --help`"
+    said = refusal(capsys, main, "log")
+    assert said == "bombus log: the following arguments are required: subcommand; see `bombus log --help`"
+
+
+def test_what_a_file_says_is_named_by_its_place_and_what_a_flag_says_by_the_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for port, flag, why in (
+        ("99999", "", f"gateway.port = 99999 {DOOR}"),
+        ("8000", " --port 0", f"--port 0 {DOOR}"),
+        ("8000", " --threads -1", THREADS),
+    ):
+        (tmp_path / "cluster.yaml").write_text(f"gateway: {{port: {port}}}\nengines: {{main: {{inference: [{{}}]}}}}\n")
+        assert refusal(capsys, main, f"up --dry-run --config cluster.yaml{flag}") == f"bombus up: {why}"
+
+
+@pytest.mark.parametrize("command", ["up --dry-run", "doctor"])
+def test_a_file_that_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "broken.yaml").write_text("engines: {main: {}\n  ]\n")
+    prog = f"bombus {command.split()[0]}"
+    said = refusal(capsys, main, f"{command} --config broken.yaml")
+    assert said == f"{prog}: broken.yaml, line 2, column 3: expected ',' or '}}', but got ']'"
+    said = refusal(capsys, main, f"{command} --config nowhere.yaml")
+    assert said == f"{prog}: nowhere.yaml: there is no such file"
+
+
+# ---- the commands of Python ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--api-port 99999", f"--api-port 99999 {DOOR}"),
+        ("--threads -1", THREADS),
+        ("--operation-timeout 0", "--operation-timeout 0.0 is refused: it takes 1 to 86400"),
+        ("--config nowhere.yaml", "nowhere.yaml: there is no such file"),
+        ("--hive Lab", f"--hive: hive 'Lab' {NAME}; see `bombus_trainer.launcher --help`"),
+    ],
+)
+def test_the_launcher_names_its_flags(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, launcher.main, words) == f"bombus_trainer.launcher: {why}"
+
+
+def test_ranks_refuse_what_a_trainer_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    assert refusal(capsys, worker.main, "--device gpu") == f"bombus_trainer.worker: {DEVICE}"
+    assert refusal(capsys, ray_ranks.main, "--device gpu") == f"bombus_trainer.ray_ranks: {DEVICE}"
+    said = refusal(capsys, ray_ranks.main, "--ranks 0")
+    assert said == "bombus_trainer.ray_ranks: --ranks 0 is refused: it takes 1 to 4096"
+
+
+def test_ranks_on_ray_say_where_ray_is_to_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capsys, ray_ranks.main, "") == (
+        "bombus_trainer.ray_ranks: Ray is not installed here: run `bombus install verl`, "
+        "and start this with the Python of that environment"
+    )
+    command = [sys.executable, "-m", "bombus_trainer.ray_ranks", "--help"]
+    helped = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
+    assert helped.returncode == 0
+    assert "--ray-address" in helped.stdout
