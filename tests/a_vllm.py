@@ -2,7 +2,8 @@
 
 It samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until the weights have changed. Weights in a
 folder whose name begins with `broken` fail while they are loaded; with one that begins with `dead` it does not start;
-one that begins with `sick` loads, and kills the engine behind the server.
+one that begins with `sick` loads, and kills the engine behind the server. With one that begins with `without_ids`,
+`without_logprobs`, `without_versions` or `without_routes` it is a vLLM that lacks these.
 """
 
 import http.server
@@ -22,6 +23,7 @@ class Weights:
         self.paused = False
         self.running = 0
         self.well = True
+        self.lacks = ""
         self.changed = threading.Condition()
 
 
@@ -45,6 +47,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
         given: dict[str, Any] = json.loads(body) if body else {}
         path = self.path.partition("?")[0]
+        if WEIGHTS.lacks == "routes":
+            self._answer(404, b'{"detail":"Not Found"}')
+            return
         if path == "/inference/v1/generate":
             self._generate(given)
             return
@@ -65,7 +70,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         count = given["sampling_params"]["max_tokens"]
         began = WEIGHTS.label
         WEIGHTS.running += 1
-        if given["stream"]:
+        if given.get("stream"):
             self.send_response(200)
             self.send_header("connection", "close")
             self.end_headers()
@@ -75,11 +80,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 with WEIGHTS.changed:
                     WEIGHTS.changed.wait_for(lambda: WEIGHTS.label != began and not WEIGHTS.paused)
             labels.append(WEIGHTS.label)
-            if given["stream"]:
+            if given.get("stream"):
                 event = {"choices": [choice(range(at, at + 1), labels, at + 1 == count)]}
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         WEIGHTS.running -= 1
-        if given["stream"]:
+        if given.get("stream"):
             self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
         else:
@@ -95,12 +100,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def choice(places: range, labels: list[str], last: bool) -> dict[str, Any]:
     tokens = [at + 1 for at in places]
     spans = [{"version": label, "start": at, "end": at + 1} for at, label in enumerate(labels)]
+    logprobs = {"content": [{"token_id": token, "logprob": -0.5, "top_logprobs": []} for token in tokens]}
     return {
         "index": 0,
-        "token_ids": tokens,
-        "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "top_logprobs": []} for token in tokens]},
+        "token_ids": None if WEIGHTS.lacks == "ids" else tokens,
+        "logprobs": None if WEIGHTS.lacks == "logprobs" else logprobs,
         "finish_reason": "length" if last else None,
-        "weight_versions": spans if last else None,
+        "weight_versions": spans if last and WEIGHTS.lacks != "versions" else None,
     }
 
 
@@ -109,8 +115,11 @@ class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 
 
 def main(words: list[str]) -> None:
-    if Path(words[words.index("--model") + 1]).name.startswith("dead"):
+    model = Path(words[words.index("--model") + 1]).name
+    if model.startswith("dead"):
         raise RuntimeError("no such model")
+    if model.startswith("without_"):
+        WEIGHTS.lacks = model.removeprefix("without_").partition("-")[0]
     Server(words[words.index("--uds") + 1], Handler).serve_forever()
 
 

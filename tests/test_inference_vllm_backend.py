@@ -126,6 +126,28 @@ async def test_a_child_that_does_not_start_is_the_fault_of_the_weights(stage: St
     assert stage.backend.pid is None
 
 
+@pytest.mark.parametrize(
+    ("lacks", "what"),
+    [
+        ("ids", "Expected `array`, got `null` - at `$.choices[0].token_ids`"),
+        ("logprobs", "the logprobs are not those of the tokens"),
+        ("versions", "the engine does not say which weights sampled the tokens"),
+        ("routes", '/update_weight_version answered 404: {"detail":"Not Found"}'),
+    ],
+)
+async def test_a_vllm_that_lacks_what_a_trainer_needs_is_refused_and_ended(stage: Stage, lacks: str, what: str) -> None:
+    with pytest.raises(EngineFault) as caught:
+        await stage.backend.bring_in(stage.policy(0, f"without_{lacks}", run=2), silent)
+    assert str(caught.value) == (
+        "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the tokens "
+        f"that it samples ({what}; its last words: nothing): run `bombus install vllm` for one that does"
+    )
+    assert (stage.backend.version, stage.backend.pid) == (-1, None)
+    assert (await stage.asker.refused(stage.backend, request([5], run=2))).code == "no_replica"
+    await stage.backend.bring_in(stage.policy(0, run=3), silent)
+    assert await stage.serves(0, run=3)
+
+
 async def test_its_metrics_come_through(stage: Stage) -> None:
     ticket = stage.asker.add(stage.backend, request([7], stream=True))
     await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)

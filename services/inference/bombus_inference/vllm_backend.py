@@ -169,7 +169,8 @@ class VllmBackend:
         except (EngineGone, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "
-                f"tokens that it samples ({error}; {server.last_words()}): run `bombus install vllm` for one that does"
+                f"tokens that it samples ({error}; its last words: {server.last_words()}): run `bombus install vllm` "
+                "for one that does"
             ) from error
 
     async def _change(self, server: VllmServer, policy: Policy) -> None:
