@@ -25,7 +25,9 @@ QUIET = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("part", nargs="*", choices=[*PARTS, []], help="default: all of them")
+    parser.add_argument(
+        "part", nargs="*", choices=[*PARTS, []], metavar="part", help=f"some of {', '.join(PARTS)} (default: all)"
+    )
     failed = 0
     for part in parser.parse_args().part or PARTS:
         print(f"\n== {part} ==", flush=True)

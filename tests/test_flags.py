@@ -1,14 +1,17 @@
 """Command lines that are refused: a whole sentence with the flag as it is typed, on stderr alone, and exit code 2."""
 
+import argparse
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from bombus.cli import main
+from bombus.cli import COMMANDS, main
+from bombus.commands.replay import SUBCOMMANDS
 from bombus_trainer import launcher, ray_ranks, worker
 
 NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, starting with a letter or digit"
@@ -164,3 +167,31 @@ def test_ranks_on_ray_say_where_ray_is_to_be_had(capsys: pytest.CaptureFixture[s
     helped = subprocess.run(command, capture_output=True, text=True, timeout=60, env=dict(os.environ))
     assert helped.returncode == 0
     assert "--ray-address" in helped.stdout
+
+
+# ---- help ---------------------------------------------------------------------------------------------------------
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    for name, command in (COMMANDS | SUBCOMMANDS).items():
+        parser = argparse.ArgumentParser(prog=name)
+        importlib.import_module(command.module).add_arguments(parser)
+        yield parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                yield from action.choices.values()
+    parser = argparse.ArgumentParser(prog="launcher")
+    launcher.add_arguments(parser)
+    yield parser
+
+
+def test_help_says_what_every_argument_is_and_what_holds_without_it() -> None:
+    seen = 0
+    for parser in parsers():
+        for action in parser._actions:
+            where = f"{parser.prog} {'/'.join(action.option_strings) or action.dest}"
+            given = action.option_strings and action.default not in (None, False, "", [], argparse.SUPPRESS)
+            assert action.help or isinstance(action, argparse._SubParsersAction) or action.dest == "subcommand", where
+            assert not given or "default" in str(action.help), where
+            seen += 1
+    assert seen > 150

@@ -53,15 +53,18 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         "--admin-key-file",
         type=Path,
         metavar="FILE",
-        help=f"asked of who configures, starts and stops engines (or ${ADMIN_VARIABLE})",
+        help=f"holds the key that who configures, starts and stops engines must have (default: ${ADMIN_VARIABLE})",
     )
     parser.add_argument(
-        "--client-key-file", type=Path, metavar="FILE", help=f"asked of who claims episodes (or ${CLIENT_VARIABLE})"
+        "--client-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds the key that who claims episodes must have (default: ${CLIENT_VARIABLE})",
     )
     parser.add_argument(
         "--trusted-network",
         action="store_true",
-        help="let it listen beyond loopback without keys",
+        help="let it listen beyond loopback without keys: all who can reach its port may control the hive",
     )
 
 

@@ -208,8 +208,11 @@ async def _last_run(source: Source, engine: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").replace("`", "")
-    parser.add_argument("--method", metavar="NAME", help=f"one of {', '.join(Method)}")
+    more = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").replace("`", "")
+    parser.description = f"{parser.description} {more}"
+    parser.add_argument(
+        "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default, as of all rules: the run's)"
+    )
     parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
     parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
     parser.add_argument("--max-staleness", type=int, metavar="N", help="versions that a sample may be old; 0: in step")
@@ -220,9 +223,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="versions that an episode may wait when training is in step",
     )
     parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="beyond which the pool is cleared")
-    parser.add_argument("--engine", default="main", help="default: %(default)s")
+    parser.add_argument("--engine", default="main", metavar="NAME", help="whose run (default: %(default)s)")
     parser.add_argument("--run", type=int, metavar="R", help="which run of it (default: the last)", dest="which_run")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
     add_source_arguments(parser)
 
 

@@ -14,7 +14,7 @@ from bombus_gateway.settings import GatewaySettings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="where it listens (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=10086, help="where it listens (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=10086, help="0: any that is free (default: %(default)s)")
     parser.add_argument("--reuse-port", action="store_true", help="share the port with other gateways of this host")
     parser.add_argument(
         "--engine",

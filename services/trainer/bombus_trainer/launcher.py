@@ -74,11 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="info",
         help="the least that is logged, to stderr (default: %(default)s)",
     )
-    parser.add_argument("--api-host", default="127.0.0.1", help="where the gateway listens (default: %(default)s)")
-    parser.add_argument("--api-port", type=int, default=10086, help="of the gateway (default: %(default)s)")
+    parser.add_argument(
+        "--api-host", default="127.0.0.1", metavar="HOST", help="where the gateway listens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--api-port", type=int, default=10086, metavar="PORT", help="of the gateway (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of torch on the CPU; 0: torchrun's choice (%(default)s)"
+        "--threads",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of torch on the CPU; 0: torchrun's choice (default: %(default)s)",
     )
     parser.add_argument(
         "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"

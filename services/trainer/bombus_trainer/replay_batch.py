@@ -31,8 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--engine", metavar="NAME", help="on a hive that has several")
-    parser.add_argument("--run", type=int, metavar="R", help="default: the newest")
+    parser.add_argument("--engine", metavar="NAME", help="needed on a hive that has several")
+    parser.add_argument("--run", type=int, metavar="R", help="which run of the engine (default: the newest)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="make this step again and compare its weights with the log")
     what.add_argument("--from", type=int, metavar="A", dest="first", help="train a branch from step A on")
-    parser.add_argument("--to", type=int, metavar="B", dest="last", help="the branch's last step")
+    parser.add_argument("--to", type=int, metavar="B", dest="last", help="with --from: the branch's last step")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a trainer setting of the branch, such as lr"
     )
@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument(
-        "--threads", type=int, default=0, help="of torch on the CPU; 0: as many as the log says (%(default)s)"
+        "--threads",
+        type=int,
+        metavar="N",
+        default=0,
+        help="of torch on the CPU; 0: as many as the log says (default: %(default)s)",
     )
     parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
 

@@ -23,14 +23,24 @@ TINY_THRESHOLDS = (0.5, 0.8, 0.9)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tiny", action="store_true", help="a model of 0.4 M parameters, from scratch, in a minute")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=None, help="of training at most (default: 5, or 2 if --tiny)")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of 0.4 M parameters from scratch (default: SmolLM2-135M)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of everything that is drawn at random (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="how long it trains at most (default: 5, or 2 if --tiny)"
+    )
     parser.add_argument(
         "--out", type=Path, default=None, metavar="DIR", help="where everything is kept (default: runs/demo-<time>)"
     )
     parser.add_argument(
-        "--turns", type=int, choices=(1, 2), default=None, help="only this form of the tiny task (default: both)"
+        "--turns",
+        type=int,
+        choices=(1, 2),
+        default=None,
+        help="with --tiny: only the task of so many turns (default: both)",
     )
 
 

@@ -15,8 +15,8 @@ from bombus.status import render_status, status_dict
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_hive_arguments(parser)
-    parser.add_argument("--engine", default="", help="only this engine (default: all)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--engine", default="", metavar="NAME", help="only this engine (default: all)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,10 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes and start none")
     parser.add_argument(
-        "--nats-port", type=int, default=0, metavar="PORT", help="of our own NATS server; 0: a free one (%(default)s)"
+        "--nats-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="of our own NATS server; 0: a free one (default: %(default)s)",
     )
     parser.add_argument(
-        "--debug-root", type=Path, metavar="DIR", help="where jobs may name files for save_debug_rollout_data"
+        "--debug-root",
+        type=Path,
+        metavar="DIR",
+        help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
     )
     add_key_arguments(parser)
     add_log_argument(parser)

@@ -174,11 +174,17 @@ def _member(outcome: Outcome, client: str, calls: list[NotedCall]) -> Member:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("step", type=int, metavar="STEP", help="it made the policy version of its number")
-    parser.add_argument("--engine", default="", help="where there are several")
-    parser.add_argument("--run", type=int, default=0, metavar="R", help="where several have it (default: the last)")
+    parser.add_argument(
+        "step", type=int, metavar="STEP", help="the optimizer step that made the version of that number"
+    )
+    parser.add_argument("--engine", default="", metavar="NAME", help="needed on a hive that has several")
+    parser.add_argument(
+        "--run", type=int, default=0, metavar="R", help="which run of the engine (default: the last that has this step)"
+    )
     parser.add_argument("--episodes", action="store_true", help="list every episode of the step")
-    parser.add_argument("--json", action="store_true", help="everything, of all steps up to this one")
+    parser.add_argument(
+        "--json", action="store_true", help="print all steps up to this one as JSON, with everything that is known"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -179,12 +179,17 @@ class BusSource(Source):
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Which log to read; see `open_source`."""
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--nats", metavar="URL", help="the log of a hive that runs")
+    where.add_argument("--nats", metavar="URL", help="the log of a hive that runs (default: $BOMBUS_NATS)")
     where.add_argument(
-        "--data", metavar="DIR", type=Path, help="a hive's data folder, running or stopped (default: .bombus, if any)"
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="a hive's data folder, running or stopped (default: .bombus, if it is here)",
     )
     where.add_argument("--log", metavar="FILE", type=Path, help="an archive, made by `bombus log export`")
-    parser.add_argument("--hive", metavar="NAME", help="which one, on a bus that has several (default: main)")
+    parser.add_argument(
+        "--hive", metavar="NAME", help="which one, on a bus that has several (default: $BOMBUS_HIVE, or main)"
+    )
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from bombus.status import render_status, status_dict
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("--at", type=int, metavar="SEQ", help="after this event (default: the last)")
-    parser.add_argument("--engine", default="", help="only this engine")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--engine", default="", metavar="NAME", help="only this engine (default: all)")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:

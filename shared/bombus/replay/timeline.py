@@ -86,13 +86,21 @@ async def select(source: Source, wanted: Filter) -> AsyncGenerator[tuple[Logged,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("--engine", default="", help="only of this engine (and of the hive)")
+    parser.add_argument("--engine", default="", metavar="NAME", help="only of this engine (and of the hive)")
     parser.add_argument("--episode", default="", metavar="ID", help="only what is about this episode")
-    parser.add_argument("--kind", nargs="+", default=[], choices=KINDS, metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--since", metavar="T", help="2026-01-31T14:03, 14:03:20 (of the last day), 10m, +30s")
-    parser.add_argument("--until", metavar="T", help="10m or =-10m is before the log's end, +30s after its start")
-    parser.add_argument("--after", type=int, default=0, metavar="SEQ", help="only what comes behind this event")
-    parser.add_argument("--limit", type=int, metavar="N", help="at most so many lines")
+    parser.add_argument(
+        "--kind", nargs="+", default=[], choices=KINDS, metavar="KIND", help=f"only of these kinds: {', '.join(KINDS)}"
+    )
+    parser.add_argument(
+        "--since",
+        metavar="T",
+        help="such as 2026-01-31T14:03, 14:03:20 (of the last day), 10m (before the end), +30s (after the start)",
+    )
+    parser.add_argument("--until", metavar="T", help="the same (--until=-10m is 10m too)")
+    parser.add_argument(
+        "--after", type=int, default=0, metavar="SEQ", help="only what comes behind this event (default: all)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="at most so many lines (default: all)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is in it")
 
 
