@@ -2,6 +2,7 @@
 
 python -m bench.vllm                                    # smollm2, float32 and bfloat16, 1, 8 and 32 at once
 python -m bench.vllm --dtype float32 --at-once 8 --tokens 16
+python -m bench.vllm --lora-rank 16                     # an adapter beside the model, and another one in its place
 """
 
 import argparse
@@ -9,6 +10,7 @@ import asyncio
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from bombus.generation import FrameReader, Generate, Tokens
@@ -18,6 +20,9 @@ from bombus_inference.backend import Backend, Deliver, Delivery, Policy
 from bombus_inference.settings import EngineSettings, VllmSettings
 from bombus_inference.torch_backend import TorchBackend
 from bombus_inference.vllm_backend import VllmBackend
+from bombus_trainer.executor import Executor
+from bombus_trainer.export import export_adapter, export_base
+from bombus_trainer.settings import TrainerSettings
 
 CONTEXT = 512
 PROMPT = 32
@@ -69,7 +74,8 @@ def make(name: str, settings: EngineSettings, deliver: Deliver) -> Backend:
 async def quiet(stage: str) -> None: ...
 
 
-async def bench(name: str, dtype: str, arguments: argparse.Namespace, folders: list[Path]) -> None:
+async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: list[Policy]) -> None:
+    """`policies` are brought in in turn."""
     load = Load()
     settings = EngineSettings(
         dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
@@ -77,7 +83,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, folders: l
     backend = make(name, settings, load.deliver)
     try:
         began = time.perf_counter()
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), quiet)
+        await backend.bring_in(policies[0], quiet)
         start_s = time.perf_counter() - began
         await load.rate(backend, 2, 8)  # warm
         rates = []
@@ -87,7 +93,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, folders: l
         swaps = []
         for version in range(1, 4):
             began = time.perf_counter()
-            await backend.bring_in(Policy(folders[version % 2], 1, version, CONTEXT), quiet)
+            await backend.bring_in(replace(policies[version % 2], version=version), quiet)
             swaps.append(time.perf_counter() - began)
         print(
             f"| {name} {dtype} | {' / '.join(rates)} | {start_s:.1f} | {1000 * min(swaps):.0f} |",
@@ -97,15 +103,25 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, folders: l
         await backend.stop()
 
 
+def make_policies(model: Path, lora_rank: int, kept: Path) -> list[Policy]:
+    """Two that are loaded from different files."""
+    if not lora_rank:
+        return [Policy(folder, 1, 0, CONTEXT) for folder in (model, Path(shutil.copytree(model, kept / "other")))]
+    executor = Executor(model, TrainerSettings(lora_rank=lora_rank))
+    base = export_base(executor, kept, 1)
+    adapters = [export_adapter(executor, kept, number, 1, "", base) for number in (0, 1)]
+    return [Policy(Path(base.where), 1, 0, CONTEXT, adapter=Path(each.where)) for each in adapters]
+
+
 async def run(arguments: argparse.Namespace) -> None:
     print(f"| engine | tokens/s at {' / '.join(map(str, arguments.at_once))} at once | start s | new weights ms |")
     print("|---|---|---|---|")
     for dtype in arguments.dtype:
         model = resolve_model(arguments.model, dtype=dtype)
         with tempfile.TemporaryDirectory() as kept:
-            other = Path(shutil.copytree(model, Path(kept, "other")))
+            policies = make_policies(model, arguments.lora_rank, Path(kept))
             for name in arguments.engines:
-                await bench(name, dtype, arguments, [model, other])
+                await bench(name, dtype, arguments, policies)
 
 
 def main() -> None:
@@ -119,6 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--lora-rank", type=int, default=0, help="of an adapter on the model; 0: none")
     asyncio.run(run(parser.parse_args()))
 
 
