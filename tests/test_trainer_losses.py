@@ -139,6 +139,17 @@ def test_k3_is_zero_where_policies_agree() -> None:
     assert found.tolist() == pytest.approx([0.0, 0.5 - log(0.5) - 1.0])
 
 
+def test_k3_is_10_at_most_and_pulls_no_more_from_there() -> None:
+    # d = 2, 3, 21, -5, -29: exp(d) - d - 1 is e^2 - 3, 15.09, more than a billion, 4 + e^-5, 28
+    other = torch.tensor([-1.0, -1.0, -1.0, -6.0, -30.0])
+    policy = torch.tensor([-3.0, -4.0, -22.0, -1.0, -1.0], requires_grad=True)
+    found = kl_k3(policy, other)
+    assert found.tolist() == pytest.approx([exp(2) - 3, 10.0, 10.0, 4 + exp(-5), 10.0])
+    found.sum().backward()
+    assert policy.grad is not None
+    assert policy.grad.tolist() == pytest.approx([1 - exp(2), 0.0, 0.0, 1 - exp(-5), 0.0])
+
+
 def test_k1_is_the_difference_and_k2_half_its_square() -> None:
     policy, other = torch.tensor([log(0.5), log(0.2)]), torch.tensor([log(0.25), log(0.4)])
     assert kl_k1(policy, other).tolist() == pytest.approx([log(2.0), -log(2.0)])

@@ -209,6 +209,16 @@ def test_kl_estimates_and_their_gradients_are_verls(batch: Batch, estimator: KlE
     torch.testing.assert_close(mine, theirs, **TOLERANCE)
 
 
+@pytest.mark.parametrize("theirs", ["k3", "low_var_kl"])
+def test_k3_of_policies_far_apart_is_bounded_as_verls_is(theirs: str) -> None:
+    policy = -torch.arange(0.0, 60.0, 0.25, dtype=torch.float64)
+    reference = torch.full_like(policy, -30.0)  # differences from -30 to 30
+    mine = with_gradient(policy, lambda given: KL_ESTIMATES[KlEstimator.K3](given, reference).sum())
+    other = with_gradient(policy, lambda given: kl_penalty(given, reference, theirs).sum())
+    assert 0 < int((mine[1] == 0.0).sum()) < len(policy) - 1
+    torch.testing.assert_close(mine, other, **TOLERANCE)
+
+
 # ---- corrections ------------------------------------------------------------------------------------------------
 
 

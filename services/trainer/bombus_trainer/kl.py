@@ -13,6 +13,8 @@ from torch import Tensor
 
 from bombus.algorithms import KlEstimator
 
+K3_MAX = 10.0
+
 
 def kl_k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     """policy - other: unbiased, of either sign [N] (Schulman 2020, "Approximating KL Divergence")."""
@@ -25,9 +27,13 @@ def kl_k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
 
 
 def kl_k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = other - policy: unbiased, never negative [N] (Schulman 2020; GRPO, equation 4)."""
+    """exp(d) - d - 1 with d = other - policy, at most 10 [N] (Schulman 2020; GRPO, equation 4).
+
+    Never negative, and unbiased where the bound is not met: for d from -11.0 to 2.61. Beyond there is no gradient. So
+    do verl's k3 and low_var_kl: without a bound one token that the policy all but gave up outweighs its whole batch.
+    """
     difference_N = (other_N - logprobs_N).clamp(-20.0, 20.0)
-    return torch.exp(difference_N) - difference_N - 1.0
+    return (torch.exp(difference_N) - difference_N - 1.0).clamp(max=K3_MAX)
 
 
 KL_ESTIMATES: dict[KlEstimator, Callable[[Tensor, Tensor], Tensor]] = {
