@@ -72,12 +72,14 @@ async def test_rewards_for_calls_give_each_call_its_own_advantage(golden: FileSo
     assert [turn.advantage for turn in better.turns] == pytest.approx([0.0, 0.7071, 0.7071], abs=1e-4)
 
 
-async def told_under(golden: FileSource, episode: str, **trainer: str) -> Told:
+async def told_under(golden: FileSource, episode: str, turn_tokens_max: int = 0, **trainer: str) -> Told:
     """An episode as it would be told, had its run been configured with these settings too."""
     story = await tell(golden, episode)
     assert story.config is not None
     tree = json.loads(story.config.config)
     tree["trainer"] |= trainer
+    if turn_tokens_max:
+        tree["rollout"]["max_response_length_in_one_turn"] = turn_tokens_max
     story.config = msgspec.structs.replace(story.config, config=json.dumps(tree))
     return await read_turns(golden, story)
 
@@ -89,11 +91,11 @@ async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(go
 
 
 async def test_an_episode_that_the_job_masks_is_not_said_to_be_trained(golden: FileSource) -> None:
-    """One of its calls was cut at its length."""
-    for overlong, trained in (("keep", True), ("mask", False)):
-        told = await told_under(golden, "main-1-5", overlong=overlong)
+    """One of its calls was cut at the six tokens that its client asked for."""
+    for overlong, turn_tokens_max, trained in (("keep", 6, True), ("mask", 6, False), ("mask", 7, True)):
+        told = await told_under(golden, "main-1-5", turn_tokens_max, overlong=overlong)
         assert any(token.trained for turn in told.turns for reply in turn.replies for token in reply.tokens) == trained
-        assert all("cut at its length" in turn.untrained for turn in told.turns) != trained
+        assert all("cut at the job's limit" in turn.untrained for turn in told.turns) != trained
 
 
 async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_with(golden: FileSource) -> None:

@@ -1,4 +1,4 @@
-"""Calls that were cut at their length, and calls that came near it."""
+"""Calls that were cut at a limit of their job, and calls that came near it."""
 
 from dataclasses import replace
 
@@ -7,8 +7,10 @@ import pytest
 
 from bombus.records import CallRecord, FinishReason
 from bombus_trainer.batch import EpisodeCalls, Group, prepare
-from bombus_trainer.overlong import soft_penalty, was_cut
+from bombus_trainer.overlong import soft_penalty
 from tests.trainer_given import VOCAB, call, episode, tiny_settings
+
+PENALTY = tiny_settings(overlong="penalty", overlong_buffer=20, turn_tokens_max=100)
 
 
 def cut(record: CallRecord) -> CallRecord:
@@ -23,12 +25,26 @@ def of_length(tokens: int, name: str = "c") -> CallRecord:
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.25), (95, -0.75), (100, -1.0)])
 def test_a_call_loses_more_the_nearer_it_comes_to_its_limit(tokens: int, penalty: float) -> None:
     # 100 tokens at most, the last 20 of them punished: (80 - tokens) / 20
-    assert soft_penalty(of_length(tokens), turn_tokens_max=100, buffer=20) == penalty
+    assert soft_penalty(of_length(tokens), PENALTY) == penalty
 
 
-def test_a_call_that_was_cut_early_loses_all_of_it() -> None:
-    assert was_cut(cut(of_length(5)))
-    assert soft_penalty(cut(of_length(5)), turn_tokens_max=100, buffer=20) == -1.0
+@pytest.mark.parametrize(("tokens", "penalty"), [(5, 0.0), (90, -0.5), (99, -0.95), (100, -1.0)])
+def test_a_call_that_was_cut_where_its_client_asked_loses_what_its_length_costs(tokens: int, penalty: float) -> None:
+    assert soft_penalty(cut(of_length(tokens)), PENALTY) == penalty
+
+
+def test_a_call_for_which_the_model_had_no_more_room_loses_all_of_it() -> None:
+    # a prompt of 2 tokens: 5 more fill a model of 7, and a model of 8 has room for another
+    for length, penalty in ((7, -1.0), (8, 0.0)):
+        assert soft_penalty(cut(of_length(5)), PENALTY.model_copy(update={"model_len_max": length})) == penalty
+    assert soft_penalty(of_length(5), PENALTY.model_copy(update={"model_len_max": 7})) == 0.0  # it ended by itself
+
+
+def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
+    both = cut(call("c", [1, 2], [3] * 4, [3] * 9))
+    assert both.was_cut(turn_tokens_max=9, model_len_max=100)
+    assert not both.was_cut(turn_tokens_max=10, model_len_max=100)
+    assert both.was_cut(turn_tokens_max=10, model_len_max=11)
 
 
 def group(*members: EpisodeCalls) -> list[Group]:
@@ -56,7 +72,7 @@ def test_a_penalty_lowers_the_reward_of_the_very_call() -> None:
 
 
 def test_a_masked_episode_takes_no_place_in_the_loss_and_keeps_its_place_in_the_mean() -> None:
-    settings = tiny_settings(overlong="mask", normalise_std=False)
+    settings = tiny_settings(overlong="mask", normalise_std=False, turn_tokens_max=5)
     members = [episode("a", 0.0, cut(of_length(5))), episode("b", 1.0, of_length(2)), episode("c", 2.0, of_length(3))]
     found = prepare(group(*members), settings, VOCAB)
     (ready,) = found.groups
@@ -65,3 +81,5 @@ def test_a_masked_episode_takes_no_place_in_the_loss_and_keeps_its_place_in_the_
     assert ready.tokens == {"a": 0, "b": 2, "c": 3}
     assert [line.first_id for line in ready.lines] == [0, 2]
     assert (found.terms, found.cut) == (5, 1)
+    asked_for = prepare(group(*members), settings.model_copy(update={"turn_tokens_max": 6}), VOCAB)
+    assert (asked_for.terms, asked_for.cut) == (10, 0)

@@ -30,7 +30,8 @@ def test_every_algorithm_of_a_job_reaches_the_trainer() -> None:
     settings = TrainerSettings.of_job(job(**asked))
     ours = {"adv_estimator": "estimator", "tis_clip": "importance_cap", "tis_clip_low": "importance_floor"}
     assert {name: getattr(settings, ours.get(name, name)) for name in asked} == asked
-    assert (settings.aggregation, settings.response_tokens_max, settings.turn_tokens_max) == ("constant", 15000, 4096)
+    lengths = settings.response_tokens_max, settings.turn_tokens_max, settings.model_len_max
+    assert (settings.aggregation, lengths) == ("constant", (15000, 4096, 18000))
 
 
 def test_a_job_that_asks_for_nothing_trains_with_the_trainers_own_defaults() -> None:

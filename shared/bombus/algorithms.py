@@ -53,7 +53,7 @@ class Correction(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What becomes of an episode one of whose calls was cut at its length."""
+    """What becomes of an episode one of whose calls was cut at a limit of the job."""
 
     KEEP = "keep"
     MASK = "mask"

@@ -129,6 +129,14 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) // 4 for choice in self.choices)
 
+    def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
+        """Whether a choice was cut at a limit of its job: of a turn, or of prompt and completion together.
+
+        One that ended at a smaller `max_tokens`, which its client asked for, is as long as it was meant to be.
+        """
+        room = min(turn_tokens_max, model_len_max - self.prompt_tokens)
+        return any(choice.finish == FinishReason.LENGTH and len(choice.tokens) // 4 >= room for choice in self.choices)
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(CallRecord)

@@ -58,7 +58,7 @@ class PreparedBatch:
     calls: int
     merged_calls: int
     left_out: tuple[str, ...]  # episodes whose records cannot be trained: an infra failure each
-    cut: int = 0  # episodes one of whose calls was cut at its length
+    cut: int = 0  # episodes one of whose calls was cut at a limit of the job
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
@@ -90,7 +90,7 @@ def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: in
         terms += sum(prepared[-1].tokens.values())
         calls += sum(merged.calls for _, merged in kept)
         merged_calls += sum(merged.merged_calls for _, merged in kept)
-        cut += sum(any(map(was_cut, episode.records)) for episode, _ in kept)
+        cut += sum(was_cut(episode.records, settings) for episode, _ in kept)
     if settings.estimator.over_batch:
         prepared = _whitened(prepared)
     return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
@@ -121,7 +121,7 @@ def _prepare_group(
     lines: list[Line] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
-        masked = settings.overlong == Overlong.MASK and any(map(was_cut, episode.records))
+        masked = settings.overlong == Overlong.MASK and was_cut(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
         for sequence in () if masked else merged.sequences:

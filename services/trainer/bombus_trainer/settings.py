@@ -72,6 +72,7 @@ class TrainerSettings(BaseModel):
     entropy_coef: float = Field(default=0.0, ge=0.0, le=100.0)
     overlong: Overlong = Overlong.KEEP
     turn_tokens_max: int = Field(default=4096, ge=1, le=1 << 22, description="of a call")
+    model_len_max: int = Field(default=18_000, ge=1, le=1 << 23, description="of a call's prompt and completion")
     overlong_buffer: int = Field(default=1, ge=1, le=1 << 22)
     overlong_penalty: float = Field(default=1.0, ge=0.0, le=1000.0)
 
@@ -139,6 +140,7 @@ class TrainerSettings(BaseModel):
             entropy_coef=asked.entropy_coef,
             overlong=asked.overlong,
             turn_tokens_max=job.rollout.max_response_length_in_one_turn,
+            model_len_max=job.rollout.max_model_len,
             overlong_buffer=max(asked.overlong_buffer, 1),
             overlong_penalty=asked.overlong_penalty,
             bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),

@@ -14,7 +14,6 @@ from bombus.records import (
     CallRef,
     CallStatus,
     Choice,
-    FinishReason,
     SamplingParams,
     unpack_logprobs,
     unpack_tokens,
@@ -168,11 +167,12 @@ def _turn(
 
 
 def _is_masked(story: Story, records: Mapping[CallRef, CallRecord]) -> bool:
-    """Whether the job leaves out an episode like this one, of which a call was cut at its length."""
-    if story.config is None or RunConfig.from_json(story.config.config).trainer.overlong != Overlong.MASK:
+    """Whether the job leaves out an episode like this one, of which a call was cut at a limit of the job."""
+    job = None if story.config is None else RunConfig.from_json(story.config.config)
+    if job is None or job.trainer.overlong != Overlong.MASK:
         return False
-    own = [record for ref, record in records.items() if story.belongs(ref)]
-    return any(choice.finish == FinishReason.LENGTH for record in own for choice in record.choices)
+    limits = job.rollout.max_response_length_in_one_turn, job.rollout.max_model_len
+    return any(record.was_cut(*limits) for ref, record in records.items() if story.belongs(ref))
 
 
 def _untrained(story: Story, ref: CallRef, record: CallRecord, masked: bool) -> str:
@@ -187,7 +187,7 @@ def _untrained(story: Story, ref: CallRef, record: CallRecord, masked: bool) -> 
         return "it came after the episode's end"
     if record.sampling.temperature <= 0:
         return "sampled at temperature 0: there is no distribution to correct"
-    return "a call of its episode was cut at its length, and the job masks such episodes" if masked else ""
+    return "a call of its episode was cut at the job's limit, and the job masks such episodes" if masked else ""
 
 
 def _reply(choice: Choice, words: Tokenizer | None, trained: bool, from_nothing: bool) -> Reply:
