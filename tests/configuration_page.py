@@ -71,6 +71,11 @@ def _slime() -> Iterator[str]:
         rows.append((name, "; ".join(f"{_value(said)}: `{ours}: {_value(value)}`" for said, value in meaning.items())))
     rows += [("eps_clip", "`clip_low`, and `clip_high` while that is not given")]
     rows += [("use_kl_loss", "false: `kl_coef` does not count")]
+    rows += [("kl_coef", "beside one of these names only 0: there it is the KL in the reward")]
+    rows += [("use_tis", "true: as `tis_level` and `tis_mode` say; false: `correction: none`")]
+    for level, modes in slime.CORRECTIONS.items():
+        for mode, ours in modes.items():
+            rows.append((f"tis_level: {level}, tis_mode: {mode}", f"`correction: {ours}`"))
     for name, ours in slime.ESTIMATORS.items():
         said = ", ".join(f"`{field}: {value}`" for field, value in ours.items())
         rows.append((f"advantage_estimator: {name}", said))

@@ -337,6 +337,25 @@ def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
     [
         ({"use_tis": True, "tis_clip": 3.0, "tis_clip_low": 0.1}, {"correction": "token_tis", "tis_clip_low": 0.1}),
         ({"use_tis": False}, {"correction": "none", "tis_clip": 2.0}),
+        ({"use_tis": False, "tis_level": "sequence"}, {"correction": "none"}),
+        ({"use_tis": True, "tis_level": None, "tis_mode": None}, {"correction": "token_tis", "tis_clip_low": 0.0}),
+        ({"tis_level": "sequence"}, {"correction": "sequence_tis", "tis_clip": 2.0, "tis_clip_low": 0.0}),
+        ({"tis_mode": "mask"}, {"correction": "token_mask", "tis_clip": 2.0, "tis_clip_low": 0.5}),
+        (
+            {"use_tis": True, "tis_level": "sequence", "tis_mode": "mask", "tis_upper_bound": 4.0},
+            {"correction": "sequence_mask", "tis_clip": 4.0, "tis_clip_low": 0.25},
+        ),
+        ({"tis_mode": "mask", "tis_clip": 5.0, "tis_lower_bound": 0.1}, {"tis_clip": 5.0, "tis_clip_low": 0.1}),
+        (
+            {"tis_mode": "clip", "tis_upper_bound": 5.0, "tis_lower_bound": None},
+            {"correction": "token_tis", "tis_clip_low": 0.2},
+        ),
+        # slime's own example gives truncation a lower bound, and does not look at it
+        (
+            {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5},
+            {"correction": "token_tis", "tis_clip_low": 0.0},
+        ),
+        ({"loss": "importance_sampling", "use_tis": True, "tis_clip": 3.0}, {"correction": "token_tis"}),
         ({"eps_clip": 0.1}, {"clip_low": 0.1, "clip_high": 0.1}),
         ({"eps_clip": 0.1, "eps_clip_high": 0.28}, {"clip_low": 0.1, "clip_high": 0.28}),
         ({"eps_clip": 0.1, "eps_clip_high": None}, {"clip_low": 0.1, "clip_high": 0.1}),
@@ -346,6 +365,9 @@ def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
         ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}, {"kl_coef": 0.1, "kl_estimator": "k3"}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": True}, {"kl_coef": 0.1}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": False}, {"kl_coef": 0.0}),
+        ({"kl_loss_coef": 0.1, "kl_coef": 0.0}, {"kl_coef": 0.1}),
+        ({"kl_coef": 0, "eps_clip": 0.1}, {"kl_coef": 0.0}),
+        ({"kl_coef": 0.1, "sample_packing_sequence_len": 500}, {"kl_coef": 0.1}),
         ({"entropy_coef": 0.01, "use_opsm": True, "opsm_delta": 0.5}, {"entropy_coef": 0.01, "opsm_delta": 0.5}),
         ({"calculate_per_token_loss": True}, {"loss_aggregation": "token"}),
         ({"disable_grpo_std_normalization": True}, {"normalise_by_std": False}),
@@ -354,6 +376,27 @@ def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
 def test_slimes_names_of_options_are_taken(options: dict[str, object], wanted: dict[str, object]) -> None:
     found = trainer(**options)
     assert {name: getattr(found, name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"kl_coef": 0.05, "use_kl_loss": True, "kl_loss_coef": 0.1},
+            "slime's kl_coef takes the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the",
+        ),
+        ({"kl_coef": 0.05, "eps_clip": 0.2}, "is refused beside slime's eps_clip"),
+        ({"kl_coef": 0.05, "use_kl_loss": False}, "is refused beside slime's use_kl_loss"),
+        ({"tis_mode": "drop"}, "bombus.trainer.tis_mode = 'drop' is refused: it takes one of truncate, clip, mask"),
+        ({"tis_level": "geometric"}, "tis_level = 'geometric' is refused: it takes one of token, sequence"),
+        ({"tis_level": 3}, "tis_level = 3 is refused"),
+        ({"tis_level": "token", "correction": "icepop"}, "correction and bombus.trainer.tis_level set the same thing"),
+        ({"tis_mode": "mask", "tis_clip": 2, "tis_upper_bound": 2}, "tis_clip and bombus.trainer.tis_upper_bound set"),
+        ({"tis_mode": "mask", "tis_upper_bound": "two"}, 'bombus.trainer.tis_upper_bound = "two" is refused'),
+    ],
+)
+def test_what_slime_means_otherwise_is_refused_with_what_to_give(options: dict[str, object], words: str) -> None:
+    assert words in refusal({"bombus": {"trainer": options}})
 
 
 @pytest.mark.parametrize(
