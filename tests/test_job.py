@@ -421,6 +421,44 @@ def test_dr_grpo_brings_its_aggregation_unless_another_is_given() -> None:
     assert trainer(adv_estimator="grpo").loss_aggregation == "episode"
 
 
+@pytest.mark.parametrize(
+    ("options", "low", "high"),
+    [
+        ({}, 0.2, 0.2),
+        ({"loss": "gspo"}, 3e-4, 4e-4),
+        ({"loss": "gspo", "clip_high": 0.01}, 3e-4, 0.01),
+        ({"loss": "gspo", "eps_clip": 0.001}, 0.001, 0.001),
+        ({"advantage_estimator": "gspo"}, 3e-4, 4e-4),
+        ({"loss": "cispo"}, 1.0, 3.0),
+        ({"loss": "cispo", "clip_low": 0.2}, 0.2, 3.0),
+        ({"advantage_estimator": "cispo", "eps_clip_high": 5.0}, 1.0, 5.0),
+        ({"loss": "importance_sampling"}, 0.2, 0.2),
+        ({"backend": "verl", "loss": "gspo"}, 3e-4, 4e-4),
+        ({"backend": "verl", "loss": "sapo"}, 0.2, 0.2),
+    ],
+)
+def test_a_loss_brings_its_bounds_unless_others_are_given(options: dict[str, object], low: float, high: float) -> None:
+    found = trainer(**options)
+    assert (found.clip_low, found.clip_high) == (low, high)
+
+
+def test_importance_sampling_brings_no_correction_unless_one_is_given() -> None:
+    assert trainer(loss="importance_sampling").correction == "none"
+    assert trainer(loss="importance_sampling", correction="sequence_tis").correction == "sequence_tis"
+    assert trainer(loss="importance_sampling", tis_clip=0).correction == "none"
+    assert trainer(loss="cispo").correction == "token_tis"
+    for bounds in ({"tis_clip": 3.0}, {"tis_clip_low": 0.5}):
+        why = refusal({"bombus": {"trainer": {"loss": "importance_sampling", **bounds}}})
+        assert "the loss importance_sampling has none unless it is named: give correction token_tis too" in why
+
+
+def test_what_follows_from_a_loss_stays_as_it_was_stored() -> None:
+    for loss in ("gspo", "importance_sampling"):
+        config = parse_job({"bombus": {"trainer": {"loss": loss}}})
+        assert RunConfig.from_json(config.to_json()) == config
+        assert parse_job(to_yaml(config.to_yaml_mapping())) == config
+
+
 def test_with_the_backend_verl_estimators_and_losses_are_verls_to_know() -> None:
     found = trainer(backend="verl", adv_estimator="gpg", loss="sapo")
     assert (found.adv_estimator, found.loss) == ("gpg", "sapo")

@@ -214,6 +214,67 @@ def test_without_a_bound_a_token_counts_by_its_ratio() -> None:
     assert not result.clipped_N.any()
 
 
+@pytest.mark.parametrize(
+    ("correction", "floor", "weights"),
+    [
+        # r = current / sampler: e^2 x 1.5 and e^-1 x 0.5
+        ("none", 0.0, [1.5 * exp(2.0), 0.5 * exp(-1.0)]),
+        # a correction bounds old / sampler, e^2 and e^-1, and leaves current / old, 1.5 and 0.5, as it is
+        ("token_tis", 0.0, [1.5 * 2.0, 0.5 * exp(-1.0)]),
+        ("token_tis", 0.6, [1.5 * 2.0, 0.5 * 0.6]),
+        ("sequence_tis", 0.0, [1.5 * 2.0, 0.5 * 2.0]),  # the product is e
+        ("token_mask", 0.0, [0.0, 0.5 * exp(-1.0)]),
+    ],
+)
+def test_the_ratio_of_importance_sampling_is_to_the_sampler_and_bounded_only_by_a_correction(
+    correction: str, floor: float, weights: list[float]
+) -> None:
+    old = torch.tensor([-2.0, -1.0])
+    logprobs = (old + torch.tensor([log(1.5), log(0.5)])).requires_grad_()
+    sampler = [-4.0, 0.0]
+    given = {"correction": correction, "importance_floor": floor, "loss": "importance_sampling"}
+    result = loss_of(logprobs, old, [1.0, -2.0], sampler=sampler, **given)
+    expected = [-weights[0] * 1.0, -weights[1] * -2.0]
+    assert float(result.loss.detach()) == pytest.approx(sum(expected))
+    assert gradient(logprobs, result) == pytest.approx(expected)  # dr / dlogp = r
+
+
+def test_at_the_first_update_importance_sampling_is_tinkers() -> None:
+    # current and old are one, e^2 times the sampler: -p / q A = -e^2, where a capped weight would say -2
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    result = loss_of(logprobs, logprobs.detach(), [1.0], sampler=[-3.0], loss="importance_sampling", correction="none")
+    assert float(result.loss.detach()) == pytest.approx(-exp(2.0))
+    assert result.importance_N.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("correction", list(Correction))
+@pytest.mark.parametrize("loss", list(Loss))
+def test_only_the_current_policy_carries_gradient(loss: Loss, correction: Correction) -> None:
+    """And through log pi alone: the ratio or its bound, the weight and the masks are its coefficient."""
+    current, old, sampler = (
+        torch.tensor(values, dtype=torch.float64, requires_grad=True)
+        for values in ([-1.0, -1.3, -2.0, -0.4], [-1.1, -1.2, -2.1, -0.7], [-1.2, -1.0, -2.0, -0.5])
+    )
+    advantages, lines = torch.tensor([1.0, -1.0, 2.0, -0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    settings = tiny_settings(
+        loss=loss, correction=correction, importance_floor=0.95, clip_low=0.15, use_opsm=True, opsm_delta=0.02
+    )
+    inputs = LossInputs(current, old, sampler, advantages, torch.ones(4, dtype=torch.float64), lines, 2)
+    result = policy_loss(inputs, settings)
+    found = torch.autograd.grad(result.loss, (current, old, sampler), allow_unused=True)
+    assert found[1:] == (None, None)
+    weight = result.importance_N.detach()
+    ratio = (current - (sampler if loss == "importance_sampling" and correction == "none" else old)).exp().detach()
+    if loss == Loss.GSPO:
+        ratio = ratio.log().view(2, 2).mean(1).exp().repeat_interleave(2)
+    passes = torch.ones(4, dtype=torch.bool)
+    if loss in (Loss.CLIPPED, Loss.GSPO):
+        passes = torch.where(advantages > 0, ratio <= 1.2, ratio >= 0.85)
+    coefficient = ratio.clamp(0.85, 1.2) if loss == Loss.CISPO else ratio
+    torch.testing.assert_close(found[0], -weight * advantages * coefficient * passes)
+    assert not weight.requires_grad
+
+
 def test_cispo_clips_a_tokens_weight_and_keeps_its_gradient() -> None:
     logprobs = torch.log(torch.tensor([0.8, 0.1, 0.5])).requires_grad_()
     old = torch.log(torch.tensor([0.2, 0.4, 0.5]))  # ratios 4, 0.25, 1

@@ -26,6 +26,16 @@ class Loss(StrEnum):
     CISPO = "cispo"
     IMPORTANCE_SAMPLING = "importance_sampling"
 
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far below and above 1 its ratio is clipped where a job does not say: docs/algorithms.md has the sources.
+
+        A ratio is above 0, so 1 below is no bound.
+        """
+        if self is Loss.GSPO:
+            return 3e-4, 4e-4
+        return (1.0, 3.0) if self is Loss.CISPO else (0.2, 0.2)
+
 
 class Aggregation(StrEnum):
     """Of the terms of an update to one number."""

@@ -42,13 +42,31 @@ def _own_aggregation(given: Tree) -> Aggregation:
     return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
 
 
+def _own_clip_low(given: Tree) -> float:
+    return _loss(given).clip_range[0]
+
+
+def _own_clip_high(given: Tree) -> float:
+    return _loss(given).clip_range[1]
+
+
+def _own_correction(given: Tree) -> Correction:
+    """The ratio of importance_sampling is to the sampler as it is: nothing is left to correct."""
+    return Correction.NONE if _loss(given) is Loss.IMPORTANCE_SAMPLING else Correction.TOKEN_TIS
+
+
+def _loss(given: Tree) -> Loss:
+    return named(Loss, given["loss"]) or Loss.CLIPPED  # one that is verl's has verl's own defaults, which are these
+
+
 class TrainerConfig(Group):
     """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
-    in verl. `processes` train together, 0: as many as the trainer was started with. `tis_clip` bounds the importance
-    weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate does not
-    decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    in verl. `processes` train together, 0: as many as the trainer was started with. `clip_low`, `clip_high` and
+    `correction` follow from `loss` where they are not given, `loss_aggregation` from `adv_estimator`. `tis_clip` bounds
+    the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
+    does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), and without `enable_packing` one sequence. Each step's samples are written to
     `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where its operator allows.
@@ -66,10 +84,10 @@ class TrainerConfig(Group):
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: Float = Field(default=1.0, gt=0, le=1000)
     loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
-    clip_low: Float = Field(default=0.2, ge=0, le=1)
-    clip_high: Float = Field(default=0.2, ge=0, le=10)
+    clip_low: Float = Field(default_factory=_own_clip_low, ge=0, le=1)
+    clip_high: Float = Field(default_factory=_own_clip_high, ge=0, le=10)
     dual_clip: Float = Field(default=0.0, ge=0, le=100)
-    correction: Correction = Correction.TOKEN_TIS
+    correction: Correction = Field(default_factory=_own_correction)
     tis_clip: Float = Field(default=2.0, ge=0, le=100)
     tis_clip_low: Float = Field(default=0.0, ge=0, le=100)
     use_opsm: bool = False
@@ -121,6 +139,13 @@ class TrainerConfig(Group):
             raise ValueError(f"dual_clip {self.dual_clip} is refused: it takes 0 (none) or more than 1")
         if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
             raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
+        given = self.model_fields_set
+        bounded = self.tis_clip > 0 and bool(given & {"tis_clip", "tis_clip_low"})
+        if bounded and self.correction == Correction.NONE and "correction" not in given:
+            raise ValueError(
+                f"tis_clip bounds a correction, and the loss {self.loss} has none unless it is named: give correction "
+                "token_tis too, or leave tis_clip out"
+            )
         if self.tis_clip and self.tis_clip_low > self.tis_clip:
             raise ValueError(f"tis_clip_low {self.tis_clip_low} is over tis_clip {self.tis_clip}")
         if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:

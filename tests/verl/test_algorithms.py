@@ -169,16 +169,32 @@ def test_losses_and_their_gradients_are_verls(
     torch.testing.assert_close(mine, other, **TOLERANCE)
 
 
-def test_without_a_bound_a_loss_is_verls_with_a_bound_that_is_never_met(batch: Batch) -> None:
-    settings = TrainerSettings(loss="importance_sampling", correction="none")
-    theirs, _ = get_policy_loss_fn("vanilla")(
-        old_log_prob=batch.old_ST,
-        log_prob=batch.logprobs_ST,
-        advantages=batch.advantages_ST,
-        response_mask=batch.mask_ST,
-        config=actor(clip_ratio_low=1.0, clip_ratio_high=1e6),
+@pytest.mark.parametrize("corrected", [False, True])
+def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch: Batch, corrected: bool) -> None:
+    """Its ratio is to the sampler, verl's bypass mode; with a correction to the old policy, with verl's weights."""
+    settings = TrainerSettings(
+        loss="importance_sampling", correction="token_tis" if corrected else "none", importance_cap=1.2
     )
-    torch.testing.assert_close(policy_loss(batch.inputs(), settings).loss, theirs, **TOLERANCE)
+    weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
+
+    def loss_here(logprobs_ST: torch.Tensor) -> torch.Tensor:
+        batch.logprobs_ST = logprobs_ST
+        return policy_loss(batch.inputs(), settings).loss
+
+    def loss_there(logprobs_ST: torch.Tensor) -> torch.Tensor:
+        loss, _ = get_policy_loss_fn("vanilla")(
+            old_log_prob=batch.old_ST if corrected else batch.sampler_ST,
+            log_prob=logprobs_ST,
+            advantages=batch.advantages_ST,
+            response_mask=batch.mask_ST,
+            config=actor(clip_ratio_low=1.0, clip_ratio_high=1e6),
+            rollout_is_weights=weights_ST,
+        )
+        return loss
+
+    mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
+    assert other[1].abs().max() > 1e-3
+    torch.testing.assert_close(mine, other, **TOLERANCE)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ Three policies meet here, and two different ratios:
 
 current / old is the PPO ratio, which is clipped and carries the gradient. old / sampler is what is left between two
 implementations of the same weights: a constant weight, see `corrections`. With one update for each batch the old
-policy is the current one, detached: the PPO ratio is 1 and never clips.
+policy is the current one, detached: the PPO ratio is 1 and never clips. The loss importance_sampling alone has one
+ratio for both, current / sampler.
 """
 
 from dataclasses import dataclass
@@ -102,10 +103,14 @@ def cispo_surrogate(
 def surrogate(inputs: LossInputs, settings: TrainerSettings) -> tuple[Tensor, Tensor, Tensor]:
     """The surrogate that the settings name, the ratio that it took, and where a bound changed it: [N] each.
 
-    The loss importance_sampling is -r A: no bound.
+    The loss importance_sampling is -r A without a bound, r = current / sampler: off-policy policy gradient (Degris et
+    al. 2012, arXiv:1205.4839, per token), and Tinker's loss of that name. A correction takes over the part old /
+    sampler of it, within its bounds; what is left is r = current / old.
     """
     logprobs_N, old_N, advantages_N = inputs.logprobs_N, inputs.old_logprobs_N, inputs.advantages_N
     low, high = settings.clip_low, settings.clip_high
+    if settings.loss == Loss.IMPORTANCE_SAMPLING and not settings.corrects:
+        old_N = inputs.sampler_logprobs_N
     if settings.loss == Loss.GSPO:
         ratio_N = sequence_ratio(logprobs_N, old_N, inputs.lines_N, inputs.lines)
     else:

@@ -88,6 +88,11 @@ class TrainerSettings(BaseModel):
         return self.mini_batch_num * self.ppo_epochs
 
     @property
+    def corrects(self) -> bool:
+        """Whether the sampler's logprobs are corrected for by a weight beside the loss."""
+        return self.correction != Correction.NONE and self.importance_cap > 0.0
+
+    @property
     def pulls_everywhere(self) -> bool:
         """Whether a token without advantage is trained too."""
         return self.kl_coef > 0.0 or self.entropy_coef > 0.0
