@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bombus.bus import Bus
+from bombus.job import parse_job
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
 from bombus.replay.source import BusSource
@@ -20,6 +21,7 @@ from bombus.state import Phase
 from bombus_trainer import replay_batch, replay_train
 from bombus_trainer.logged_run import read_run
 from bombus_trainer.replay_batch import batch_samples
+from bombus_trainer.replay_train import changed
 from bombus_trainer.sample_files import load_samples
 from bombus_trainer.samples import Sample
 from tests.conftest import SMALL_STREAMS
@@ -187,6 +189,16 @@ def test_a_branch_with_another_rate_has_other_weights_which_transformers_loads(
     (served,) = finished.engines.glob("weights/*/main/run-1/version-00000003-*")
     ours, theirs = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out / "model", served))
     assert any(not torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_branch_with_another_loss_has_what_follows_from_it() -> None:
+    job = parse_job({"bombus": {"trainer": {"adv_estimator": "dr_grpo", "clip_high": 0.28, "lr": 0.5}}})
+    branch = changed(job, ["loss=gspo"]).trainer
+    assert (branch.clip_low, branch.clip_high, branch.lr) == (3e-4, 0.28, 0.5)
+    assert (branch.adv_estimator, branch.loss_aggregation) == ("dr_grpo", "constant")
+    assert changed(job, ["adv_estimator=grpo"]).trainer.loss_aggregation == "episode"
+    assert changed(job, ["loss=importance_sampling"]).trainer.correction == "none"
+    assert changed(job, []) == job
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ class TrainerConfig(Group):
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
     in verl. `processes` train together, 0: as many as the trainer was started with. `clip_low`, `clip_high` and
     `correction` follow from `loss` where they are not given, `loss_aggregation` from `adv_estimator`. `tis_clip` bounds
-    the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
-    does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning
+    rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), and without `enable_packing` one sequence. Each step's samples are written to
     `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where its operator allows.
@@ -114,6 +114,12 @@ class TrainerConfig(Group):
         pattern=r"^$|\{rollout_id\}.*\.pt$",
         description="a path like DIR/rollout_{rollout_id}.pt",
     )
+
+    def own_choices(self) -> Tree:
+        """The algorithms' names, and the fields that are not as they would be with these alone."""
+        names: Tree = {"backend": self.backend, "adv_estimator": self.adv_estimator, "loss": self.loss}
+        followed = TrainerConfig(**names).model_dump(mode="json")
+        return names | {name: value for name, value in self.model_dump(mode="json").items() if value != followed[name]}
 
     @field_validator("adv_estimator")
     @classmethod

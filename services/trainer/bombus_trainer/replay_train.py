@@ -170,8 +170,11 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """The job with some of its trainer's settings changed. Raises `Refused` for one that does not exist or fit."""
-    tree = job.model_dump(mode="json")
+    """The job with some of its trainer's settings changed, and what follows from them.
+
+    Raises `Refused` for one that does not exist or fit.
+    """
+    tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
     names: dict[str, str] = {}  # what a refusal calls them
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
