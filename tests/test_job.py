@@ -133,7 +133,12 @@ def test_short_names_of_methods_are_taken(name: str) -> None:
             {"ajet": {"trainer_common": {"algorithm": {"adv_estimator": "sgd"}}}},
             ['ajet.trainer_common.algorithm.adv_estimator = "sgd"', "grpo, rloo, opo, dr_grpo", "backend verl"],
         ),
-        ({"bombus": {"trainer": {"adv_estimator": "gae"}}}, ["needs a critic, which bombus does not train"]),
+        (
+            {"bombus": {"trainer": {"adv_estimator": "gae"}}},
+            ["needs a critic, which bombus does not train: use verl's"],
+        ),
+        ({"bombus": {"trainer": {"adv_estimator": "GAE", "backend": "verl"}}}, ['"GAE" is refused: it needs a critic']),
+        ({"bombus": {"trainer": {"advantage_estimator": "ppo"}}}, ['advantage_estimator = "ppo" is refused: it needs']),
         ({"bombus": {"trainer": {"loss": "sapo"}}}, ["clipped, gspo, cispo, importance_sampling"]),
         ({"bombus": {"trainer": {"correction": "tis"}}}, ["one of none, token_tis, sequence_tis, icepop"]),
         ({"bombus": {"trainer": {"loss_aggregation": "sum"}}}, ["one of episode, token, constant"]),

@@ -79,7 +79,7 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
     },
     KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
 }
-CRITIC_ESTIMATORS = ("gae",)
+CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's name and slime's
 
 Name = TypeVar("Name", bound=StrEnum)
 

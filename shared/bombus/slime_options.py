@@ -21,7 +21,6 @@ SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
 ESTIMATORS: dict[object, dict[str, object]] = {  # there an estimator may stand for a loss too
     "gspo": {"adv_estimator": "grpo", "loss": "gspo"},
     "cispo": {"adv_estimator": "grpo", "loss": "cispo"},
-    "ppo": {"adv_estimator": "gae"},
 }
 CORRECTIONS: dict[str, dict[str, str]] = {  # by tis_level and tis_mode
     "token": {"truncate": "token_tis", "clip": "token_tis", "mask": "token_mask"},

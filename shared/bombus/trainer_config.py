@@ -124,8 +124,11 @@ class TrainerConfig(Group):
     @field_validator("adv_estimator")
     @classmethod
     def _estimator_is_known(cls, name: str, info: ValidationInfo) -> str:
-        if name in CRITIC_ESTIMATORS:
-            raise ValueError(f"it needs a critic, which bombus does not train; it takes one of {', '.join(Estimator)}")
+        if name.lower() in CRITIC_ESTIMATORS:
+            raise ValueError(
+                "it needs a critic, which bombus does not train: use verl's own trainer for it, or one of "
+                f"{', '.join(Estimator)}"
+            )
         return _known(Estimator, name, info)
 
     @field_validator("loss")
