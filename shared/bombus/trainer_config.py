@@ -66,8 +66,8 @@ class TrainerConfig(Group):
     in verl. `processes` train together, 0: as many as the trainer was started with. `clip_low`, `clip_high` and
     `correction` follow from `loss` where they are not given, `loss_aggregation` from `adv_estimator`. `tis_clip` bounds
     the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning
-    rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
-    `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
+    rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are
+    trained. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), and without `enable_packing` one sequence. Each step's samples are written to
     `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where its operator allows.
     """
