@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bombus.models import load_model
-from bombus_trainer.flops import Cost, attention_pairs, cost_of, flops_of_step, peak_flops
+from bombus_trainer.flops import Cost, attention_pairs, cost_of, flops_of_step, peak_flops, peak_of
 from bombus_trainer.packing import Segment
 from tests.trainer_given import VOCAB, tiny_model_folder
 
@@ -46,9 +46,25 @@ def test_torch_counts_the_same_but_for_the_half_of_attention_that_is_masked(tmp_
     assert counter.get_total_flops() == pytest.approx(found, rel=0.03)
 
 
-def test_peaks_are_found_by_the_names_that_cuda_gives() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("Somebody's FPGA") is None
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("Somebody's FPGA", None),
+    ],
+)
+def test_peaks_are_found_by_the_names_that_cuda_gives(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_a_cpus_peak_is_not_known() -> None:
+    assert peak_of(torch.device("cpu")) is None

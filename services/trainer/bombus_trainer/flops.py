@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from bombus_trainer.packing import Segment
@@ -25,6 +26,7 @@ PEAKS = {
     "H20": 148e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10G": 70e12,
     "A10": 125e12,
@@ -76,6 +78,11 @@ def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: boo
 def attention_pairs(segments: Iterable[Segment]) -> int:
     """Query-key pairs of a row: each token sees the tokens before it on its path, and itself."""
     return sum(segment.length * segment.depth + segment.length * (segment.length + 1) // 2 for segment in segments)
+
+
+def peak_of(device: torch.device) -> float | None:
+    """What a device can do in bfloat16 a second; None on a CPU, and for one that we do not know."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops(device_name: str) -> float | None:

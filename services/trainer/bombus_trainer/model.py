@@ -15,7 +15,7 @@ from bombus.adapters import AdapterConfig
 from bombus.errors import EngineFault
 from bombus.models import load_model
 from bombus_trainer.attention import NAME, plan
-from bombus_trainer.flops import attention_pairs, cost_of, flops_of_step, peak_flops
+from bombus_trainer.flops import attention_pairs, cost_of, flops_of_step, peak_of
 from bombus_trainer.head import HeadPlan, chosen_logprobs
 from bombus_trainer.lora import (
     BASE,
@@ -118,8 +118,7 @@ class PolicyModel:
 
     @property
     def peak_flops(self) -> float | None:
-        """What the device can do in bfloat16 a second; None on a CPU, and for one that we do not know."""
-        return peak_flops(torch.cuda.get_device_name(self.device)) if self.device.type == "cuda" else None
+        return peak_of(self.device)
 
     def _score(self, model: "PreTrainedModel", packed: Bin) -> Scored:
         layout, terms = plan(packed.segments), packed.terms
