@@ -59,6 +59,13 @@ def test_a_sequence_over_the_budget_has_a_bin_of_its_own() -> None:
     assert sorted(len(packed.tokens_T) for packed in pack(items, 20)) == [1, 39, 39]
 
 
+def test_sequences_that_share_nothing_are_packed_in_their_order() -> None:
+    items = [item([50 - first] * length, [1], first_id=first) for first, length in enumerate((5, 5, 4, 10, 2, 13, 3))]
+    filled = [packed.terms.ids_N.tolist() for packed in pack(items, 10, share_prefixes=False)]
+    assert filled == [[0, 1], [2], [3, 4], [5], [6]]
+    assert [packed.terms.ids_N.tolist() for packed in pack(items, 1, share_prefixes=False)] == [[n] for n in range(7)]
+
+
 lines = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
 
 

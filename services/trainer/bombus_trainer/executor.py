@@ -138,10 +138,9 @@ class Executor:
 
     def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
         settings = self.settings
-        if settings.packing:
-            bins = pack(items, settings.bin_tokens, settings.share_prefixes, settings.shared_tokens_min)
-        else:
-            bins = [packed for item in items for packed in pack([item], settings.bin_tokens)]
+        tokens_max = settings.bin_tokens if settings.packing else 1  # a bin for each: none fits beside another
+        share = settings.packing and settings.share_prefixes
+        bins = pack(items, tokens_max, share, settings.shared_tokens_min)
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
         for packed in bins:

@@ -1,8 +1,9 @@
 """Packs sequences into flat rows without padding, and lays tokens that sequences have in common down only once.
 
-Inside a bin the sequences form a compressed token trie: the prompt that the members of a group share is one
-segment, the completions are its children. This is a layout of the computation only. What is trained is a list of
-terms, each pointing at the row whose hidden state predicts it, so the loss is exactly that of the sequences alone.
+Where prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a
+group share is one segment, the completions are its children. This is a layout of the computation only. What is
+trained is a list of terms, each pointing at the row whose hidden state predicts it, so the loss is exactly that of
+the sequences alone.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from bombus_trainer.bins import greedy
 from bombus_trainer.sequences import Floats, Ints
 
 
@@ -152,26 +154,35 @@ def common_prefix(left: Ints, right: Ints) -> int:
 def pack(items: Iterable[Item], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16) -> list[Bin]:
     """Fill bins of at most `bin_tokens` computed tokens; a longer sequence has a bin of its own. Deterministic.
 
-    Sequences go in lexicographic order, each into the bin of its neighbour while there is room. Nothing is padded,
-    so a bin that is not full costs nothing.
+    Sequences that share prefixes go in lexicographic order, each into the bin of its neighbour while there is room;
+    others in their own order. Nothing is padded, so a bin that is not full costs nothing.
     """
-    return list(_bins(items, bin_tokens, share_prefixes, shared_tokens_min))
+    if share_prefixes:
+        return list(_shared_bins(items, bin_tokens, shared_tokens_min))
+    alone = list(items)
+    filled = greedy([len(item.tokens_T) - 1 for item in alone], bin_tokens)
+    return [_bin_of([alone[index] for index in each]) for each in filled]
 
 
-def _bins(items: Iterable[Item], bin_tokens: int, share: bool, shared_tokens_min: int) -> Iterator[Bin]:
+def _shared_bins(items: Iterable[Item], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
     # A sequence's last token is only ever predicted: it needs no row.
     ordered = sorted(items, key=lambda item: item.tokens_T[:-1].astype(">u4").tobytes())
-    minimum = shared_tokens_min if share else None
-    trie = _Trie(minimum)
+    trie = _Trie(shared_tokens_min)
     content: list[tuple[Item, _Node]] = []
     for item in ordered:
         inputs = item.tokens_T[:-1]
         if content and trie.tokens + len(inputs) - trie.shared(inputs) > bin_tokens:
             yield _lay_out(trie, content)
-            trie, content = _Trie(minimum), []
+            trie, content = _Trie(shared_tokens_min), []
         content.append((item, trie.add(inputs)))
     if content:
         yield _lay_out(trie, content)
+
+
+def _bin_of(items: Iterable[Item]) -> Bin:
+    """Sequences end to end, nothing shared."""
+    trie = _Trie(None)
+    return _lay_out(trie, [(item, trie.add(item.tokens_T[:-1])) for item in items])
 
 
 def _lay_out(trie: _Trie, content: list[tuple[Item, _Node]]) -> Bin:
