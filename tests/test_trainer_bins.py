@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bombus_trainer.bins import PADDING, balanced, best_fit, greedy, lay_out, zigzag
+from bombus_trainer.bins import PADDING, balanced, best_fit, greedy, lay_out, padded, zigzag
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=40)
 
@@ -27,6 +27,20 @@ def test_greedy_keeps_the_order_and_closes_a_bin_when_the_next_does_not_fit() ->
 def test_best_fit_puts_a_document_where_the_least_room_is_left_over() -> None:
     assert best_fit([6, 5, 4, 3, 2], 10) == [[0, 2], [1, 3, 4]]
     assert best_fit([30, 1], 10) == [[0], [1]]
+
+
+def test_documents_that_are_padded_lie_beside_those_of_their_length() -> None:
+    assert padded([1, 6, 2, 5, 30], 12) == [[4], [1, 3], [2, 0]]
+
+
+@given(LENGTHS, st.integers(1, 300))
+def test_each_padded_document_is_in_one_bin_and_only_a_long_one_is_over_the_limit(
+    lengths: list[int], limit: int
+) -> None:
+    bins = padded(lengths, limit)
+    assert sorted(flat(bins)) == list(range(len(lengths)))
+    for each in bins:
+        assert max(lengths[index] for index in each) * len(each) <= limit or len(each) == 1
 
 
 @given(LENGTHS, st.integers(1, 300))

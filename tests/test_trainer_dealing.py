@@ -1,67 +1,81 @@
 """How an update's sequences are dealt out to ranks: whole, evenly, the same everywhere."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bombus_trainer.dealing import Row, deal, rows_of
+from bombus_trainer.dealing import MicroBatch, computed_tokens, deal
 from bombus_trainer.packing import Item
 from tests.trainer_given import item
 
 
 def items(lengths: list[int]) -> list[Item]:
-    return [item(list(range(1, length + 1)), [length - 1], first_id=number) for number, length in enumerate(lengths)]
+    """Sequences of so many tokens to compute: the last one is only predicted."""
+    return [item(list(range(length + 1)), [length], first_id=number) for number, length in enumerate(lengths)]
 
 
-def ids(rows: list[Row]) -> list[int]:
-    return [int(term) for row in rows for term in row.terms.ids_N]
+def ids(micro_batch: MicroBatch) -> list[int]:
+    return [int(term) for each in micro_batch for term in each.terms.ids_N]
 
 
-@given(st.lists(st.integers(2, 40), max_size=30), st.integers(1, 5), st.integers(8, 80))
-def test_every_term_is_dealt_once_and_every_rank_has_as_many_micro_batches(
-    lengths: list[int], ranks: int, tokens_max: int
+def tokens(of_rank: list[MicroBatch]) -> int:
+    return sum(len(each.tokens_T) - 1 for micro_batch in of_rank for each in micro_batch)
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 5), st.integers(8, 80), st.booleans())
+def test_every_sequence_is_dealt_once_and_every_rank_has_as_many_micro_batches(
+    lengths: list[int], ranks: int, tokens_max: int, packed: bool
 ) -> None:
-    dealt = deal(rows_of(items(lengths)), ranks, tokens_max)
+    dealt = deal(items(lengths), ranks, tokens_max, packed)
     assert len(dealt) == ranks
     assert len({len(of_rank) for of_rank in dealt}) == 1
-    micro_batches = [rows for of_rank in dealt for rows in of_rank]
+    micro_batches = [micro_batch for of_rank in dealt for micro_batch in of_rank]
     assert all(micro_batches)
-    assert sorted(term for rows in micro_batches for term in ids(rows)) == list(range(len(lengths)))
-    for rows in micro_batches:
-        cost = len(rows) * max(len(row.tokens_T) for row in rows)
-        assert cost <= tokens_max or len(rows) == 1
-    again = deal(rows_of(items(lengths)), ranks, tokens_max)
-    assert [[ids(rows) for rows in of_rank] for of_rank in again] == [
-        [ids(rows) for rows in of_rank] for of_rank in dealt
+    assert sorted(term for each in micro_batches for term in ids(each)) == list(range(len(lengths)))
+    for micro_batch in micro_batches:
+        assert computed_tokens(micro_batch, packed) <= tokens_max or len(micro_batch) == 1
+    again = deal(items(lengths), ranks, tokens_max, packed)
+    assert [[ids(each) for each in of_rank] for of_rank in again] == [
+        [ids(each) for each in of_rank] for of_rank in dealt
     ]
 
 
-def test_ranks_get_about_as_many_tokens() -> None:
-    dealt = deal(rows_of(items([40, 20, 20, 10, 10, 10, 10])), 2, 40)
-    loads = [sum(len(rows) * len(rows[0].tokens_T) for rows in of_rank) for of_rank in dealt]
-    assert loads == [60, 60] or abs(loads[0] - loads[1]) <= 20
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
+def test_no_rank_has_over_a_sequence_more_than_its_share(lengths: list[int], ranks: int, packed: bool) -> None:
+    loads = [tokens(of_rank) for of_rank in deal(items(lengths), ranks, 80, packed)]
+    assert max(loads) <= sum(lengths) / ranks + max(lengths)
 
 
-def test_a_rank_for_which_nothing_is_left_computes_a_row_without_terms() -> None:
-    (only,), (filler,) = deal(rows_of(items([5])), 2, 100)
+def test_packed_sequences_fill_what_padding_would_waste() -> None:
+    lengths = [30, 10, 10, 10, 20, 20]
+    (packed,) = deal(items(lengths), 1, 40, packed=True)
+    assert sorted(sum(len(each.tokens_T) - 1 for each in row) for row in packed) == [20, 40, 40]
+    (padded,) = deal(items(lengths), 1, 40, packed=False)
+    assert sorted(len(row) for row in padded) == [1, 2, 3]
+
+
+def test_a_long_sequence_counts_for_its_attention_too() -> None:
+    lengths = [100, 60, 60, 40]
+    assert [tokens(of_rank) for of_rank in deal(items(lengths), 2, 400, packed=True)] == [140, 120]
+    assert [tokens(of_rank) for of_rank in deal(items(lengths), 2, 400, packed=True, attention=1.0)] == [100, 160]
+
+
+def test_the_kth_micro_batches_of_all_ranks_are_about_as_large() -> None:
+    dealt = deal(items([40, 35, 12, 8, 6, 3]), 2, 40, packed=True)
+    assert [[computed_tokens(each, True) for each in of_rank] for of_rank in dealt] == [[40, 11], [35, 18]]
+
+
+def test_a_rank_for_which_nothing_is_left_computes_a_sequence_without_terms() -> None:
+    (only,), (filler,) = deal(items([5]), 2, 100, packed=True)
     assert ids(only) == [0]
     assert ids(filler) == []
-    assert len(filler[0].tokens_T) == 1
-    assert deal([], 2, 100) == [[], []]
+    assert computed_tokens(filler, packed=True) == 1
+    assert deal([], 2, 100, packed=True) == [[], []]
 
 
-def test_a_sequence_is_laid_down_once_for_each_of_its_temperatures_and_cut_behind_its_last_term() -> None:
-    mixed = item([1, 2, 3, 4, 5, 6], [2, 3, 5])
-    mixed.terms.temperatures_N[:] = [0.5, 1.0, 0.5]
-    cold, warm = rows_of([mixed])
-    assert (cold.temperature, warm.temperature) == (0.5, 1.0)
-    assert (cold.positions_N.tolist(), warm.positions_N.tolist()) == ([2, 5], [3])
-    assert (len(cold.tokens_T), len(warm.tokens_T)) == (6, 4)
-    assert np.concatenate([cold.terms.ids_N, warm.terms.ids_N]).tolist() == [0, 2, 1]
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_bins_are_cut_up_before_a_rank_computes_nothing(ranks: int) -> None:
-    dealt = deal(rows_of(items([6] * 7)), ranks, 1000)
-    assert all(ids(rows) for of_rank in dealt for rows in of_rank)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_micro_batches_are_cut_up_before_a_rank_computes_nothing(packed: bool) -> None:
+    """The one rank's 90 and 12 are two micro-batches, what the other has would be one."""
+    dealt = deal(items([90, 20, 20, 20, 20, 15, 12]), 2, 100, packed)
+    assert [len(of_rank) for of_rank in dealt] == [2, 2]
+    assert all(ids(each) for of_rank in dealt for each in of_rank)

@@ -100,6 +100,10 @@ def tiny_model_folder(
         initializer_range=0.2,  # far from uniform, so that mistakes show
     )
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    return tiny_tokenizer(folder)
+
+
+def tiny_tokenizer(folder: Path) -> Path:
     words = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     words.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")

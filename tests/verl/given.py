@@ -18,10 +18,18 @@ CASES: dict[str, dict[str, object]] = {
     "a kl term": {"kl_coef": 0.3},
     "tokens count alike": {"aggregation": "token", "estimator": "rloo"},
     "checkpointed activations": {"gradient_checkpointing": True},
+    "a sequence a pass": {"packing": False},
+    "an entropy bonus": {"entropy_coef": 0.05},
+    "gspo": {"loss": "gspo", "clip_low": 1e-3, "clip_high": 1e-3, "mini_batch_num": 2, "ppo_epochs": 2},
+    "cispo": {"loss": "cispo", "mini_batch_num": 2, "ppo_epochs": 2},
+    "sequence tis": {"correction": "sequence_tis"},
+    "sequence mask": {"correction": "sequence_mask", "importance_cap": 1.05, "bin_tokens": 64},
+    "off-policy sequence masking": {"use_opsm": True},
 }
 STEPS = 2
-PACKED = "packed"  # one row without padding: what is done on GPUs with flash attention
-CASES[PACKED] = {"bin_tokens": 256}
+# One row without padding: what is done on GPUs with flash attention.
+PACKED = {"packed": {"bin_tokens": 256}, "packed, gspo": {**CASES["gspo"], "bin_tokens": 100}}
+CASES |= PACKED
 
 
 def settings(case: str) -> TrainerSettings:

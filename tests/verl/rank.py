@@ -10,20 +10,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from bombus.deltas import FULL_FILE, file_sha256
 from bombus.errors import EngineFault
 from bombus.merging import merge_files
 from bombus_trainer.backend import Backend
+from bombus_trainer.batch import Group
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import Part, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.verl_backend import VerlExecutor
-from tests.trainer_given import tiny_settings
+from tests.trainer_given import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
 
 Found = dict[str, object]
-KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates")
+SHARES = ("importance_capped", "masked_share", "clip_fraction")
+KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates", *SHARES)
 
 
 def main(folder: Path, results: Path) -> None:
@@ -32,9 +35,13 @@ def main(folder: Path, results: Path) -> None:
     ranks = Ranks.of_group(timedelta(seconds=60)) if dist.is_initialized() else Ranks.alone()
     model = model_folder(folder)
     found: Found = {case: compare(model, case, ranks, folder / case) for case in CASES}
+    found["ranks"] = ranks.size
     found["lora"] = lora(model, ranks, folder / "lora")
     found["restart"] = restart(model, ranks, folder / "restart")
     found["algorithms"] = algorithms(model, ranks)
+    found["few"] = few(model, ranks)
+    found["work"] = work(model, ranks)
+    found["soft-capped"] = soft_capped(folder / "soft-capped", ranks)
     if ranks.leads:
         results.write_text(json.dumps(found))
     if dist.is_initialized():
@@ -61,7 +68,7 @@ def steps(backend: Backend, ranks: Ranks, folder: Path, first: int = 1) -> list[
 
 def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
     chosen = settings(case)
-    verl = steps(VerlExecutor(model, chosen, ranks, packed=case == PACKED), ranks, folder / "verl")
+    verl = steps(VerlExecutor(model, chosen, ranks, packed=case in PACKED), ranks, folder / "verl")
     return {"verl": verl, "torch": steps(Executor(model, chosen), ranks, folder / "torch") if ranks.leads else None}
 
 
@@ -109,6 +116,7 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
     for name, changes in {
         "vanilla": {"verl_policy_loss": "vanilla"},
         "sapo": {"verl_policy_loss": "sapo"},
+        "gspo": {**CASES["gspo"], "verl_policy_loss": "gspo"},
         "grpo": {"verl_adv_estimator": "grpo"},
         "reinforce_plus_plus": {"verl_adv_estimator": "reinforce_plus_plus"},
         "unknown loss": {"verl_policy_loss": "clever"},
@@ -121,6 +129,57 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
         except EngineFault as error:
             found[name] = str(error)
     return found
+
+
+def few(model: Path, ranks: Ranks) -> Found:
+    """Steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
+    tasks = [Group("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
+    tasks += [Group("other", groups(1)[1].episodes[1:2])]
+    found: Found = {}
+    for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"verl_policy_loss": "vanilla"}}.items():
+        chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus", **changes)
+        metrics = VerlExecutor(model, chosen, ranks).train_step(tasks, 1)
+        found[name] = [metrics["loss"], metrics["grad_norm"]]
+        found["bins"] = metrics["bins"]
+    chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus")
+    metrics = Executor(model, chosen).train_step(tasks, 1)
+    found["torch"] = [metrics["loss"], metrics["grad_norm"]]
+    return found
+
+
+def work(model: Path, ranks: Ranks) -> Found:
+    """FLOPs of a step of two updates, by verl's engine and by ours where it shares no prefixes."""
+    chosen = tiny_settings(mini_batch_num=2, share_prefixes=False)
+    verl = VerlExecutor(model, chosen, ranks).train_step(groups(1), 1)
+    return {"verl": flops(verl), "torch": flops(Executor(model, chosen).train_step(groups(1), 1))}
+
+
+def flops(metrics: dict[str, float]) -> float:
+    return metrics["model_flops_per_s"] * sum(metrics[name] for name in metrics if name.startswith("seconds_"))
+
+
+def soft_capped(folder: Path, ranks: Ranks) -> str:
+    """What is said of a model that does more to its logits than our head can know."""
+    if ranks.leads:
+        torch.manual_seed(0)
+        config = Gemma2Config(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            final_logit_softcapping=30.0,
+        )
+        Gemma2ForCausalLM(config).save_pretrained(folder)
+        tiny_tokenizer(folder)
+    ranks.agree(True)  # nobody goes on before it is there
+    try:
+        VerlExecutor(folder, tiny_settings(), ranks)
+    except EngineFault as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

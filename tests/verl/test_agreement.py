@@ -51,6 +51,38 @@ def test_loss_and_gradient_norm_are_those_of_the_torch_backend(found: dict[str, 
         assert here["kl_sampler"] == pytest.approx(there["kl_sampler"], rel=TOLERANCE)
         for name in ("tokens_trained", "sequences", "lr", "updates"):
             assert here[name] == there[name]
+        for name in ("importance_capped", "masked_share", "clip_fraction"):
+            assert here[name] == pytest.approx(there[name], abs=1e-9), name
+
+
+@pytest.mark.parametrize(
+    ("case", "share"),
+    [
+        ("gspo", "clip_fraction"),
+        ("cispo", "clip_fraction"),
+        ("sequence mask", "masked_share"),
+        ("off-policy sequence masking", "masked_share"),
+    ],
+)
+def test_what_looks_at_sequences_had_something_to_do(found: dict[str, Any], case: str, share: str) -> None:
+    assert found[case]["verl"][1][share] > 0.05
+
+
+def test_a_rank_for_which_nothing_is_left_adds_nothing(found: dict[str, Any]) -> None:
+    few = found["few"]
+    assert few["bins"] == (3 if found["ranks"] == 1 else 4)
+    for name in ("ours", "ours, kl", "verl's"):
+        assert few[name] == pytest.approx(few["torch"], abs=TOLERANCE), name
+
+
+def test_a_steps_work_is_counted_as_by_the_torch_backend(found: dict[str, Any]) -> None:
+    assert found["work"]["verl"] == pytest.approx(found["work"]["torch"], rel=1e-6)
+    assert found["work"]["torch"] > 0
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused_at_once(found: dict[str, Any]) -> None:
+    refusal = "this model's architecture (gemma2) cannot be trained here: it does more to its logits than multiply"
+    assert found["soft-capped"].startswith(refusal)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -96,6 +128,8 @@ def test_losses_and_advantages_of_verls_registries_are_reached_by_name(found: di
     ours = algorithms["ours"]
     assert algorithms["vanilla"] == pytest.approx(ours, abs=TOLERANCE), "PPO with one update is PPO"
     assert algorithms["grpo"] == pytest.approx(ours, abs=TOLERANCE), "GRPO is GRPO"
+    gspo = found["gspo"]["torch"][1]
+    assert algorithms["gspo"] == pytest.approx([gspo["loss"], gspo["grad_norm"]], abs=TOLERANCE), "GSPO is GSPO"
     for name in ("sapo", "reinforce_plus_plus"):
         assert algorithms[name] != pytest.approx(ours, abs=TOLERANCE)
 

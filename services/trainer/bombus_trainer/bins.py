@@ -52,11 +52,24 @@ def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
     return [sorted(each) for each in bins]
 
 
+def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
+    """For rows that are padded to the longest of their bin: the longest document first, each bin filled in turn.
+
+    So documents of about the same length come together. A bin costs its longest times its documents.
+    """
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        if not bins or lengths[bins[-1][0]] * (len(bins[-1]) + 1) > tokens_max:
+            bins.append([])
+        bins[-1].append(index)
+    return bins
+
+
 def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list[list[int]]:
     """Deal documents to ranks, the heaviest first, each to the least loaded: for each rank its documents, ascending.
 
-    A document costs length + `attention` x length^2: 0 balances tokens; with `attention` 1 / (12 x hidden size) it
-    is a causal transformer's compute. No rank has over 4/3 of what the best deal gives the most loaded (Graham 1969,
+    A document costs length + `attention` x length^2: 0 balances tokens; with `flops.Cost.of_attention` it is a
+    causal transformer's compute. No rank has over 4/3 of what the best deal gives the most loaded (Graham 1969,
     doi:10.1137/0117039). A rank may get none when there are fewer documents than ranks.
     """
     if ranks < 1:
@@ -75,7 +88,7 @@ def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class Layout:
     """D documents end to end, T tokens with their padding.
 
     `cu_seqlens_D` [D + 1] is where documents begin, int32 as flash attention wants it. `position_ids_T` begin again
@@ -87,10 +100,10 @@ class Row:
     source_T: Ints
 
 
-def lay_out(lengths: Sequence[int], multiple: int = 1) -> Row:
+def lay_out(lengths: Sequence[int], multiple: int = 1) -> Layout:
     """Documents one after the other, each padded at its end to a multiple of `multiple` tokens.
 
-    For ring attention `multiple` is 2 x the size of the ring: see `zigzag`.
+    Without a ring nothing is padded. For ring attention `multiple` is 2 x the size of the ring: see `zigzag`.
     """
     padded = [-(-length // multiple) * multiple for length in lengths]
     positions = [np.arange(length) for length in padded]
@@ -100,7 +113,7 @@ def lay_out(lengths: Sequence[int], multiple: int = 1) -> Row:
         for position, length, start in zip(positions, lengths, starts.tolist(), strict=False)
     ]
     nothing = np.zeros(0, dtype=np.int64)
-    return Row(
+    return Layout(
         cu_seqlens_D=np.cumsum([0, *padded]).astype(np.int32),
         position_ids_T=np.concatenate([nothing, *positions]),
         source_T=np.concatenate([nothing, *sources]),
@@ -112,7 +125,7 @@ def zigzag(cu_seqlens_D: Ints, ranks: int) -> Ints:
 
     So each has an early and a late part of every document, and with causal attention all have the same work. A
     rank's own `cu_seqlens` are the whole's divided by `ranks`. Raises `ValueError` unless each document's length is
-    a multiple of 2R.
+    a multiple of 2R. No backend trains with ring attention yet: this is the sharding that one needs, and tested.
     """
     shards: list[list[Ints]] = [[np.zeros(0, dtype=np.int64)] for _ in range(ranks)]
     for start, end in zip(cu_seqlens_D[:-1].tolist(), cu_seqlens_D[1:].tolist(), strict=True):

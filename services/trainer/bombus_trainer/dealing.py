@@ -1,83 +1,65 @@
 """Deals the sequences of an update out to ranks and micro-batches, evenly, the same on every rank."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from bombus_trainer.packing import Item, Terms
-from bombus_trainer.sequences import Ints
+from bombus_trainer.bins import balanced, best_fit, padded
+from bombus_trainer.packing import Item
+
+MicroBatch = list[Item]
 
 
-@dataclass(frozen=True, eq=False)
-class Row:
-    """A sequence as an engine without our packing wants it: tokens [T], one temperature, and where its N terms are."""
+def deal(
+    items: Sequence[Item], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
+) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank: as many for one as for another, and about as much work.
 
-    tokens_T: Ints
-    positions_N: Ints
-    temperature: float
-    terms: Terms
-
-
-MicroBatch = list[Row]
-
-
-def rows_of(items: Iterable[Item]) -> list[Row]:
-    """One row for each sequence and each of its temperatures, cut behind its last term: no term is in two rows.
-
-    To losses and masks that look at sequences, each of these rows is one.
+    A micro-batch costs at most `tokens_max` computed tokens, where it is not `packed` with all its sequences padded
+    to its longest; a longer sequence has one of its own. For `attention` see `bins.balanced`. A rank for which
+    nothing is left computes a sequence without terms, because all take part in each exchange of weights and
+    gradients; each of these waits for the slowest, so the k-th largest of all ranks are computed together.
     """
-    rows: list[Row] = []
-    for item in items:
-        for temperature in np.unique(item.terms.temperatures_N):
-            chosen_N = np.flatnonzero(item.terms.temperatures_N == temperature)
-            positions_N = item.positions_N[chosen_N]
-            tokens_T = item.tokens_T[: int(positions_N[-1]) + 1]
-            rows.append(Row(tokens_T, positions_N, float(temperature), item.terms.take(chosen_N)))
-    return rows
-
-
-def deal(rows: Sequence[Row], ranks: int, tokens_max: int) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank: as many for one as for another, and about as many tokens.
-
-    Where the rows are padded to the longest of their micro-batch, that costs at most `tokens_max`; a longer row has
-    a micro-batch of its own. A rank for which nothing is left computes a row without terms, because all take part
-    in each exchange of weights and gradients.
-    """
-    if not rows:
+    if not items:
         return [[] for _ in range(ranks)]
-    # Rows of about the same length come together, so that little is padded.
-    ordered = sorted(rows, key=lambda row: (-len(row.tokens_T), row.tokens_T.tobytes(), int(row.terms.ids_N[0])))
-    bins: list[MicroBatch] = []
-    for row in ordered:
-        if not bins or len(bins[-1][0].tokens_T) * (len(bins[-1]) + 1) > tokens_max:
-            bins.append([])
-        bins[-1].append(row)
-    while len(bins) % ranks and any(len(each) > 1 for each in bins):
-        bins.sort(key=lambda each: -len(each) * len(each[0].tokens_T))
-        largest = next(index for index, each in enumerate(bins) if len(each) > 1)
-        whole = bins.pop(largest)
-        bins += [whole[::2], whole[1::2]]
-    bins += [[_filler(ordered[-1])] for _ in range(-len(bins) % ranks)]
-    return _even(bins, ranks)
+    lengths = [len(item.tokens_T) - 1 for item in items]
+    fill = best_fit if packed else padded
+    dealt: list[list[MicroBatch]] = []
+    for mine in balanced(lengths, ranks, attention):
+        bins = fill([lengths[index] for index in mine], tokens_max)
+        dealt.append([[items[mine[place]] for place in each] for each in bins])
+    count = max(len(bins) for bins in dealt)
+    shortest = items[int(np.argmin(lengths))]
+    return [_as_many(bins, count, shortest, packed) for bins in dealt]
 
 
-def _even(bins: list[MicroBatch], ranks: int) -> list[list[MicroBatch]]:
-    """The largest first, each to the rank that has least to do and still takes one."""
-    share = len(bins) // ranks
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    loads = [0] * ranks
-    for each in sorted(bins, key=_cost, reverse=True):
-        rank = min((rank for rank in range(ranks) if len(dealt[rank]) < share), key=lambda rank: loads[rank])
-        dealt[rank].append(each)
-        loads[rank] += _cost(each)
-    return dealt
+def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
+    lengths = [len(item.tokens_T) - 1 for item in micro_batch]
+    return sum(lengths) if packed else len(lengths) * max(lengths)
 
 
-def _cost(rows: MicroBatch) -> int:
-    return len(rows) * max(len(row.tokens_T) for row in rows)
+def _as_many(bins: list[MicroBatch], count: int, shortest: Item, packed: bool) -> list[MicroBatch]:
+    """`count` micro-batches: the largest are cut in two, and fillers are only where nothing is left to cut."""
+
+    def cost(micro_batch: MicroBatch) -> int:
+        return computed_tokens(micro_batch, packed)
+
+    bins = [*bins]
+    while len(bins) < count and any(len(each) > 1 for each in bins):
+        whole = max((each for each in bins if len(each) > 1), key=cost)
+        bins.remove(whole)
+        ordered = sorted(whole, key=lambda item: len(item.tokens_T))
+        halves = balanced([len(item.tokens_T) for item in ordered], 2) if packed else _middle(len(ordered))
+        bins += [[ordered[index] for index in half] for half in halves]
+    bins += [[_filler(shortest)] for _ in range(count - len(bins))]
+    return sorted(bins, key=cost, reverse=True)
 
 
-def _filler(row: Row) -> Row:
+def _middle(count: int) -> list[list[int]]:
+    """Padded sequences stay beside those of about their length."""
+    return [[*range(count // 2)], [*range(count // 2, count)]]
+
+
+def _filler(item: Item) -> Item:
     nothing = np.zeros(0, dtype=np.int64)
-    return Row(row.tokens_T[:1], nothing, 1.0, row.terms.take(nothing))
+    return Item(item.tokens_T[:2], nothing, item.terms.take(nothing))

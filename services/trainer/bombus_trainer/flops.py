@@ -47,10 +47,18 @@ class Cost:
     attention: int
     trained: bool
 
+    @property
+    def of_attention(self) -> float:
+        """A sequence of T tokens costs about as much as T + this x T^2 tokens without attention.
+
+        Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward both as much again.
+        """
+        return self.attention / self.matrices
+
 
 def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
     """The cost of a causal language model of transformers, before it has adapters."""
-    config, head = model.config, model.get_output_embeddings()
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Cost(

@@ -165,7 +165,7 @@ class PolicyModel:
         """
         trunk = np.arange(CHECK_TOKENS) * 7 % self.vocab_size
         lines = [np.concatenate([trunk, (trunk + shift) % self.vocab_size]) for shift in (1, 3)]
-        items = [_probe(line, number) for number, line in enumerate(lines)]
+        items = [probe(line, number) for number, line in enumerate(lines)]
         (packed,) = pack(items, bin_tokens=1 << 20, shared_tokens_min=4)
         with torch.no_grad():
             try:
@@ -233,7 +233,8 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     return _stored_dtype(folder) if settings.precision == Precision.AUTO else DTYPES[settings.precision]
 
 
-def _probe(line: Ints, number: int) -> Item:
+def probe(line: Ints, number: int) -> Item:
+    """A sequence that is only looked at, the `number`-th of its length: all its tokens but the first are terms."""
     count = len(line) - 1
     ones = np.ones(count, dtype=np.float32)
     ids = np.arange(count) + number * count

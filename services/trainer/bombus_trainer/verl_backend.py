@@ -20,9 +20,10 @@ from bombus_trainer import checkpoint, verl_engine
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.batch import Group, PreparedBatch, mini_batches, prepare, staleness
 from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.dealing import MicroBatch, deal, rows_of
+from bombus_trainer.dealing import MicroBatch, computed_tokens, deal
 from bombus_trainer.executor import batch_metrics
 from bombus_trainer.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.flops import flops_of_step, peak_of
 from bombus_trainer.model import LOSS_TERMS, Scored, export_dtype
 from bombus_trainer.moving import move
 from bombus_trainer.optim import learning_rate
@@ -90,8 +91,9 @@ class VerlExecutor:
         first, *others = self._ranks.gather(tally)
         for other in others:
             first.add(other)
+        peak = peak_of(torch.device(self.settings.device))
         return {
-            **first.metrics(),
+            **first.metrics(None if peak is None else peak * self._ranks.size),
             "lr": rate,
             "bin_tokens": float(self.settings.bin_tokens),
             "torch_threads": float(torch.get_num_threads()),
@@ -105,9 +107,9 @@ class VerlExecutor:
     ) -> None:
         self._engine.optimizer_zero_grad()
         share = 0.0
-        for rows in self._micro_batches(items, tally, interrupted):
+        for micro_batch in self._micro_batches(items, tally, interrupted):
             with tally.phase("forward_backward"):
-                share += self._forward_backward(rows, old, tally)
+                share += self._forward_backward(micro_batch, old, tally)
             reached(Point.TRAINER_BIN_DONE)
         loss = sum(self._ranks.gather(share))
         if not isfinite(loss):
@@ -123,48 +125,49 @@ class VerlExecutor:
         tally.note_update(loss, norm)
         reached(Point.TRAINER_UPDATE_DONE)
 
-    def _forward_backward(self, rows: MicroBatch, old: Floats | None, tally: Tally) -> float:
+    def _forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
         """Add the gradients of a micro-batch and return this rank's share of the loss."""
         reference = None
         if self.settings.kl_coef > 0.0:
             with self._engine.disable_adapter() if self.settings.lora_rank else nullcontext():
-                reference = self._score(self._reference or self._engine, rows)
+                reference = self._score(self._reference or self._engine, micro_batch)
+        counts = [len(item.terms) for item in micro_batch]
+        terms = Terms.concatenate([item.terms for item in micro_batch])
+        arrays = {name: getattr(terms, name) for name in LOSS_TERMS}
+        arrays["lines_N"] = np.repeat(np.arange(len(micro_batch)), counts)
         share = 0.0
 
         def loss(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
             nonlocal share
-            logprobs_N, entropy_N = (_of_terms(model_output[name], rows) for name in ("log_probs", "entropy"))
-            terms = Terms.concatenate([row.terms for row in rows])
-            lines_N = np.repeat(np.arange(len(rows)), [len(row.terms) for row in rows])
+            logprobs_N, entropy_N = (model_output[name].values() for name in ("log_probs", "entropy"))
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
-            arrays = {"lines_N": lines_N, **{name: getattr(terms, name) for name in LOSS_TERMS}}
             moved = move(arrays, device)
-            results = []
-            for part in self._parts(rows):
+            shares = [logprobs_N[:0].sum()]  # a micro-batch without terms has a gradient too: zeros
+            for part in self._parts(counts):
                 of_terms = {name: values_N[part] for name, values_N in moved.items()}
-                scored = Scored(logprobs_N[part], entropy_N[part], of_terms, len(rows))
+                scored = Scored(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
                 tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
-                results.append(of_loss)
-            total = torch.stack([result.loss for result in results]).sum()
+                shares.append(of_loss.loss)
+            total = torch.stack(shares).sum()
             share = float(total.detach())
             return total * self._ranks.size, {}  # verl's engine takes the mean over ranks, and ours is a sum
 
-        self._engine.forward_backward_batch(self._tensors(rows), loss)
+        verl_engine.compute(self._engine, micro_batch, loss, backward=True)
         return share
 
-    def _parts(self, rows: MicroBatch) -> Iterator[slice]:
+    def _parts(self, counts: list[int]) -> Iterator[slice]:
         """All terms at once for our loss; verl's losses look at one sequence at a time."""
         if not self.settings.verl_policy_loss:
             yield slice(None)
             return
         start = 0
-        for row in rows:
-            if len(row.terms) or len(rows) == 1:
-                yield slice(start, start + len(row.terms))
-            start += len(row.terms)
+        for count in counts:
+            if count:
+                yield slice(start, start + count)
+            start += count
 
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
@@ -174,59 +177,42 @@ class VerlExecutor:
         if len(parts) * self.settings.ppo_epochs <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
+        items = [item for part in parts for item in part]
         with tally.phase("old_logprobs"):
-            for rows in self._micro_batches([item for part in parts for item in part], None, interrupted):
-                ids_N = np.concatenate([row.terms.ids_N for row in rows])
-                old[ids_N] = self._score(self._engine, rows).cpu().numpy()
+            for micro_batch in self._micro_batches(items, tally, interrupted, backward=False):
+                ids_N = np.concatenate([item.terms.ids_N for item in micro_batch])
+                old[ids_N] = self._score(self._engine, micro_batch).cpu().numpy()
             return self._ranks.total(old)
 
-    def _score(self, engine: Any, rows: MicroBatch) -> Tensor:
-        """Logprobs [N] of the terms of all rows, without gradient."""
+    def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
+        """Logprobs [N] of the terms of all sequences, without gradient."""
         found: list[Tensor] = []
 
         def keep(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
-            found.append(_of_terms(model_output["log_probs"], rows).detach())
+            found.append(model_output["log_probs"].values().detach())
             return found[-1].sum(), {}
 
-        with torch.no_grad():
-            engine.forward_backward_batch(self._tensors(rows), keep, forward_only=True)
+        verl_engine.compute(engine, micro_batch, keep, backward=False)
         return found[0]
 
     def _micro_batches(
-        self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]
+        self, items: list[Item], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[MicroBatch]:
-        dealt = deal(rows_of(items), self._ranks.size, self.settings.bin_tokens)
-        if tally is not None and self._ranks.leads:
-            everywhere = [rows for of_rank in dealt for rows in of_rank]
-            computed = sum(_padded(rows, self._packed) for rows in everywhere)
+        settings = self.settings
+        tokens_max = settings.bin_tokens if settings.packing else 1  # a pass for each: none fits beside another
+        dealt = deal(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
+        if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
-            unshared, longest = sum(lengths), max(lengths, default=0)
-            tally.note_tokens(len(everywhere), len(items), computed, unshared, longest)
-        for rows in dealt[self._ranks.rank]:
+            terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
+            tally.note_flops(flops_of_step(self._engine.cost, sum(lengths), terms, pairs, backward))
+            if backward:
+                everywhere = [micro_batch for of_rank in dealt for micro_batch in of_rank]
+                computed = sum(computed_tokens(each, self._packed) for each in everywhere)
+                tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
+        for micro_batch in dealt[self._ranks.rank]:
             if self._ranks.agree(interrupted()):
                 raise Interrupted
-            yield rows
-
-    def _tensors(self, rows: MicroBatch) -> Any:
-        """A micro-batch as verl wants it: jagged, with a temperature for each row."""
-        tokens = [torch.from_numpy(row.tokens_T.copy()) for row in rows]
-        masks = [torch.zeros(len(row.tokens_T)) for row in rows]
-        for mask_T, row in zip(masks, rows, strict=True):
-            mask_T[torch.from_numpy(row.positions_N)] = 1.0
-        return verl_engine.batch_of(
-            {
-                "input_ids": _jagged(tokens),
-                "position_ids": _jagged([torch.arange(len(each)) for each in tokens]),
-                "loss_mask": _jagged(masks),
-                "temperature": torch.tensor([row.temperature for row in rows]),
-            },
-            {
-                "use_remove_padding": self._packed,
-                "use_dynamic_bsz": False,
-                "micro_batch_size_per_gpu": len(rows),
-                "calculate_entropy": True,
-            },
-        )
+            yield micro_batch
 
     # ---- what outlives the process ----------------------------------------------------------------------------
 
@@ -340,20 +326,3 @@ class VerlExecutor:
 
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-
-
-def _of_terms(values: Tensor, rows: MicroBatch) -> Tensor:
-    """Of jagged values [B, T], where t says something of token t + 1, those of the rows' terms [N]."""
-    starts = values.offsets().tolist()  # type: ignore[attr-defined]
-    positions = [start + row.positions_N - 1 for start, row in zip(starts, rows, strict=False)]
-    flat: Tensor = values.values()
-    return flat[torch.from_numpy(np.concatenate(positions)).to(flat.device)]
-
-
-def _jagged(values: list[Tensor]) -> Tensor:
-    return torch.nested.as_nested_tensor(values, layout=torch.jagged)
-
-
-def _padded(rows: MicroBatch, packed: bool) -> int:
-    lengths = [len(row.tokens_T) for row in rows]
-    return sum(lengths) if packed else len(rows) * max(lengths)

@@ -1,33 +1,38 @@
 """All that we use of verl, and the one file that imports it: its FSDP engine, its registries, its names of weights.
 
-On a CPU verl lacks a platform and a registered engine: both are given to it here, through its own registries.
+On a CPU verl lacks a platform: it is given to it here, through its own registry.
 """
 
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus_trainer.batch import Group, PreparedBatch
+from bombus_trainer.dealing import MicroBatch
 from bombus_trainer.executor import loss_of_terms
+from bombus_trainer.flops import cost_of
 from bombus_trainer.losses import PolicyLoss
-from bombus_trainer.model import Scored
+from bombus_trainer.model import Scored, probe
 from bombus_trainer.settings import TrainerSettings
 from bombus_trainer.verl_algorithms import check_estimator, look_up, loss_of_row, with_advantages
+from bombus_trainer.verl_head import TermsHead, of_sequences, question_of, tensors_of
 
 VERSION = "0.9.1"  # its engines "may still change": another version is another file to write
 Advantages = Callable[[PreparedBatch, list[Group]], PreparedBatch]
 Loss = Callable[[Scored, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
+LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def prepare_process(device: str) -> None:
@@ -45,7 +50,7 @@ def prepare_process(device: str) -> None:
         dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     if on_cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
-        _register_cpu()
+        _register_platform()
 
 
 def has_flash_attention(settings: TrainerSettings) -> bool:
@@ -61,7 +66,6 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     on_cpu = settings.device == "cpu"
     attention = "flash_attention_2" if has_flash_attention(settings) else "sdpa"
@@ -77,15 +81,14 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             lora_alpha=int(settings.lora_alpha),
             target_modules=list(settings.lora_targets) or "all-linear",
         )
-        engine = EngineRegistry.new(
-            "language_model",
-            "fsdp2",
+        engine = _engine_class()(
+            settings,
             model_config=model,
             engine_config=FSDPEngineConfig(
                 strategy="fsdp2",
                 model_dtype="fp32",
                 mixed_precision={"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=not on_cpu,
+                use_torch_compile=False,  # it would compile an entropy that we do not use
                 use_remove_padding=packed,
                 use_dynamic_bsz=False,
             ),
@@ -104,7 +107,63 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
+    with engine.eval_mode():  # the engine says whether the model leaves alone what its head gives
+        compute(engine, [probe(np.zeros(2, dtype=np.int64), 0)], lambda model_output, **_: (torch.zeros(()), {}), False)
     return engine
+
+
+@cache
+def _engine_class() -> Any:
+    from verl.workers.engine import FSDPEngineWithLMHead
+
+    class Engine(FSDPEngineWithLMHead):  # type: ignore[misc]
+        """verl's, with another head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
+
+        `cost` is that of the whole model.
+        """
+
+        def __init__(self, settings: TrainerSettings, **configs: object) -> None:
+            super().__init__(**configs)
+            self._settings = settings
+
+        def _build_module(self) -> Any:
+            module, settings = super()._build_module(), self._settings
+            self.cost = cost_of(module, trained=settings.lora_rank == 0)
+            output = module.get_output_embeddings()
+            self._head = TermsHead(output, settings.logits_bytes_max, settings.entropy_coef > 0.0)
+            module.set_output_embeddings(self._head)
+            return module
+
+        def prepare_model_inputs(self, micro_batch: Any) -> Any:
+            packed = self.model_config.use_remove_padding
+            self._head.question = question_of(micro_batch, packed, self._head.rows_max)
+            return super().prepare_model_inputs(micro_batch)
+
+        def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
+            answer, self._head.answer = self._head.answer, None
+            if answer is None or output.logits is not answer:
+                raise EngineFault(
+                    f"this model's architecture ({self.model_config.hf_config.model_type}) cannot be trained here: it "
+                    "does more to its logits than multiply with a matrix"
+                )
+            logprobs_N, entropy_N = answer
+            mask = micro_batch["loss_mask"]
+            return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
+
+    return Engine
+
+
+def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:
+    """Pass a micro-batch through the model. `loss` gets its `model_output`, and gives the loss and metrics."""
+    from verl.utils.tensordict_utils import get_tensordict
+
+    given = {
+        "use_remove_padding": engine.model_config.use_remove_padding,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": len(micro_batch),
+        "temperature": 1.0,  # the head knows those of the terms
+    }
+    engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), given), loss, forward_only=not backward)
 
 
 def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
@@ -114,12 +173,6 @@ def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
     if vectors and group["weight_decay"]:
         group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
         optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
-
-
-def batch_of(tensors: Mapping[str, Tensor], settings: Mapping[str, object]) -> Any:
-    from verl.utils.tensordict_utils import get_tensordict
-
-    return get_tensordict(dict(tensors), dict(settings))
 
 
 def named_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
@@ -164,7 +217,7 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, Loss]:
     return estimate, loss
 
 
-def _register_cpu() -> None:
+def _register_platform() -> None:
     from verl.plugin.platform.platform_base import PlatformBase
     from verl.plugin.platform.platform_manager import PlatformRegistry
 
@@ -228,7 +281,3 @@ def _register_cpu() -> None:
 
         def cudart(self) -> None:
             return None
-
-    from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
-
-    EngineRegistry.register("language_model", ["fsdp2"], "cpu")(FSDPEngineWithLMHead)
