@@ -15,7 +15,7 @@ CASES: dict[str, dict[str, object]] = {
     "small micro-batches": {"bin_tokens": 64},
     "several updates": {"mini_batch_num": 2, "ppo_epochs": 2},
     "decay and a schedule": {"weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear", "total_steps": 8},
-    "a kl term": {"kl_coef": 0.3},
+    "a kl term": {"kl_coef": 0.1},
     "tokens count alike": {"aggregation": "token", "estimator": "rloo"},
     "checkpointed activations": {"gradient_checkpointing": True},
     "a sequence a pass": {"packing": False},
