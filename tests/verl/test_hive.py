@@ -183,6 +183,26 @@ def test_two_machines_train_as_one_and_the_head_says_what_to_type(tmp_path: Path
         head.stop()
 
 
+def test_in_mode_auto_the_head_is_a_machine_itself_and_asks_for_the_others(tmp_path: Path) -> None:
+    head = Head(
+        tmp_path, "bombus_trainer.launcher", "--mode", "auto", "--nnodes", "2", "--nproc-per-node", "1",
+        "--master-port", str(free_port()), "--api-port", str(port := free_port()),
+    )  # fmt: skip
+    try:
+        line = head.until("^torchrun ")
+        assert "--node_rank=1" in line
+        head.until("^waiting for the trainer of engine main: 2 ranks on 2 machines, once a job is started")
+        with nodes([line]) as (second,):
+            head.until("^ready ")
+            with SwarmClient(f"http://127.0.0.1:{port}") as client:
+                client.auto_sync_train_config_and_start_engine(job())
+                make_steps(client, 1, 1)
+            assert [each["ranks"] for each in checkpoints(tmp_path)] == [2]
+            assert second.poll() is None
+    finally:
+        head.stop()
+
+
 def test_a_rank_that_is_killed_costs_no_step(tmp_path: Path) -> None:
     words = ["--trainer-backend", "verl", "--trainer-processes", "2", "--port", str(free_port())]
     head = Head(tmp_path, "bombus up", *words)
