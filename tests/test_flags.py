@@ -58,7 +58,7 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], 
             "--tensor-parallel 0 is refused: it takes a whole number, at least 1, at most 1024",
         ),
         ("inference --port 99999", f"--port 99999 {PORT}"),
-        ("inference --kv-cache-mb 0", "--kv-cache-mb 0 is refused: it takes 1 to 4194304"),
+        ("inference --kv-cache-mb -1", "--kv-cache-mb -1 is refused: it takes 0 to 4194304"),
         ("inference --url nope", "--url nope is refused: it takes http://HOST:PORT of a server"),
         (
             "inference --api-key-env $KEY",

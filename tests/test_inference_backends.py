@@ -5,16 +5,21 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
 
+from bombus.errors import Refused
 from bombus.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.models import build_tiny
 from bombus_inference import cli, service
-from bombus_inference.settings import InferenceSettings, OpenAISettings
+from bombus_inference.backend import Policy, settled
+from bombus_inference.settings import EngineSettings, InferenceSettings, OpenAISettings
+from bombus_inference.torch_backend import TorchBackend
+from tests.backend_given import Asker, silent
 from tests.foreign_servers import KEY, ForeignCompletions, serving
-from tests.inference_given import llama
+from tests.inference_given import llama, request
 from tests.test_inference_service import COMPUTE, Hive, ask, play, ready, started, weights
 
 __all__ = ["play"]
@@ -83,6 +88,39 @@ async def test_a_server_elsewhere_serves_the_versions_of_the_log(
             assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
 
 
+@pytest.mark.parametrize(
+    ("own", "device", "job", "chosen"),
+    [
+        (None, "cpu", "auto", "float32"),
+        (None, "cpu", "bfloat16", "bfloat16"),
+        (None, "cuda", "float32", "float32"),
+        (None, "cuda:1", "auto", "bfloat16"),
+        ("float16", "cuda", "bfloat16", "float16"),
+    ],
+)
+def test_a_precision_that_is_left_open_is_the_jobs(
+    tmp_path: Path, own: Literal["float16"] | None, device: str, job: str, chosen: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9, "dtype": "bfloat16"}')
+    policy = Policy(tmp_path, run=1, version=0, max_model_len=9, dtype=job)
+    assert settled(EngineSettings(dtype=own, device=device), policy).dtype == chosen
+
+
+async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    asker = Asker()
+    made: list[float] = []
+    for run, dtype in ((1, "float32"), (2, "bfloat16")):
+        backend = TorchBackend(EngineSettings(kv_cache_bytes=4 << 20), asker.deliver)
+        try:
+            await backend.bring_in(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
+            answer = await asker.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
+            made.append(answer.only.logprobs[0])
+        finally:
+            await backend.stop()
+    assert 0 < abs(made[0] - made[1]) < 0.1
+
+
 def test_the_openai_backend_needs_a_url() -> None:
     with pytest.raises(ValidationError, match="needs the url of a server"):
         InferenceSettings(backend="openai")
@@ -90,9 +128,17 @@ def test_the_openai_backend_needs_a_url() -> None:
         OpenAISettings(url="here")
 
 
-def test_the_command_says_what_is_wrong_with_its_backend(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--backend", "openai"], "needs the url of a server"),
+        (["--backend", "vllm", "--tensor-parallel", "0"], "--tensor-parallel 0 is refused: it takes a whole number"),
+        (["--max-model-len", "1"], "--max-model-len 1 is refused: it takes a whole number, at least 2"),
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it takes a number, more than 0"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words: list[str], why: str) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
-    assert cli.run(parser.parse_args(["--backend", "openai"])) == 2
-    assert "needs the url of a server" in capsys.readouterr().err
-    assert cli.run(parser.parse_args(["--backend", "vllm", "--tensor-parallel", "0"])) == 2
+    with pytest.raises(Refused, match=why):
+        cli.settings_of(parser.parse_args(words))

@@ -7,6 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
+from bombus_inference.engine import Engine
+from bombus_inference.settings import EngineSettings
 from tests.inference_given import (
     CONTEXT,
     VOCABULARY,
@@ -16,6 +18,7 @@ from tests.inference_given import (
     engine_for,
     finish,
     llama,
+    paged,
     qwen,
     reference_logprobs,
     request,
@@ -190,6 +193,34 @@ def test_a_full_queue_refuses():
 def test_a_cache_that_holds_not_one_sequence_is_refused_at_birth():
     with pytest.raises(EngineFault, match="kv_cache_bytes"):
         engine_for(llama(), kv_cache_bytes=1 << 16)
+
+
+def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
+    model = llama()
+    blocks = 20
+    some = EngineSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
+    engine = Engine(paged(model), some, run=1, version=0, job_tokens=CONTEXT)
+    assert engine.max_model_len == blocks * 4 - 1
+    assert f"sequences end at 79 tokens and not at the job's {CONTEXT}" in caplog.text
+    engine.add(1, request([1] * 70, max_tokens=50))
+    engine.add(2, request([2] * 70, max_tokens=50))
+    answers = finish(engine)
+    assert [(len(answers[ticket].only.tokens), answers[ticket].only.finish) for ticket in (1, 2)] == [(9, "length")] * 2
+    with pytest.raises(Refused, match="the prompt has 79 tokens; this model takes 79 with its completion") as caught:
+        engine.add(3, request([3] * 79))
+    assert caught.value.code == Code.PROMPT_TOO_LONG
+
+
+def test_the_jobs_length_holds_where_no_other_is_set():
+    def longest(job_tokens: int | None, **settings: int) -> int:
+        chosen = EngineSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
+        return Engine(paged(llama()), chosen, run=1, version=0, job_tokens=job_tokens).max_model_len
+
+    assert longest(100) == 100
+    assert longest(None) == CONTEXT
+    assert longest(1 << 20) == CONTEXT, "the model's own"
+    assert longest(100, max_model_len=60) == 60
+    assert longest(100, max_model_len=120) == 100
 
 
 def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):

@@ -16,6 +16,7 @@ from bombus import events as ev
 from bombus.bus import Bus, Reader
 from bombus.generation import FrameReader, encode_request
 from bombus.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
+from bombus.run_config import RunConfig
 from bombus_inference import service
 from bombus_inference.settings import EngineSettings, InferenceSettings
 from bombus_trainer.places import keep_only
@@ -137,6 +138,23 @@ async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, n
         loaded = await play.hears(WeightsLoadedFact)
         assert (loaded.run, loaded.version) == (2, 0)
         assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
+
+
+async def test_a_limit_below_the_jobs_is_told_once_for_each_run(play, nats_url, hive, tmp_path, caplog):
+    job = RunConfig()
+    configured = ev.EngineConfigured(
+        engine="main", config=job.to_json(), config_digest=job.digest, collection=job.to_collection(), model="m"
+    )
+    versions = [weights(tmp_path / f"v{version}", llama(version)) for version in range(2)]
+    async with replica(nats_url, hive):
+        for run in (1, 2):
+            await play.say(configured, started(run))
+            for version, what in enumerate(versions):
+                await play.say(ready(run, version, what))
+                await play.hears(WeightsLoadedFact, lambda fact, here=(run, version): (fact.run, fact.version) == here)
+            await play.say(ev.EngineStopped(engine="main", run=run))
+    said = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
+    assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [said] * 2
 
 
 async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):

@@ -119,9 +119,35 @@ def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tm
     assert "--enforce-eager" not in words
 
 
+def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) -> None:
+    def words(vllm: VllmSettings, device: str, kv_cache_bytes: int | None = None) -> list[str]:
+        engine = EngineSettings(device=device, kv_cache_bytes=kv_cache_bytes)
+        return vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, vllm, 512)
+
+    cache, share = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
+    assert not {cache, share} & set(words(VllmSettings(), "cuda"))
+    assert cache in words(VllmSettings(), "cuda", 1 << 30)
+    cpu = words(VllmSettings(), "cpu")
+    assert cpu[cpu.index(cache) + 1] == str(2 << 30)
+    shared = words(VllmSettings(gpu_memory_utilization=0.4), "cuda:1")
+    assert shared[shared.index(share) + 1] == "0.4"
+
+
+def test_a_model_on_several_gpus_has_those_from_its_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = EngineSettings(device="cuda:2"), VllmSettings(tensor_parallel=2)
+    assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(EngineFault, match="GPU 3 is not among the 3 of CUDA_VISIBLE_DEVICES"):
+        vllm_environment(*settings)
+
+
 def test_its_variables_are_ours_without_our_keys_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMBUS_ADMIN_KEY", "s")
     monkeypatch.setenv("PYTHONPATH", "here")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     cpu = vllm_environment(EngineSettings(threads=3), VllmSettings())
     assert not {"BOMBUS_ADMIN_KEY", "PYTHONPATH"} & cpu.keys()
     assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_HOST_IP"]) == ("3", "127.0.0.1")

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from enum import StrEnum
+from types import NoneType
 from typing import Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -40,15 +41,21 @@ def allowed(field: FieldInfo) -> str:
     ]
     if field.description and not bounds:
         return f"it takes {field.description}"
-    kind = field.annotation
+    kind = _given(field.annotation)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return "it takes one of " + ", ".join(kind)
     choices = getattr(kind, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "it takes one of " + ", ".join(choices)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    word = "true or false" if kind == bool | None else words.get(cast(type, kind), "two numbers from 0 to below 1")
+    word = words.get(cast(type, kind), "two numbers from 0 to below 1")
     return ", ".join([f"it takes {word}", *bounds])
+
+
+def _given(kind: object) -> object:
+    """The X in `X | None`."""
+    kinds = getattr(kind, "__args__", ())
+    return next(one for one in kinds if one is not NoneType) if NoneType in kinds else kind
 
 
 def shown(value: object) -> str:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,19 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
         return ()
     lines = [line.rpartition(",") for line in done.stdout.splitlines()] if done.returncode == 0 else []
     return tuple(Gpu(name.strip(), int(size) << 20) for name, _, size in lines if size.strip().isdigit())
+
+
+def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
+    """What a process is given to see these GPUs alone: numbers as nvidia-smi has them, or places in our own
+    CUDA_VISIBLE_DEVICES where that is set. Raises `ValueError` for a place that it does not have.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
+    names = [name for name in given.split(",") if name]
+    if beyond := [number for number in numbers if number >= len(names)]:
+        raise ValueError(f"GPU {beyond[0]} is not among the {len(names)} of CUDA_VISIBLE_DEVICES={given!r}")
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
 
 
 def cores() -> int:

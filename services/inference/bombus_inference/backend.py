@@ -8,6 +8,8 @@ from typing import Protocol
 
 from bombus.errors import Code
 from bombus.generation import Fault, Generate, encode_frame
+from bombus_inference.model_files import read_config
+from bombus_inference.settings import EngineSettings
 
 NOTHING_LOADED = Fault(why="this replica has no weights yet", code=Code.NO_REPLICA, retry=True)
 UNLOADED = Fault(why="the engine was stopped", code=Code.WRONG_PHASE)
@@ -30,7 +32,8 @@ def failure(ticket: int, fault: Fault) -> Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One version of a run's policy. `folder` holds its checked weights; `max_model_len` tokens is the job's limit.
+    """One version of a run's policy. `folder` holds its checked weights; `max_model_len` tokens is the job's limit, and
+    `dtype` what it says of the precision.
 
     `delta` is the file that makes it of version `base`, where there is one. With an `adapter` (a folder in peft's
     layout) the policy is that on top of what is in `folder`; only backends that load adapters are given one.
@@ -43,6 +46,17 @@ class Policy:
     delta: Path | None = None
     base: int = -1
     adapter: Path | None = None
+    dtype: str = "auto"
+
+
+def settled(settings: EngineSettings, policy: Policy) -> EngineSettings:
+    """These settings with a precision. Raises `EngineFault` when the model does not say what it is."""
+    if settings.dtype is not None:
+        return settings
+    dtype = policy.dtype
+    if dtype == "auto":
+        dtype = "float32" if settings.device == "cpu" else read_config(policy.folder).trained_in
+    return EngineSettings(**(settings.model_dump() | {"dtype": dtype}))
 
 
 Deliver = Callable[[list[Delivery]], None]

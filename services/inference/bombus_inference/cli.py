@@ -40,22 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of weights, keys and values (default: %(default)s)",
+        help="of weights, keys and values (default: the job's; for auto float32 on a CPU, the model's own on a GPU)",
     )
     parser.add_argument(
         "--kv-cache-mb",
         type=int,
         metavar="MB",
-        default=2048,
-        help="memory for keys and values, in MiB (default: %(default)s)",
+        default=0,
+        help="memory for keys and values, in MiB; 0: 2048, or what vLLM finds free on its GPUs (default: %(default)s)",
     )
     parser.add_argument(
         "--max-model-len",
         type=int,
         metavar="TOKENS",
-        default=8192,
-        help="the longest sequence, prompt and answer; the model's own limit if that is less (default: %(default)s)",
+        default=0,
+        help="the longest sequence, prompt and answer; 0: the job's, as far as the cache goes (default: %(default)s)",
     )
     parser.add_argument(
         "--max-running", type=int, metavar="N", default=128, help="sequences at once (default: %(default)s)"
@@ -71,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel", type=int, default=1, metavar="N", help="GPUs that share the model (default: %(default)s)"
     )
     vllm.add_argument("--vllm-eager", action="store_true", help="no compilation: starts sooner, decodes slower")
+    vllm.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of each GPU's memory, more than 0 and at most 1 (default: vLLM's own)",
+    )
     openai = parser.add_argument_group(
         "--backend openai", "a vLLM or SGLang that somebody runs, and that sees the trainer's folder"
     )
@@ -83,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def settings_of(arguments: argparse.Namespace) -> InferenceSettings:
     """Raises `Refused(BAD_CONFIG)`."""
-    check_range("--kv-cache-mb", arguments.kv_cache_mb, 1, KV_CACHE_MB_MAX)
+    check_range("--kv-cache-mb", arguments.kv_cache_mb, 0, KV_CACHE_MB_MAX)
     given = {
         "hive": arguments.hive,
         "engine": arguments.engine,
@@ -96,14 +101,15 @@ def settings_of(arguments: argparse.Namespace) -> InferenceSettings:
             "dtype": arguments.dtype,
             "device": arguments.device,
             "threads": arguments.threads,
-            "kv_cache_bytes": arguments.kv_cache_mb * MB,
-            "max_model_len": arguments.max_model_len,
+            "kv_cache_bytes": arguments.kv_cache_mb * MB or None,
+            "max_model_len": arguments.max_model_len or None,
             "max_running": arguments.max_running,
         },
         "vllm": {
             "python": arguments.vllm_python,
             "tensor_parallel": arguments.tensor_parallel,
             "eager": arguments.vllm_eager,
+            "gpu_memory_utilization": arguments.gpu_memory_utilization,
         },
         "openai": {"url": arguments.url, "api_key_env": arguments.api_key_env, "model": arguments.model},
         "http": {"host": arguments.host, "port": arguments.port},

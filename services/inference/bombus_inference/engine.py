@@ -53,32 +53,44 @@ class Stats:
 class Engine:
     """Serves one policy version at a time. `model` was loaded with the attention of `attention.NAME`.
 
-    Raises `EngineFault` for a model that is not supported, or a cache that holds not even one full sequence.
+    Sequences end at the least of the model's limit, `job_tokens` and the settings' `max_model_len`; where that is not
+    set also at what the cache holds: a longer one would make room for itself for ever. Raises `EngineFault` for a model
+    that is not supported, or a cache that does not hold a sequence of `max_model_len`.
     """
 
-    def __init__(self, model: PreTrainedModel, settings: EngineSettings, *, run: int, version: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSettings,
+        *,
+        run: int,
+        version: int,
+        job_tokens: int | None = None,
+    ) -> None:
         config = model.config
         check_supported(config)
         self.settings = settings
         self.run = run
         self.version = version
-        self.max_model_len = min(settings.max_model_len, int(config.max_position_embeddings))
         self._model = model
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
         self._heads = int(config.num_attention_heads)
+        like = next(model.parameters())
+        by_rows = like.device.type == "cpu" and like.dtype == torch.float32
+        pool_bytes = settings.cache_bytes // 2 if by_rows else settings.cache_bytes
+        block_bytes = KvPool.block_bytes(config, settings.block_tokens, like.dtype)
+        count = pool_bytes // block_bytes
+        context = int(config.max_position_embeddings)
+        self.max_model_len = self._longest(settings.length_within(context, job_tokens or context), count, block_bytes)
         self.limits = Limits(
             max_model_len=self.max_model_len,
             vocabulary=int(config.vocab_size),
             choices_max=settings.choices_max,
             waiting_max=settings.max_waiting,
         )
-        like = next(model.parameters())
-        by_rows = like.device.type == "cpu" and like.dtype == torch.float32
-        pool_bytes = settings.kv_cache_bytes // 2 if by_rows else settings.kv_cache_bytes
-        count = self._block_count(KvPool.block_bytes(config, settings.block_tokens, like.dtype), pool_bytes)
         self._pool = KvPool(config, count, settings.block_tokens, like)
-        self._rows = Rows(self._pool, settings.kv_cache_bytes - pool_bytes) if by_rows else None
+        self._rows = Rows(self._pool, settings.cache_bytes - pool_bytes) if by_rows else None
         self.blocks = Blocks(count, settings.block_tokens)
         self._scheduler = Scheduler(
             self.blocks, max_running=settings.max_running, prefill_tokens_max=settings.prefill_tokens_max
@@ -222,12 +234,23 @@ class Engine:
         if self._rows is not None:
             self._rows.clear()
 
-    def _block_count(self, block_bytes: int, pool_bytes: int) -> int:
-        count = pool_bytes // block_bytes
-        needed = self.max_model_len // self.settings.block_tokens + 1
-        if count < needed:
+    def _longest(self, wanted: int, count: int, block_bytes: int) -> int:
+        """How long one sequence may become, of the `wanted` tokens, when there are `count` blocks."""
+        size = self.settings.block_tokens
+        holds, needed = count * size - 1, wanted // size + 1
+        if wanted <= holds:
+            return wanted
+        if self.settings.max_model_len is not None or holds < 2:
             raise EngineFault(
-                f"kv_cache_bytes is {self.settings.kv_cache_bytes}, of which {pool_bytes} are for blocks; one sequence "
-                f"of {self.max_model_len} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
+                f"kv_cache_bytes is {self.settings.cache_bytes}, of which {count * block_bytes} are for blocks; one "
+                f"sequence of {wanted} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
             )
-        return count
+        log.warning(
+            "sequences end at %d tokens and not at the job's %d: the KV cache of %d MiB holds no longer one; give the "
+            "replica more with --kv-cache-mb",
+            holds,
+            wanted,
+            self.settings.cache_bytes >> 20,
+            extra={"run": self.run},
+        )
+        return holds

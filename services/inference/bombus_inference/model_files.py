@@ -14,10 +14,16 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
-    """Of `config.json`, the part that is about text. `context` is in tokens."""
+    """Of `config.json`, the part that is about text. `context` is in tokens, `dtype` what weights are stored in."""
 
     vocabulary: int
     context: int
+    dtype: str = ""
+
+    @property
+    def trained_in(self) -> str:
+        """What a trainer that is told no precision exports and, on a GPU, computes in."""
+        return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
 
 
 class _Tensor(msgspec.Struct):
@@ -27,9 +33,10 @@ class _Tensor(msgspec.Struct):
 def read_config(folder: Path) -> ModelConfig:
     """Raises `EngineFault`."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-        config = config.get("text_config", config)
-        return ModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]))
+        whole = json.loads((folder / "config.json").read_text())
+        config = whole.get("text_config", whole)
+        dtype = next((part[key] for part in (config, whole) for key in ("dtype", "torch_dtype") if key in part), "")
+        return ModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error
 

@@ -85,9 +85,13 @@ class OpenAIBackend:
             missing = await lacks(server, policy.folder, config.vocabulary)
             if missing:
                 raise EngineFault(f"{self._settings.url} lacks what training needs: {'; '.join(missing)}")
-        longest = min(
-            self._engine.max_model_len, policy.max_model_len, config.context, server.context or config.context
-        )
+        longest = self._engine.length_within(policy.max_model_len, config.context, server.context or config.context)
+        if self._server is None and longest == server.context < policy.max_model_len:
+            log.warning(
+                "sequences end at %d tokens and not at the job's %d: the server at %s takes no longer ones",
+                *(longest, policy.max_model_len, self._settings.url),
+                extra={"run": policy.run},
+            )
         self._limits = Limits(longest, config.vocabulary, self._engine.choices_max, self._engine.max_waiting)
         self._server, self.run, self.version = server, policy.run, policy.version
 

@@ -23,7 +23,7 @@ class Patch:
 
 def read_patches(delta: Path, settings: EngineSettings) -> dict[str, Patch]:
     """A delta's changes in the engine's type, on its device. A value becomes what it would in a full copy."""
-    dtype = getattr(torch, settings.dtype)
+    dtype = getattr(torch, settings.precision)
     patches: dict[str, Patch] = {}
     with DeltaFile(delta) as file:
         for name, found in file.patches():

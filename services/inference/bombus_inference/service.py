@@ -60,6 +60,7 @@ class Replica:
         self._said = 0
         self._loads = 0
         self._losses = 0
+        self._told_run = 0  # whose limit was told to be beyond ours
         # In the ids of what we say: a replica of a fixed name says "alive, 1" in each of its lives.
         self._life = f"{self.name}-{secrets.token_hex(4)}"
 
@@ -184,8 +185,9 @@ class Replica:
         loop = asyncio.get_running_loop()
         started = loop.time()
         fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
-        longest = self._max_model_len()
-        policy = Policy(fetched.folder, run, version, longest, fetched.delta, fetched.base, fetched.adapter)
+        job = self._job(run)
+        limit, dtype = job.rollout.max_model_len, job.model.dtype
+        policy = Policy(fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype)
         await self.app.backend.bring_in(policy, self._tell)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
@@ -199,11 +201,19 @@ class Replica:
         )
         await self._say(loaded)
 
-    def _max_model_len(self) -> int:
-        """Ours in tokens, or the job's if that is less."""
+    def _job(self, run: int) -> RunConfig:
+        """What the engine runs with. A limit of ours below the job's is told once for each run."""
         active = self._engine.active
-        longest = self._settings.compute.max_model_len
-        return longest if active is None else min(longest, RunConfig.from_json(active.config).rollout.max_model_len)
+        job = RunConfig() if active is None else RunConfig.from_json(active.config)
+        ours, asked = self._settings.compute.max_model_len, job.rollout.max_model_len
+        if ours is not None and ours < asked and self._told_run != run:
+            log.warning(
+                "sequences end at %d tokens and not at the job's %d: this replica was started with --max-model-len %d",
+                *(ours, asked, ours),
+                extra={"run": run},
+            )
+            self._told_run = run
+        return job
 
     # ---- what we say ------------------------------------------------------------------------------------------
 

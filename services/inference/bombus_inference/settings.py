@@ -7,26 +7,48 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from bombus.subjects import check_name
 
+KV_CACHE_BYTES = 2 << 30
+
 
 class EngineSettings(BaseModel):
-    """Limits and numerics of one engine.
+    """Limits and numerics of one engine. What is None follows from the job, or suits the engine.
 
-    float32 is the default because a CPU without bfloat16 instructions is slower in bfloat16 as soon as several
-    sequences run at once (bench/engine.py), and because its logprobs then agree with the trainer's to 1e-4.
+    A job that leaves the precision open gets float32 on a CPU, because one without bfloat16 instructions is slower in
+    bfloat16 as soon as several sequences run at once (bench/engine.py), and because its logprobs then agree with the
+    trainer's to 1e-4. On a GPU it gets what the trainer computes in: what the model is stored in.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="none: the job's precision"
+    )
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    kv_cache_bytes: int = Field(default=2 << 30, ge=1 << 12, le=1 << 42)
+    kv_cache_bytes: int | None = Field(
+        default=None, ge=1 << 12, le=1 << 42, description="none: 2 GiB, or what vLLM finds free on its GPUs"
+    )
     block_tokens: int = Field(default=8, ge=1, le=256, description="short: a group shares its prompt by whole blocks")
-    max_model_len: int = Field(default=8192, ge=2, le=1 << 20, description="tokens; the model's own limit if less")
+    max_model_len: int | None = Field(
+        default=None, ge=2, le=1 << 23, description="tokens; none: the job's, as far as the cache holds one sequence"
+    )
     max_running: int = Field(default=128, ge=1, le=4096, description="sequences in one decode step")
     max_waiting: int = Field(default=4096, ge=1, le=1 << 20, description="sequences that wait for a place")
     prefill_tokens_max: int = Field(default=1024, ge=1, le=1 << 20, description="prompt tokens in one step")
     choices_max: int = Field(default=128, ge=1, le=4096, description="n of one request")
     threads: int = Field(default=0, ge=0, le=1024, description="torch's threads; 0: one for each core")
+
+    @property
+    def precision(self) -> str:
+        """What is computed in where no job says more."""
+        return self.dtype or "float32"
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.kv_cache_bytes or KV_CACHE_BYTES
+
+    def length_within(self, *limits: int) -> int:
+        """The least of these limits and our own, where there is one."""
+        return min(limits if self.max_model_len is None else (*limits, self.max_model_len))
 
 
 class VllmSettings(BaseModel):
@@ -37,6 +59,9 @@ class VllmSettings(BaseModel):
     python: Path | None = Field(default=None, description="that has vLLM; none: the one of `bombus install vllm`")
     tensor_parallel: int = Field(default=1, ge=1, le=1024, description="GPUs that share the model")
     eager: bool = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
+    gpu_memory_utilization: float | None = Field(
+        default=None, gt=0, le=1, description="share of each GPU for weights, keys and values; none: vLLM's own"
+    )
     start_s: float = Field(default=900.0, gt=0, le=86_400, description="until it must be ready")
     update_s: float = Field(default=300.0, gt=0, le=86_400, description="for each step of a change of weights")
     health_s: float = Field(default=60.0, gt=0, le=86_400, description="without a sign of health it is ended")

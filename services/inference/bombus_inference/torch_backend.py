@@ -16,7 +16,7 @@ from bombus.generation import Generate
 from bombus.merging import Adapter
 from bombus.models import load_model
 from bombus_inference import attention
-from bombus_inference.backend import UNLOADED, Deliver, Policy, Tell
+from bombus_inference.backend import UNLOADED, Deliver, Policy, Tell, settled
 from bombus_inference.engine import Engine
 from bombus_inference.patching import read_patches
 from bombus_inference.settings import EngineSettings
@@ -44,6 +44,7 @@ class TorchBackend:
         self.lost = asyncio.Event()
         self.worker = Worker(deliver)
         self._settings = settings
+        self._serving = settings  # as they are in this run
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -60,17 +61,22 @@ class TorchBackend:
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
         if serving and policy.delta is not None and policy.base == self.version:
-            patches = await asyncio.to_thread(read_patches, policy.delta, self._settings)
+            patches = await asyncio.to_thread(read_patches, policy.delta, self._serving)
             await self.worker.patch(patches, version, run)
         elif serving:
-            state = await asyncio.to_thread(read_state, policy.folder, self._settings, policy.adapter)
+            state = await asyncio.to_thread(read_state, policy.folder, self._serving, policy.adapter)
             await self.worker.swap(state, version, run)
         else:
             await self.unload()
-            longest = min(self._settings.max_model_len, policy.max_model_len)
-            settings = self._settings.model_copy(update={"max_model_len": longest})
+            self._serving = await asyncio.to_thread(settled, self._settings, policy)
             engine = await asyncio.to_thread(
-                make_engine, policy.folder, settings, run=run, version=version, adapter=policy.adapter
+                make_engine,
+                policy.folder,
+                self._serving,
+                run=run,
+                version=version,
+                job_tokens=policy.max_model_len,
+                adapter=policy.adapter,
             )
             await self.worker.install(engine, UNLOADED)
         self.run, self.version = run, version
@@ -100,7 +106,7 @@ def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = No
         mapped = load_file(folder / FULL_FILE)
     except (OSError, SafetensorError) as error:
         raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
-    dtype = getattr(torch, settings.dtype)
+    dtype = getattr(torch, settings.precision)
     if added is None:
         return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
     state: dict[str, Tensor] = {}
@@ -112,14 +118,22 @@ def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = No
 
 
 def make_engine(
-    folder: Path, settings: EngineSettings, *, run: int, version: int, adapter: Path | None = None
+    folder: Path,
+    settings: EngineSettings,
+    *,
+    run: int,
+    version: int,
+    job_tokens: int | None = None,
+    adapter: Path | None = None,
 ) -> Engine:
-    """A fresh engine for the model in `folder`, with an adapter on it where there is one. Raises `EngineFault`."""
+    """A fresh engine for the model in `folder`, with an adapter on it where there is one, and sequences of `job_tokens`
+    at most. Raises `EngineFault`.
+    """
     attention.register()
-    model = load_model(folder, settings.dtype, attention.NAME)
+    model = load_model(folder, settings.precision, attention.NAME)
     model.to(settings.device)
     model.requires_grad_(False)
     if adapter is not None:
         for name, value in read_state(folder, settings, adapter).items():
             model.get_parameter(name).copy_(value)
-    return Engine(model, settings, run=run, version=version)
+    return Engine(model, settings, run=run, version=version, job_tokens=job_tokens)

@@ -20,7 +20,7 @@ from bombus.errors import Code, EngineFault, Refused
 from bombus.generation import Fault, Generate
 from bombus.records import SamplingParams, pack_tokens
 from bombus_inference.answers import Answer
-from bombus_inference.backend import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell
+from bombus_inference.backend import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell, settled
 from bombus_inference.http_calls import JSON, Calls, EngineGone, Frames, check_answer, server_sent
 from bombus_inference.limits import Limits
 from bombus_inference.model_files import Shapes, check_same_shapes, read_config, read_shapes
@@ -129,16 +129,15 @@ class VllmBackend:
         python = self._vllm.python or environment_python("vllm")
         config = await asyncio.to_thread(read_config, policy.folder)
         shapes = await asyncio.to_thread(read_shapes, _exchanged(policy))
-        longest = min(self._engine.max_model_len, policy.max_model_len, config.context)
+        engine = await asyncio.to_thread(settled, self._engine, policy)
+        longest = engine.length_within(policy.max_model_len, config.context)
         await asyncio.sleep(self._pause_s)
         began = asyncio.get_running_loop().time()
         self._beneath = _beneath(policy)
         server = VllmServer()
         try:
-            command = vllm_command(
-                python, policy.folder, server.socket, self._engine, self._vllm, longest, policy.adapter
-            )
-            await server.start(command, vllm_environment(self._engine, self._vllm), self._vllm.start_s, tell)
+            command = vllm_command(python, policy.folder, server.socket, engine, self._vllm, longest, policy.adapter)
+            await server.start(command, vllm_environment(engine, self._vllm), self._vllm.start_s, tell)
             await self._check(server, Label(policy.run, policy.version))
         except BaseException as error:
             if isinstance(error, EngineFault):

@@ -22,6 +22,7 @@ import httpx
 
 from bombus.adapters import read_adapter_config
 from bombus.errors import EngineFault
+from bombus.hardware import gpu_environment
 from bombus.hive_keys import KEY_VARIABLES
 from bombus_inference import vllm_keeper
 from bombus_inference.backend import Tell
@@ -66,15 +67,18 @@ def vllm_command(
         "model": model,
         "served-model-name": MODEL,
         "uds": socket,
-        "dtype": engine.dtype,
+        "dtype": engine.precision,
         "max-model-len": max_model_len,
         "max-num-seqs": engine.max_running,
-        "kv-cache-memory-bytes": engine.kv_cache_bytes,
         "tensor-parallel-size": vllm.tensor_parallel,
         "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
         "generation-config": "vllm",  # none: the model's own would change what is sampled
     }
+    if engine.kv_cache_bytes is not None or engine.device == "cpu":  # on a GPU it sees for itself what is free
+        options["kv-cache-memory-bytes"] = engine.cache_bytes
+    if vllm.gpu_memory_utilization is not None:
+        options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
     if adapter is not None:
         options |= {
             "max-lora-rank": _lora_rank_max(read_adapter_config(adapter).r),
@@ -102,7 +106,11 @@ def _lora_rank_max(rank: int) -> int:
 
 
 def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, str]:
-    """The child's variables: development routes on, nothing sent anywhere, its inner ports at this machine alone."""
+    """The child's variables: development routes on, nothing sent anywhere, its inner ports at this machine alone.
+
+    On `cuda:N` it has that GPU, or those from N on for as many as share the model. Raises `EngineFault` when they are
+    not there to be had.
+    """
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     variables |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -118,8 +126,12 @@ def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, st
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         variables["OMP_NUM_THREADS"] = str(engine.threads or max(1, (os.cpu_count() or 1) - 1))
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    elif ":" in engine.device and vllm.tensor_parallel == 1:
-        variables["CUDA_VISIBLE_DEVICES"] = engine.device.partition(":")[2]
+    elif ":" in engine.device:
+        first = int(engine.device.partition(":")[2])
+        try:
+            variables |= gpu_environment(range(first, first + vllm.tensor_parallel))
+        except ValueError as error:
+            raise EngineFault(f"vLLM cannot start on {engine.device}: {error}") from error
     return variables
 
 
