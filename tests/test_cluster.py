@@ -1,5 +1,6 @@
 """A cluster file: which processes it starts, what it refuses, and how flags and jobs come together with it."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,14 @@ import pytest
 import yaml
 
 from bombus.cli import main
-from bombus.cluster import Cluster, InferencePart, is_cluster, read_cluster
+from bombus.cluster import Cluster, Jobs, agreed, described, is_cluster
 from bombus.errors import Code, Refused
 from bombus.layout import Layout, Service, check_can_start, services
+from bombus.parts import InferencePart
+from bombus.placement import check_placement
+from bombus.xorl import IGNORED
+from bombus_inference import cli as inference_cli
+from bombus_trainer import cli as trainer_cli
 
 ROOT = Path(__file__).parent.parent
 HERE = Path()
@@ -19,6 +25,12 @@ TINY = {"bombus": {"model": {"path": "tiny"}}}
 
 def engine(**parts: Any) -> dict[str, Any]:
     return {"engines": {"main": parts}}
+
+
+def read_cluster(tree: dict[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+    cluster, jobs = agreed(*described(tree, folder))
+    check_placement(cluster)
+    return cluster, jobs
 
 
 def planned(tree: dict[str, Any]) -> list[Service]:
@@ -50,8 +62,10 @@ def refused_up(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_example_describes_a_deployment_with_its_job() -> None:
     cluster, jobs = read_cluster(yaml.safe_load(EXAMPLE.read_text()), EXAMPLE.parent)
     assert jobs["main"].model.path == "Qwen/Qwen3-8B"
-    assert (jobs["main"].trainer.backend, jobs["main"].trainer.processes) == ("verl", 8)
-    assert cluster.engines["main"].replicas == 3
+    main = cluster.engines["main"]
+    assert main.trainer is not None
+    assert (main.trainer.backend, main.trainer.processes, jobs["main"].trainer.backend) == ("verl", 4, "verl")
+    assert main.replicas == 3
 
 
 def test_any_mix_of_processes_is_started() -> None:
@@ -83,6 +97,88 @@ def test_any_mix_of_processes_is_started() -> None:
     assert lines["inference main 2"].endswith(vllm)
     assert lines["inference main 4"].endswith("--backend openai --url http://gpu7:8000 --api-key-env SERVER_KEY")
     assert all("--nats nats://bus:4222 --hive lab" in line for line in lines.values())
+
+
+def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
+    trainer = {"bin_tokens": 9000, "allow_download": True}
+    python = tmp_path / "python"
+    python.touch(0o755)
+    vllm = {"engine": "vllm", "devices": [0], "max_model_len": 4096, "max_running": 32, "eager": True}
+    vllm |= {"python": str(python), "gpu_memory_utilization": 0.5}
+    openai = {"engine": "openai", "url": "http://gpu7:8000", "max_model_len": 99, "max_running": 9}
+    found = planned(engine(trainer=trainer, inference=[vllm, openai]))
+    lines = {one.name: str(one) for one in found}
+    assert lines["trainer main"].endswith("--device cpu --threads 0 --bin-tokens 9000 --allow-download")
+    said = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
+    assert "--max-model-len 4096 --max-running 32 --backend vllm --device cuda" in lines["inference main 1"]
+    assert lines["inference main 1"].endswith(said)
+    assert "--max-model-len 99 --max-running 9 --backend openai" in lines["inference main 2"]
+    trainers, replicas = argparse.ArgumentParser(), argparse.ArgumentParser()
+    trainer_cli.add_arguments(trainers)
+    inference_cli.add_arguments(replicas)
+    for one in found:
+        if one.kind in ("trainer", "inference"):
+            (trainers if one.kind == "trainer" else replicas).parse_args(one.command[4:])
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def seen(one: Service) -> str | None:
+    return one.environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    kinds = [{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [4, 5, 6, 7]}, {"devices": [3]}, {}]
+    found = {
+        one.name: one for one in planned(engine(trainer={"backend": "verl", "devices": [0, 1, 2]}, inference=kinds))
+    }
+    assert [seen(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
+    assert [seen(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
+    trainer = str(found["trainer main"])
+    assert trainer.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1,2 ")
+    assert "--nproc-per-node=3" in trainer
+    assert "--device cuda " in trainer
+    assert "--device cuda " in str(found["inference main 3"])
+    assert "--device cpu " in str(found["inference main 4"])
+
+
+def test_gpus_are_places_among_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    (found,) = [one for one in planned(engine(trainer={"devices": [1]})) if one.kind == "trainer"]
+    assert seen(found) == "GPU-b"
+    with pytest.raises(Refused, match="GPU 2 is not among the 2 of CUDA_VISIBLE_DEVICES"):
+        planned(engine(trainer={"devices": [2]}))
+
+
+def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
+    both = {"trainer": {"devices": [0]}, "inference": [{"devices": [0]}]}
+    assert refusal(engine(**both)).startswith(
+        "GPU 0 is given to engines.main.trainer and engines.main.inference[0]: give each its own devices, or share_dev"
+    )
+    assert "two replicas of engines.main.inference[0]" in refusal(engine(inference=[{"count": 2, "devices": [1, 1]}]))
+    one = {"trainer": {"devices": [0], "share_devices": True}, "inference": [{"devices": [0]}]}
+    assert "GPU 0 is given to" in refusal(engine(**one))
+    planned(engine(trainer=one["trainer"], inference=[{"devices": [0], "share_devices": True}]))
+    numbered = {"engine": "vllm", "device": "cuda:1", "tensor_parallel": 2}
+    assert "GPU 2 is given to" in refusal(engine(trainer={"devices": [2]}, inference=[numbered]))
+
+
+def test_once_a_part_names_its_gpus_all_on_a_gpu_do() -> None:
+    why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
+    assert why == "engines.main.trainer runs on a GPU and does not say which, and others do: give it devices: [...]"
+    planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
+
+
+def test_another_device_on_the_command_line_ends_the_files_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(trainer={"devices": [0]}, inference=[{"devices": [1]}])))
+    assert not any("CUDA" in line for line in dry_run(capsys, "--config", str(file), "--device", "cpu"))
+    on_gpus = dry_run(capsys, "--config", str(file), "--device", "cuda")
+    assert [line.split("=")[2][0] for line in on_gpus if "CUDA" in line] == ["0", "1"]
 
 
 def test_what_is_left_out_is_run_elsewhere() -> None:
@@ -138,6 +234,21 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
         (engine(inference=[{"engine": "openai", "url": "gpu7"}]), 'url = "gpu7" is refused: it takes http://HOST:PORT'),
         (engine(inference=[{"engine": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
         (engine(inference=[{"engine": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
+        (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
+        (engine(trainer={"devices": [0, 1]}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
+        (
+            engine(trainer={"backend": "verl", "devices": [0], "processes": 2}),
+            "engines.main.trainer: devices names 1 GPU, and processes is 2: one each",
+        ),
+        (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused beside devices, which are GPUs"),
+        (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it takes numbers of'),
+        (
+            engine(inference=[{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
+            "devices names 2 GPUs, and 2 replicas with 2 GPUs each take 4",
+        ),
+        (engine(inference=[{"eager": True}]), "eager means nothing with engine torch: it is of vllm"),
+        (engine(inference=[{"engine": "vllm", "gpu_memory_utilization": 0.5}]), "means nothing here: device is cpu"),
+        (engine(inference=[{"max_model_len": 1}]), "inference[0].max_model_len: 1 is neither 0 nor at least 2"),
         (engine(job=3), "engines.main.job = 3 is refused: it takes a job's file, or its document"),
         (
             engine(job={"bombus": {"trainer": {"lr": 7}}}),
@@ -186,12 +297,30 @@ def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
     assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
 
 
+def test_more_processes_than_one_machine_starts_are_for_several() -> None:
+    job = {"model_path": "tiny", "data_parallel_shard_size": 128}
+    assert refusal(engine(job=job, trainer={})) == (
+        "engines.main.trainer: its job's trainer.processes is 128, and one machine starts at most 64: start it on more "
+        "machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
+    )
+
+
+def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("{model_path: tiny, output_dir: out, enable_full_shard: false}")
+    assert main(["up", "--dry-run", "--config", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"engine main: {key} of its job has no effect: {IGNORED[key]}" for key in ("output_dir", "enable_full_shard")
+    ]
+
+
 def test_what_cannot_start_here_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
     for parts, why in (
         ({"inference": [{"engine": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
         ({"trainer": {"backend": "verl"}}, r"'verl' is not installed"),
         ({"inference": [{"engine": "openai", "url": "http://a", "api_key_env": "NO_KEY"}]}, "NO_KEY holds no key"),
+        ({"inference": [{"engine": "vllm", "python": "/nowhere/python"}]}, "/nowhere/python is no interpreter that"),
     ):
         cluster, _ = read_cluster(engine(**parts), HERE)
         with pytest.raises(Refused, match=f"engine main: .*{why}"):
@@ -216,6 +345,8 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--port 77" in lines[-1]
     assert all("--nats nats://bus:1 --hive other" in line for line in lines)
     assert all("--device cuda" in line for line in lines[2:4])
+    trainer = dry_run(capsys, "--config", str(file), "--bin-tokens", "64", "--allow-download")[1]
+    assert trainer.endswith("--bin-tokens 64 --allow-download")
     assert "none of the file's engines: big, small" in refused_up(capsys, "--config", str(file), "--engine", "tiny")
     assert "engine small: its file has 0 kinds" in refused_up(capsys, "--config", str(file), "--replicas", "2")
 

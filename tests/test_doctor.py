@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from bombus.cli import main
-from bombus.cluster import read_cluster
 from bombus.demo.hive import free_port
 from bombus.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.environments import MARKER, Made
 from bombus.hardware import Gpu
 from bombus.models import build_tiny
+from tests.test_cluster import read_cluster
 from tests.test_trainer_service import other_tokenizer
 
 GB = 1_000_000_000
@@ -112,6 +112,16 @@ def test_a_model_and_its_tokenizer_are_looked_at(tiny: Path, tmp_path: Path) -> 
     assert "there is no model at" in found["engine main: model"].detail
 
 
+def test_a_model_that_may_be_fetched_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    elsewhere = job("nobody/has-this-model")
+    refused = deployment(job=elsewhere, trainer={})["engine main: model"]
+    assert refused.state == State.MISSING
+    assert "with --allow-download" in refused.todo
+    fetched = deployment(job=elsewhere, trainer={"allow_download": True})["engine main: model"]
+    assert fetched.state == State.OPTIONAL
+
+
 def test_parameters_are_counted_from_the_headers_of_files(tiny: Path) -> None:
     from bombus.models import load_model
 
@@ -141,6 +151,11 @@ def test_memory_is_that_of_weights_moments_and_caches() -> None:
         ([Need("a", 1 * GB, True, devices=3)], [State.MISSING]),
         ([Need("a", 17 * GB, True)], [State.MISSING]),
         ([Need("a", 15 * GB, True, devices=2), Need("b", 5 * GB, True)], [State.OK, State.OK, State.MISSING]),
+        ([Need("a", 9 * GB, True, gpus=(0,)), Need("b", 9 * GB, True, gpus=(1,))], [State.OK] * 3),
+        (
+            [Need("a", 9 * GB, True, gpus=(0,)), Need("b", 9 * GB, True, gpus=(0,))],
+            [State.OK, State.OK, State.MISSING, State.OK],
+        ),
     ],
 )
 def test_what_is_needed_is_weighed_one_by_one_and_together(needs: list[Need], wanted: list[State]) -> None:

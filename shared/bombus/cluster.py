@@ -4,10 +4,10 @@ import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus import xorl
@@ -15,97 +15,8 @@ from bombus.config_groups import allowed, shown
 from bombus.errors import Code, Refused
 from bombus.flags import typed
 from bombus.job import BLOCKS, RunConfig, Tree, parse_job, read_job_file
+from bombus.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
 from bombus.subjects import check_name
-
-PROCESSES_MAX = 64
-Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
-Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
-Threads = Annotated[int, Field(ge=0, le=1024)]
-
-
-class Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class GatewayPart(Part):
-    """Where clients come in: `count` processes share the port, 0 leaves it to another machine."""
-
-    host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
-    port: int = Field(default=10086, ge=1, le=65_535)
-    count: Count = 1
-
-
-class CoordinatorPart(Part):
-    """One of `count` leads, the others stand by; 0 leaves it to another machine."""
-
-    count: Count = 1
-
-
-class TrainerPart(Part):
-    """What trains an engine. `threads` are torch's on the CPU for each process, 0 one for each core.
-
-    Weights reach replicas in a folder that they share, or by the hive's object store; a full copy every
-    `weights_full_every` versions, and in between what has changed. Of a LoRA job it is once the model and then
-    adapters alone, or in each step the model with the adapter `merged` into it.
-    """
-
-    backend: Literal["torch", "verl"] = "torch"
-    device: Device = "cpu"
-    threads: Threads = 0
-    processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
-    weights_by: Literal["folder", "objects"] = "folder"
-    weights_full_every: int = Field(default=0, ge=0, le=1024)
-    weights_lora: Literal["merged", "adapter"] = "adapter"
-
-    @model_validator(mode="after")
-    def _one_process_of_torch(self) -> "TrainerPart":
-        said = "backend" in self.model_fields_set  # where it is left open, the job may still say verl
-        if said and self.backend == "torch" and self.processes > 1:
-            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
-        return self
-
-
-_NOT_OF_OTHERS = {"openai": ("url", "api_key_env", "model"), "vllm": ("tensor_parallel",)}
-_NOT_OF_OPENAI = ("device", "threads", "dtype", "kv_cache_mb")
-
-
-class InferencePart(Part):
-    """Replicas of one kind. `url`, `model` and `api_key_env` are of engine openai, `tensor_parallel` of vllm.
-
-    `kv_cache_mb` is memory for keys and values; `dtype` and it are the engine's own default when they are not given.
-    `api_key_env` names the variable that holds the server's key.
-    """
-
-    engine: Literal["torch", "vllm", "openai"] = "torch"
-    count: Count = 1
-    device: Device = "cpu"
-    threads: Threads = 0
-    dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
-        default="", description="one of float32, bfloat16, float16"
-    )
-    kv_cache_mb: int = Field(default=0, ge=0, le=1 << 22)
-    tensor_parallel: int = Field(default=1, ge=1, le=PROCESSES_MAX)
-    url: str = Field(default="", pattern=r"^(https?://\S+)?$", description="http://HOST:PORT of a server that runs")
-    model: str = Field(default="", max_length=1024)
-    api_key_env: str = Field(default="", pattern=r"^([A-Za-z_]\w*)?$", description="the name of a variable")
-
-    @model_validator(mode="after")
-    def _is_of_its_engine(self) -> "InferencePart":
-        given = self.model_fields_set
-        for engine, fields in _NOT_OF_OTHERS.items():
-            for name in fields:
-                if name in given and engine != self.engine:
-                    raise ValueError(f"{name} means nothing with engine {self.engine}: it is of {engine}")
-        if self.engine != "openai":
-            return self
-        for name in _NOT_OF_OPENAI:
-            if name in given:
-                raise ValueError(f"{name} means nothing with engine openai: the server there has its own")
-        if not self.url:
-            raise ValueError("url is missing: engine openai is a server that runs elsewhere")
-        if self.count > 1:
-            raise ValueError(f"count {self.count} is refused: one replica stands for the server at {self.url}")
-        return self
 
 
 class EnginePart(Part):
@@ -142,6 +53,7 @@ class Cluster(Part):
 
 
 Jobs = dict[str, RunConfig]  # by engine
+ON_ONE: Mapping[str, int] = MappingProxyType({})
 
 
 def is_cluster(tree: Mapping[str, Any]) -> bool:
@@ -153,10 +65,11 @@ def is_cluster(tree: Mapping[str, Any]) -> bool:
     return bool(ours)
 
 
-def read_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
     """The deployment that a document describes, and its jobs; their files are looked for from `folder`.
 
-    What a trainer or its job leaves open is taken from the other. Raises `Refused(BAD_CONFIG)` with one sentence.
+    All is as it stands there: flags may change it before trainers and jobs are `agreed`. Raises `Refused(BAD_CONFIG)`
+    with one sentence.
     """
     cluster = validated_cluster(tree)
     jobs: Jobs = {}
@@ -166,7 +79,7 @@ def read_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
                 jobs[name] = parse_job(read_job_file(folder / part.job) if isinstance(part.job, str) else part.job)
             except Refused as error:
                 raise _refusal(f"engines.{name}.job: {error.why}") from error
-    return agreed(cluster, jobs)
+    return cluster, jobs
 
 
 def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
@@ -179,31 +92,49 @@ def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = l
         raise _refusal(f"the cluster file is not plain data: {error}") from error
 
 
-def agreed(cluster: Cluster, jobs: Jobs) -> tuple[Cluster, Jobs]:
+def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -> tuple[Cluster, Jobs]:
     """Trainers and jobs that say the same of backend and processes: what one leaves open is taken from the other.
 
-    Raises `Refused(BAD_CONFIG)` where they differ.
+    `machines` is how many an engine's trainer runs on, if not one: its part is that of each, and its job's processes
+    are those of all. Raises `Refused(BAD_CONFIG)` where they differ.
     """
     engines, settled = dict(cluster.engines), dict(jobs)
     for name, engine in cluster.engines.items():
-        part, job = engine.trainer, jobs.get(name)
-        if part is None:
+        if engine.trainer is None:
             continue
-        values: Tree = {"backend": part.backend, "processes": part.processes}
-        for field in values:
-            asked = getattr(job.trainer, field) if job and field in job.trainer.model_fields_set else None
-            if not asked:
-                continue
-            if field in part.model_fields_set and values[field] != asked:
-                said = f"engines.{name}.trainer.{field} is {values[field]}"
-                raise _refusal(f"{said}, and its job's trainer.{field} is {asked}")
-            values[field] = asked
-        trainer = _refusing(TrainerPart, {**part.model_dump(exclude_unset=True), **values}, f"engines.{name}.trainer")
+        job = jobs.get(name)
+        trainer = _agreed_trainer(name, engine.trainer, job, machines.get(name, 1))
         engines[name] = engine.model_copy(update={"trainer": trainer})
         if job and trainer.backend != job.trainer.backend:
             changed = job.trainer.model_copy(update={"backend": trainer.backend})
             settled[name] = job.model_copy(update={"trainer": changed})
     return cluster.model_copy(update={"engines": engines}), settled
+
+
+def _agreed_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
+    where = f"engines.{name}.trainer"
+    asked: Tree = {} if job is None else job.trainer.model_dump(include={"backend", "processes"}, exclude_unset=True)
+    values: Tree = {"backend": part.backend, "processes": part.processes}
+    if "processes" not in part.model_fields_set and part.devices:
+        values["processes"] = len(part.devices)
+    if asked.get("processes"):
+        total = asked["processes"]
+        here, rest = divmod(total, machines)
+        if rest:
+            raise _refusal(f"{where}: its job's trainer.processes is {total}, which {machines} machines cannot share")
+        if here > PROCESSES_MAX:
+            raise _refusal(
+                f"{where}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
+                "start it on more machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
+            )
+        asked["processes"] = here
+    for field, value in asked.items():
+        if value and field in part.model_fields_set and values[field] != value:
+            each = f" on each of {machines} machines" if field == "processes" and machines > 1 else ""
+            total = value * machines if field == "processes" else value
+            raise _refusal(f"{where}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
+        values[field] = value or values[field]
+    return _refusing(TrainerPart, {**part.model_dump(exclude_unset=True), **values}, where)
 
 
 def _refusing(part: type[TrainerPart], values: Tree, name: str) -> TrainerPart:

@@ -10,11 +10,13 @@ from urllib.parse import urlparse
 
 import msgspec
 
-from bombus.cluster import Cluster, EnginePart, InferencePart, Jobs, TrainerPart
+from bombus.cluster import Cluster, EnginePart, Jobs
 from bombus.doctor import Finding, State, found
 from bombus.errors import BombusError
 from bombus.hardware import Gpu, memory_bytes, nvidia_gpus
 from bombus.models import SMOLLM2, SMOLLM2_WHEEL, TINY, load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.parts import InferencePart, PlacedPart, TrainerPart
+from bombus.placement import gpus_of_replicas
 from bombus.run_config import RunConfig
 from bombus.status import byte_size
 from bombus.tokenizer_fit import check_fit
@@ -40,7 +42,7 @@ def _findings(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
         job = jobs.get(name)
         if job is None:
             continue
-        yield from _model(name, job)
+        yield from _model(name, job, engine.trainer is not None and engine.trainer.allow_download)
         size = parameters(job.model.path)
         if size is not None:
             needs += engine_needs(name, engine, job, size)
@@ -61,8 +63,10 @@ def needed(cluster: Cluster) -> set[str]:
 
 
 def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
-    devices = {part.device for part in engine.inference if part.count and part.engine != "openai"}
-    devices |= {engine.trainer.device} if engine.trainer is not None else set()
+    parts: list[PlacedPart] = [part for part in engine.inference if part.count and part.engine != "openai"]
+    parts += [engine.trainer] if engine.trainer is not None else []
+    devices = {f"cuda:{gpu}" for part in parts for gpu in part.devices}
+    devices |= {part.device for part in parts if not part.devices}
     for device in sorted(devices - {"cpu"}):
         there = len(nvidia_gpus()) > int(device.partition(":")[2] or 0)
         detail = f"{device} is {'there' if there else 'not there'}"
@@ -92,7 +96,7 @@ def _reachable(what: str, urls: str, port: int) -> Iterator[Finding]:
 # ---- the model ----------------------------------------------------------------------------------------------------
 
 
-def _model(name: str, job: RunConfig) -> Iterator[Finding]:
+def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
     what, path = f"engine {name}: model", job.model.path
     if path in BUNDLED:
         there = path != SMOLLM2 or importlib.util.find_spec(SMOLLM2_WHEEL) is not None
@@ -102,7 +106,9 @@ def _model(name: str, job: RunConfig) -> Iterator[Finding]:
         folder = resolve_model(path)
         other = resolve_tokenizer(job.model.tokenizer) if job.model.tokenizer else None
     except (BombusError, ImportError) as error:
-        yield found(what, False, str(error), "download it to this machine, or name its folder as the model")
+        todo = "download it to this machine, name its folder as the model, or start with --allow-download"
+        detail = f"{path} is fetched from its hub at the start" if may_download else str(error)
+        yield found(what, False, detail, todo, needed=not may_download)
         return
     yield Finding(what, State.OK, f"{path} at {folder}")
     try:
@@ -135,18 +141,23 @@ def _in_file(file: Path) -> int:
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`bytes` on each of `devices` devices: GPUs, or the one memory of this machine."""
+    """`bytes` on each of `devices` devices: GPUs, or the one memory of this machine. `gpus` are those with names."""
 
     what: str
     bytes: int
     on_gpu: bool
     devices: int = 1
+    gpus: tuple[int, ...] = ()
 
 
 def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> list[Need]:
     """What an engine with a model of `size` parameters takes."""
-    needs = [_serving(f"engine {name}: {part.engine} replica", part, size) for part in engine.inference if part.count]
-    needs = [need for need, part in zip(needs, engine.inference) if part.engine != "openai" for _ in range(part.count)]
+    needs = [
+        _serving(f"engine {name}: {part.engine} replica", part, job, size, gpus)
+        for part in engine.inference
+        if part.engine != "openai"
+        for gpus in gpus_of_replicas(part)
+    ]
     return needs + ([_training(name, engine.trainer, job, size)] if engine.trainer is not None else [])
 
 
@@ -157,13 +168,17 @@ def _training(name: str, part: TrainerPart, job: RunConfig, size: int) -> Need:
     trained = 0 if job.trainer.lora_rank else TRAINED_BYTES * size
     what = f"engine {name}: {'LoRA' if job.trainer.lora_rank else 'full'} training"
     devices = part.processes if on_gpu else 1
-    return Need(what, (frozen + trained) // devices, on_gpu, devices)
+    return Need(what, (frozen + trained) // devices, on_gpu, devices, part.devices)
 
 
-def _serving(what: str, part: InferencePart, size: int) -> Need:
-    width = 4 if part.dtype == "float32" or (part.engine == "torch" and not part.dtype) else 2
-    cache = (part.kv_cache_mb or KV_CACHE_MB_DEFAULT) << 20
-    return Need(what, width * size // part.tensor_parallel + cache, part.device != "cpu", part.tensor_parallel)
+def _serving(what: str, part: InferencePart, job: RunConfig, size: int, gpus: tuple[int, ...]) -> Need:
+    on_gpu = part.device != "cpu"
+    dtype = part.dtype or job.model.dtype
+    width = 4 if dtype == "float32" or (dtype == "auto" and not on_gpu) else 2
+    takes_the_rest = part.engine == "vllm" and on_gpu
+    cache = part.kv_cache_mb or (0 if takes_the_rest else KV_CACHE_MB_DEFAULT)
+    each = width * size // part.tensor_parallel + (cache << 20)
+    return Need(what, each, on_gpu, part.tensor_parallel, gpus)
 
 
 def weigh(needs: list[Need], free: int, gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
@@ -180,5 +195,10 @@ def weigh(needs: list[Need], free: int, gpus: tuple[Gpu, ...]) -> Iterator[Findi
     if len(needs) > 1 and here:
         yield found("memory in all", here <= free, f"about {byte_size(here)} of {byte_size(free)}", todo)
     if len(needs) > 1 and there:
+        for number, gpu in enumerate(gpus):
+            on_it = [need.bytes for need in needs for named in need.gpus if named == number]
+            if len(on_it) > 1:
+                detail = f"about {byte_size(sum(on_it))} of {byte_size(gpu.memory_bytes)}"
+                yield found(f"memory of GPU {number}", sum(on_it) <= gpu.memory_bytes, detail, todo)
         room = sum(gpu.memory_bytes for gpu in gpus)
         yield found("GPU memory in all", there <= room, f"about {byte_size(there)} of {byte_size(room)}", todo)

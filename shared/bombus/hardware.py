@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.errors import Code, Refused
+
 NVIDIA_SMI_S = 15.0
 
 
@@ -32,14 +34,15 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
 
 def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
     """What a process is given to see these GPUs alone: numbers as nvidia-smi has them, or places in our own
-    CUDA_VISIBLE_DEVICES where that is set. Raises `ValueError` for a place that it does not have.
+    CUDA_VISIBLE_DEVICES where that is set. Raises `Refused(BAD_CONFIG)` for a place that it does not have.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
     names = [name for name in given.split(",") if name]
     if beyond := [number for number in numbers if number >= len(names)]:
-        raise ValueError(f"GPU {beyond[0]} is not among the {len(names)} of CUDA_VISIBLE_DEVICES={given!r}")
+        why = f"GPU {beyond[0]} is not among the {len(names)} of CUDA_VISIBLE_DEVICES={given!r}"
+        raise Refused(Code.BAD_CONFIG, why)
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
 
 

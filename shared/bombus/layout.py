@@ -4,15 +4,18 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from bombus.cluster import Cluster, EnginePart, InferencePart, Jobs, TrainerPart
+from bombus.cluster import Cluster, EnginePart, Jobs
 from bombus.environments import environment_python, environments_folder
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hardware import gpu_environment
 from bombus.hive_keys import KEY_VARIABLES, HiveKeys
+from bombus.parts import InferencePart, TrainerPart
+from bombus.placement import gpus_of_replicas
 from bombus.process import PARENT_VARIABLE
 
 ALONE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
@@ -58,22 +61,28 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One process to keep running. `kind` is its subcommand, `name` what it is called in the log."""
+    """One process to keep running. `kind` is its subcommand, `name` what it is called in the log.
+
+    `environment` has all of its variables, and `gpus` are those that say which GPUs it sees.
+    """
 
     kind: str
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    gpus: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        return shlex.join(self.command)
+        """As one would type it."""
+        return " ".join([*(f"{name}={value}" for name, value in self.gpus.items()), shlex.join(self.command)])
 
 
 def check_can_start(layout: Layout) -> None:
     """Raises `Refused` for an environment that is not installed, or a key that no variable holds."""
     for name, engine in layout.cluster.engines.items():
-        trainers = [engine.trainer.backend] if engine.trainer is not None else []
-        for backend in {*trainers, *(part.engine for part in engine.inference if part.count)} & {"vllm", "verl"}:
+        used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
+        used |= {part.engine for part in engine.inference if part.count and not part.python}
+        for backend in used & {"vllm", "verl"}:
             try:
                 environment_python(backend)
             except EngineFault as error:
@@ -81,20 +90,28 @@ def check_can_start(layout: Layout) -> None:
         for part in engine.inference:
             if part.api_key_env and not os.environ.get(part.api_key_env):
                 raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")
+            if part.python and not os.access(part.python, os.X_OK):
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: python {part.python} is no interpreter that is here")
 
 
 def services(layout: Layout, nats: str) -> list[Service]:
-    """The processes of a hive, in the order in which they start."""
+    """The processes of a hive, in the order in which they start.
+
+    Raises `Refused(BAD_CONFIG)` for a GPU that is not among those that we may use.
+    """
     cluster = layout.cluster
-    common = ("--nats", nats, "--hive", cluster.hive, "--log-level", layout.log_level)
+    common = _common(layout, nats)
     environment = _environment(layout)
     # One that is started again has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
     watching = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
 
-    def bombus(kind: str, name: str, *arguments: str, more: Mapping[str, str] | None = None) -> Service:
+    def bombus(
+        kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
+    ) -> Service:
         command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
-        return Service(kind, name, command, {**environment, **(more or {})})
+        seen = gpu_environment(gpus) if gpus else {}
+        return Service(kind, name, command, {**environment, **more, **seen}, seen)
 
     found = [
         bombus("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
@@ -102,12 +119,14 @@ def services(layout: Layout, nats: str) -> list[Service]:
     ]
     for name, engine in cluster.engines.items():
         if engine.trainer is not None:
-            command = _trainer(engine.trainer, name, layout, common)
-            found.append(Service("trainer", f"trainer {name}", command, {**KEEP_FREED_MEMORY, **environment}))
-        kinds = [part for part in engine.inference for _ in range(part.count)]
-        for which, part in zip(_numbered(len(kinds)), kinds, strict=True):
+            command = _trainer(engine.trainer, name, layout, nats)
+            seen = gpu_environment(engine.trainer.devices) if engine.trainer.devices else {}
+            variables = {**KEEP_FREED_MEMORY, **environment, **seen}
+            found.append(Service("trainer", f"trainer {name}", command, variables, seen))
+        kinds = [(part, gpus) for part in engine.inference for gpus in gpus_of_replicas(part)]
+        for which, (part, gpus) in zip(_numbered(len(kinds)), kinds, strict=True):
             key = {part.api_key_env: os.environ.get(part.api_key_env, "")} if part.api_key_env else {}
-            found.append(bombus("inference", f"inference {name}{which}", *_replica(part, name), more=key))
+            found.append(bombus("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     door = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
     door += ["--trusted-network"] if layout.trusted_network else []
@@ -132,19 +151,32 @@ def _environment(layout: Layout) -> dict[str, str]:
     }
 
 
-def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, ...]) -> tuple[str, ...]:
-    arguments = [*common, "--engine", engine, "--folder", str((layout.data_dir / "engines").absolute())]
+def _common(layout: Layout, nats: str) -> tuple[str, ...]:
+    return ("--nats", nats, "--hive", layout.cluster.hive, "--log-level", layout.log_level)
+
+
+def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
+    """What each rank of a trainer is told, on whichever machine."""
+    folder = str((layout.data_dir / "engines").absolute())
+    arguments = [*_common(layout, nats), "--engine", engine, "--folder", folder]
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
+    arguments += ["--bin-tokens", str(part.bin_tokens)] if part.bin_tokens else []
+    arguments += ["--allow-download"] if part.allow_download else []
     arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
     arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
     arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "adapter" else []
+    timeout_s = layout.meeting.operation_timeout_s if layout.meeting is not None else None
+    return arguments + (["--operation-timeout", f"{timeout_s:g}"] if timeout_s is not None else [])
+
+
+def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:
+    arguments = trainer_arguments(part, engine, layout, nats)
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")
     if layout.meeting is not None:
         where = layout.meeting.torchrun("0", part.processes)
-        arguments += ["--operation-timeout", str(layout.meeting.operation_timeout_s)]
     elif part.processes > 1:
         where = ("--standalone", f"--nproc-per-node={part.processes}")
     else:
@@ -154,6 +186,8 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, common: tuple[str, 
 
 def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments = ["--engine", engine]
+    arguments += ["--max-model-len", str(part.max_model_len)] if part.max_model_len else []
+    arguments += ["--max-running", str(part.max_running)] if "max_running" in part.model_fields_set else []
     if part.engine == "openai":
         arguments += ["--backend", "openai", "--url", part.url]
         arguments += ["--model", part.model] if part.model else []
@@ -162,6 +196,10 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--dtype", part.dtype] if part.dtype else []
     arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
+    arguments += ["--vllm-eager"] if part.eager else []
+    arguments += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
+    share = part.gpu_memory_utilization
+    arguments += ["--gpu-memory-utilization", f"{share:g}"] if share else []
     return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
 
 

@@ -127,7 +127,8 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
         return Path(snapshot_download(name, local_files_only=not allow_download, allow_patterns=list(wanted)))
     except LocalEntryNotFoundError as error:
         hint = "the hub cannot be reached" if allow_download else "downloads are not allowed"
-        raise EngineFault(f"model {name!r} is not on this machine, and {hint}") from error
+        todo = "name its folder" if allow_download else "start the trainer (or `bombus up`) with --allow-download"
+        raise EngineFault(f"model {name!r} is not on this machine, and {hint}: {todo}") from error
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise EngineFault(f"model {name!r} could not be downloaded: {error}") from error
 

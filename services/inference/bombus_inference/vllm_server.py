@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 
 from bombus.adapters import read_adapter_config
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, Refused
 from bombus.hardware import gpu_environment
 from bombus.hive_keys import KEY_VARIABLES
 from bombus_inference import vllm_keeper
@@ -130,8 +130,8 @@ def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, st
         first = int(engine.device.partition(":")[2])
         try:
             variables |= gpu_environment(range(first, first + vllm.tensor_parallel))
-        except ValueError as error:
-            raise EngineFault(f"vLLM cannot start on {engine.device}: {error}") from error
+        except Refused as error:
+            raise EngineFault(f"vLLM cannot start on {engine.device}: {error.why}") from error
     return variables
 
 

@@ -6,6 +6,7 @@ mode connect it prints what to type on every machine. The parts meet on the bus:
 
 import argparse
 import asyncio
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,24 +14,16 @@ from pathlib import Path
 from bombus import logs
 from bombus.bus import Bus
 from bombus.cli import URL_FILE
-from bombus.cluster import (
-    PROCESSES_MAX,
-    Cluster,
-    EnginePart,
-    GatewayPart,
-    InferencePart,
-    Jobs,
-    TrainerPart,
-    agreed,
-    is_cluster,
-    read_cluster,
-)
+from bombus.cluster import agreed, validated_cluster
+from bombus.commands.deployment import add_trainer_arguments, document, flag_of, given, put_over, tell_ignored
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.flags import Parser, check_range, made_of_flags, name_of
+from bombus.flags import Parser, check_range, name_of
 from bombus.follow import Follower
 from bombus.hive_keys import add_key_arguments, keys_for
-from bombus.job import parse_job, read_job_file
-from bombus.layout import Layout, Meeting, check_can_start
+from bombus.job import Tree
+from bombus.layout import Layout, Meeting, check_can_start, trainer_arguments
+from bombus.parts import PROCESSES_MAX, TrainerPart
+from bombus.placement import check_placement
 from bombus.process import run_service
 from bombus.supervisor import Supervisor
 
@@ -38,6 +31,15 @@ AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096
 TIMEOUT_S_MAX = 86_400
 POLL_S = 0.2
+# The part of a cluster file and its field, and the flag that wins over it.
+FLAGS = {
+    ("gateway", "host"): "--api-host",
+    ("gateway", "port"): "--api-port",
+    ("trainer", "threads"): "--threads",
+    ("trainer", "bin_tokens"): "--bin-tokens",
+    ("", "data_dir"): "--data-dir",
+    ("", "nats"): "--nats",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
     parser.add_argument(
-        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of each (default: %(default)s)"
+        "--nproc-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of each (default: the cluster file's processes, or what the job's come to, or 1)",
     )
     parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 (default: %(default)s)")
     parser.add_argument(
@@ -75,18 +80,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the least that is logged, to stderr (default: %(default)s)",
     )
     parser.add_argument(
-        "--api-host", default="127.0.0.1", metavar="HOST", help="where the gateway listens (default: %(default)s)"
+        "--api-host", metavar="HOST", help="where the gateway listens (default: the cluster file's, or 127.0.0.1)"
     )
     parser.add_argument(
-        "--api-port", type=int, default=10086, metavar="PORT", help="of the gateway (default: %(default)s)"
+        "--api-port", type=int, metavar="PORT", help="of the gateway (default: the cluster file's, or 10086)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks (default: %(default)s)")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="of the ranks (default: the cluster file's trainer's, or cpu)"
+    )
     parser.add_argument(
         "--threads",
         type=int,
-        default=0,
         metavar="N",
-        help="of torch on the CPU; 0: torchrun's choice (default: %(default)s)",
+        help="of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
+    )
+    add_trainer_arguments(parser)
+    parser.add_argument(
+        "--debug-root",
+        type=Path,
+        metavar="DIR",
+        help="where jobs may name files for save_debug_rollout_data (default: only below the folder of their run)",
     )
     parser.add_argument(
         "--engine", type=name_of("engine"), default="main", help="the engine that is trained (default: %(default)s)"
@@ -103,45 +116,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bombus_trainer.launcher", description=__doc__)
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    arguments.host = arguments.api_host
     try:
-        layout = layout_of(arguments)
+        layout, trainer = layout_of(arguments)
         if arguments.mode == AUTO:
             check_can_start(layout)
     except Refused as error:
         print(f"bombus_trainer.launcher: {error.why}", file=sys.stderr)
         return 2
     logs.configure("launcher", arguments.log_level, hive=layout.cluster.hive)
-    return run_service(run(layout, arguments))
+    tell_ignored(layout.jobs)
+    return run_service(run(layout, trainer, arguments))
 
 
-def layout_of(arguments: argparse.Namespace) -> Layout:
-    """What this machine runs. Raises `Refused(BAD_CONFIG)`."""
-    for name, most in (("nnodes", NODES_MAX), ("nproc_per_node", PROCESSES_MAX), ("master_port", 65_535)):
-        check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, most)
+def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
+    """What this machine runs, and what each machine's ranks are told. Raises `Refused(BAD_CONFIG)`."""
+    for flag, most in (("nnodes", NODES_MAX), ("nproc_per_node", PROCESSES_MAX), ("master_port", 65_535)):
+        value = getattr(arguments, flag)
+        if value is not None:
+            check_range(f"--{flag.replace('_', '-')}", value, 1, most)
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
-    tree = read_job_file(arguments.config) if arguments.config is not None else {}
-    jobs: Jobs = {}
-    if is_cluster(tree):
-        cluster, jobs = read_cluster(tree, arguments.config.parent)
-    else:
-        cluster = Cluster(engines={arguments.engine: EnginePart(inference=(InferencePart(),))})
-        jobs = {arguments.engine: parse_job(tree)} if arguments.config is not None else {}
-    if arguments.engine not in cluster.engines:
-        names = ", ".join(cluster.engines)
-        raise Refused(Code.BAD_CONFIG, f"--engine {arguments.engine} is none of the file's engines: {names}")
-    asked = {"backend": "verl", "device": arguments.device, "threads": arguments.threads}
-    trainer = made_of_flags(TrainerPart, asked, {})
-    cluster, jobs = agreed(_with_trainer(cluster, arguments.engine, trainer), jobs)
-    here = trainer.model_copy(update={"processes": arguments.nproc_per_node}) if arguments.mode == AUTO else None
-    cluster = _with_trainer(cluster, arguments.engine, here)
-    asked = {"host": arguments.api_host, "port": arguments.api_port, "count": cluster.gateway.count}
-    door = made_of_flags(GatewayPart, asked, {"host": "--api-host", "port": "--api-port"})
-    said = {"hive": arguments.hive, "nats": arguments.nats, "data_dir": arguments.data_dir}
-    changes = {"gateway": door, **{name: value for name, value in said.items() if value is not None}}
-    return Layout(
-        cluster=cluster.model_copy(update=changes),
+    name = arguments.engine
+    plain, jobs = document(arguments.config, [name], {"inference": [{}]})
+    if name not in plain["engines"]:
+        raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(plain['engines'])}")
+    asked = validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS))
+    cluster, jobs = agreed(asked, jobs, {name: arguments.nnodes})
+    engine = cluster.engines[name]
+    trainer = engine.trainer
+    assert trainer is not None  # put there by the flags
+    if trainer.backend != "verl":
+        raise Refused(Code.BAD_CONFIG, f"engines.{name}.trainer.backend is {trainer.backend}: ranks are verl's")
+    if arguments.mode == CONNECT:
+        engines = {**cluster.engines, name: engine.model_copy(update={"trainer": None})}
+        cluster = cluster.model_copy(update={"engines": engines})
+    check_placement(cluster)
+    arguments.host = cluster.gateway.host
+    layout = Layout(
+        cluster=cluster,
         jobs=jobs,
+        debug_root=arguments.debug_root,
         log_level=arguments.log_level,
         keys=keys_for(arguments),
         trusted_network=arguments.trusted_network,
@@ -152,39 +165,46 @@ def layout_of(arguments: argparse.Namespace) -> Layout:
             operation_timeout_s=arguments.operation_timeout,
         ),
     )
+    return layout, trainer
 
 
-def _with_trainer(cluster: Cluster, engine: str, trainer: TrainerPart | None) -> Cluster:
-    changed = cluster.engines[engine].model_copy(update={"trainer": trainer})
-    return cluster.model_copy(update={"engines": {**cluster.engines, engine: changed}})
+def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
+    """The document with what the flags say put in: they are about the trainer and the gateway."""
+    said = given(arguments, device="device", threads="threads", processes="nproc_per_node")
+    said |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
+    engine = plain["engines"][arguments.engine]
+    trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, said)
+    return {
+        **plain,
+        **given(arguments, hive="hive", nats="nats", data_dir="data_dir"),
+        "gateway": {**plain.get("gateway", {}), **given(arguments, host="api_host", port="api_port")},
+        "engines": {**plain["engines"], arguments.engine: {**engine, "trainer": trainer}},
+    }
 
 
-def worker_line(layout: Layout, arguments: argparse.Namespace, nats: str, node: str) -> str:
+def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, node: int) -> str:
     """What to type on the machine of that number."""
     assert layout.meeting is not None
-    cluster = layout.cluster
-    words = ["torchrun", *layout.meeting.torchrun(node, arguments.nproc_per_node), "-m", "bombus_trainer.worker"]
-    words += ["--nats", nats, "--hive", cluster.hive, "--engine", arguments.engine]
-    words += ["--folder", str((layout.data_dir / "engines").absolute()), "--device", arguments.device]
-    words += ["--threads", str(arguments.threads)] if arguments.threads else []
-    return " ".join([*words, "--operation-timeout", f"{layout.meeting.operation_timeout_s:g}"])
+    gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
+    words = ["torchrun", *layout.meeting.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
+    return " ".join([*gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
 
 
-async def run(layout: Layout, arguments: argparse.Namespace) -> None:
+async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
     (layout.data_dir / URL_FILE.name).unlink(missing_ok=True)  # of one that was killed
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(Supervisor(layout).run())
-        tasks.create_task(_introduce(layout, arguments))
+        tasks.create_task(_introduce(layout, trainer, arguments))
 
 
-async def _introduce(layout: Layout, arguments: argparse.Namespace) -> None:
+async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
     """Say what to type elsewhere, and when the trainer has come."""
     nats = layout.cluster.nats or await _own_bus(layout.data_dir / URL_FILE.name)
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
         print("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
     for node in elsewhere:
-        print(worker_line(layout, arguments, nats, str(node)), flush=True)
+        print(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:
         print("node 0 talks to the bus, which listens on this machine alone: run it here, or give --nats", flush=True)
     async with await _connected(nats, layout.cluster.hive) as bus:
@@ -192,7 +212,7 @@ async def _introduce(layout: Layout, arguments: argparse.Namespace) -> None:
         follower = Follower(bus)
         following = asyncio.create_task(follower.run())
         try:
-            ranks = arguments.nnodes * arguments.nproc_per_node
+            ranks = arguments.nnodes * trainer.processes
             waited = f"{ranks} ranks on {arguments.nnodes} machines" if arguments.nnodes > 1 else f"{ranks} ranks"
             told = "" if layout.jobs else ", once a job is started"
             print(f"waiting for the trainer of engine {arguments.engine}: {waited}{told}", flush=True)

@@ -2,13 +2,17 @@
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bombus.cluster import PROCESSES_MAX, Cluster, Jobs, agreed, is_cluster, read_cluster, validated_cluster
+from bombus.cluster import Cluster, Jobs, agreed, described, is_cluster, validated_cluster
 from bombus.errors import Code, Refused
 from bombus.flags import check_range, name_of
 from bombus.job import Tree, parse_job, read_job_file
+from bombus.parts import PROCESSES_MAX
+from bombus.placement import check_placement
+from bombus.xorl import IGNORED
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # of an engine that no file describes
 
@@ -43,6 +47,24 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, metavar="N", help="of torch on the CPU; 0: one for each core (default: 0)"
     )
+    add_trainer_arguments(parser)
+
+
+def add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of what a trainer is told, what depends on the machine: they are None where they are not given."""
+    parser.add_argument(
+        "--bin-tokens",
+        type=int,
+        metavar="N",
+        help="the most that a trainer's micro-batch holds; 0: on a GPU what the job says, on a CPU 4096 at most "
+        "(default: 0)",
+    )
+    parser.add_argument(
+        "--allow-download",
+        action="store_true",
+        default=None,
+        help="trainers may fetch models from a hub (default: only where the cluster file says so)",
+    )
 
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
@@ -50,17 +72,12 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
     for name in ("gateways", "coordinators", "replicas", "trainer_processes"):
         if getattr(arguments, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, PROCESSES_MAX)
-    tree = read_job_file(arguments.config) if arguments.config is not None else {}
-    if is_cluster(tree):
-        cluster, jobs = read_cluster(tree, arguments.config.parent)
-        plain = cluster.model_dump(mode="json", exclude_unset=True)
-        _choose_engines(plain["engines"], arguments.engine)
-        jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
-    else:
-        names = arguments.engine or ["main"]
-        plain = {"engines": dict.fromkeys(names, DEFAULTS)}
-        jobs = {name: parse_job(tree) for name in names} if arguments.config is not None else {}
-    return agreed(validated_cluster(_with_flags(plain, arguments), _flag_of(arguments)), jobs)
+    plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
+    _choose_engines(plain["engines"], arguments.engine)
+    jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
+    cluster, jobs = agreed(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
+    check_placement(cluster)
+    return cluster, jobs
 
 
 # The part of a cluster file and its field, and the flag that wins over it.
@@ -69,6 +86,7 @@ FLAGS = {
     ("gateway", "port"): "--port",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
+    ("trainer", "bin_tokens"): "--bin-tokens",
     ("inference", "device"): "--device",
     ("inference", "threads"): "--threads",
     ("", "data_dir"): "--data-dir",
@@ -76,16 +94,49 @@ FLAGS = {
 }
 
 
-def _flag_of(arguments: argparse.Namespace) -> Callable[[str], str]:
+def flag_of(arguments: argparse.Namespace, flags: Mapping[tuple[str, str], str]) -> Callable[[str], str]:
     """The flag that gave a value, by its place in the document; empty for what the file says."""
 
     def flag(place: str) -> str:
         part, _, field = place.rpartition(".")
-        found = FLAGS.get((part.rpartition(".")[2].partition("[")[0], field), "")
-        given = found and getattr(arguments, field) is not None
-        return found if given else ""
+        found = flags.get((part.rpartition(".")[2].partition("[")[0], field), "")
+        said = found and getattr(arguments, found.removeprefix("--").replace("-", "_")) is not None
+        return found if said else ""
 
     return flag
+
+
+def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
+    """A cluster file as it stands, and its jobs. A job, or nothing, is for engines of these names with these parts.
+
+    Raises `Refused(BAD_CONFIG)`.
+    """
+    tree = read_job_file(config) if config is not None else {}
+    if config is not None and is_cluster(tree):
+        cluster, jobs = described(tree, config.parent)
+        return cluster.model_dump(mode="json", exclude_unset=True), jobs
+    jobs = {name: parse_job(tree) for name in names} if config is not None else {}
+    return {"engines": dict.fromkeys(names, engine)}, jobs
+
+
+def given(arguments: argparse.Namespace, **flags: str) -> Tree:
+    """By these keys what was said with their flags, where it was."""
+    found = {key: getattr(arguments, flag) for key, flag in flags.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def put_over(part: Tree, said: Tree) -> Tree:
+    """A trainer's or a replica's part with what was said put in. Another device than GPUs ends their numbers too."""
+    kept = {key: value for key, value in part.items() if key != "devices" or said.get("device", "cuda") == "cuda"}
+    return {**kept, **said}
+
+
+def tell_ignored(jobs: Jobs) -> None:
+    """A line for each key of a job that means nothing here: who wrote it may count on it."""
+    for name, job in jobs.items():
+        for key in job.ignored:
+            why = f": {IGNORED[key]}" if key in IGNORED else ""
+            print(f"engine {name}: {key} of its job has no effect{why}", file=sys.stderr)
 
 
 def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
@@ -98,35 +149,29 @@ def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     """The document with what the flags say put in."""
-
-    def said(**names: str) -> Tree:
-        """Of these keys, those whose flag was given."""
-        found = {key: getattr(arguments, flag) for key, flag in names.items()}
-        return {key: value for key, value in found.items() if value is not None}
-
-    torch = said(device="device", threads="threads")
-    trainer = torch | said(backend="trainer_backend", processes="trainer_processes")
+    torch = given(arguments, device="device", threads="threads")
+    trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
+    trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
     engines = plain["engines"].items()
     return {
         **plain,
         "hive": arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
-        **said(nats="nats", data_dir="data_dir"),
-        "gateway": {**plain.get("gateway", {}), **said(host="host", port="port", count="gateways")},
-        "coordinator": {**plain.get("coordinator", {}), **said(count="coordinators")},
+        **given(arguments, nats="nats", data_dir="data_dir"),
+        "gateway": {**plain.get("gateway", {}), **given(arguments, host="host", port="port", count="gateways")},
+        "coordinator": {**plain.get("coordinator", {}), **given(arguments, count="coordinators")},
         "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},
     }
 
 
 def _engine_with_flags(name: str, part: Tree, torch: Tree, trainer: Tree, replicas: int | None) -> Tree:
-    kinds = [dict(kind) for kind in part.get("inference", ())]
+    kinds = list(part.get("inference", ()))
     if replicas is not None and len(kinds) != 1:
         raise Refused(
             Code.BAD_CONFIG, f"--replicas says nothing of engine {name}: its file has {len(kinds)} kinds of replicas"
         )
-    for kind in kinds:
-        kind.update(torch if kind.get("engine") != "openai" else {})
-        kind.update({"count": replicas} if replicas is not None else {})
+    count = {"count": replicas} if replicas is not None else {}
+    kinds = [put_over(kind, (torch if kind.get("engine") != "openai" else {}) | count) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:
-        changed["trainer"] = {**part["trainer"], **trainer}
+        changed["trainer"] = put_over(part["trainer"], trainer)
     return changed

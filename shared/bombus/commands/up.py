@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_log_argument
-from bombus.commands.deployment import add_deployment_arguments, deployment
+from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.flags import check_range
 from bombus.hive_keys import add_key_arguments, keys_for
 from bombus.layout import Layout, check_can_start, services
@@ -47,8 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         keys=keys_for(arguments),
         trusted_network=arguments.trusted_network,
     )
+    planned = services(layout, cluster.nats or "nats://127.0.0.1:PORT")
+    tell_ignored(jobs)
     if arguments.dry_run:
-        print("\n".join(str(service) for service in services(layout, cluster.nats or "nats://127.0.0.1:PORT")))
+        print("\n".join(map(str, planned)))
         return 0
     check_can_start(layout)
     return run_service(Supervisor(layout).run())
