@@ -44,7 +44,7 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], 
     ("words", "why"),
     [
         ("trainer --device gpu", DEVICE),
-        ("trainer --bin-tokens 3", "--bin-tokens 3 is refused: it takes a whole number, at least 16, at most 16777216"),
+        ("trainer --bin-tokens 3", "--bin-tokens 3 is refused: 3 is neither 0 nor at least 16"),
         ("trainer --threads -1", THREADS),
         ("trainer --device gpu --threads -1", f"{DEVICE}; {THREADS}"),
         (

@@ -12,6 +12,7 @@ from bombus.errors import Code, EngineFault, Refused
 from bombus.flags import made_of_flags
 from bombus.process import run_service
 from bombus_trainer.options import TrainerOptions
+from bombus_trainer.settings import CPU_BIN_TOKENS
 
 VERL = "verl"
 
@@ -47,8 +48,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--bin-tokens",
         type=int,
         metavar="TOKENS",
-        default=4096,
-        help="the largest micro-batch that fits this machine; a job's max_tokens_per_bin above it is cut down to it "
+        default=0,
+        help="the most that a micro-batch holds, whatever a job's max_tokens_per_bin; 0: on a GPU what the job says, "
+        f"on a CPU {CPU_BIN_TOKENS} "
         "(default: %(default)s)",
     )
     parser.add_argument(

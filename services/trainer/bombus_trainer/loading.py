@@ -1,5 +1,6 @@
 """A job's model, ready to be trained by the backend that the job names, and its tokenizer as an object."""
 
+import logging
 from collections.abc import Mapping
 from hashlib import sha256
 from importlib.util import find_spec
@@ -17,6 +18,8 @@ from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
+log = logging.getLogger(__name__)
+
 SEEDS = 2**31  # of weights that are made on the spot
 
 
@@ -27,6 +30,12 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
     """
     settings = TrainerSettings.of_job(job, options.device, options.bin_tokens_max)
     ranks = ranks or Ranks.alone()
+    asked = job.trainer.max_tokens_per_bin
+    if ranks.leads and settings.bin_tokens < asked:
+        log.info(
+            "a micro-batch holds %d tokens at most and not the job's %d: --bin-tokens changes that",
+            *(settings.bin_tokens, asked),
+        )
     if job.trainer.backend == "verl" and find_spec("verl") is None:
         raise EngineFault(
             "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install "

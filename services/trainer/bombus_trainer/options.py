@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.deltas import CHAIN_MAX
+from bombus.parts import none_or_at_least
 from bombus.subjects import check_name
 
 OBJECTS_FULL_EVERY = 16
@@ -24,7 +25,9 @@ class TrainerOptions(BaseModel):
     debug_root: Path | None = None
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     threads: int = Field(default=0, ge=0, le=1024, description="torch's on the CPU; 0: one for each core")
-    bin_tokens_max: int = Field(default=4096, ge=16, le=1 << 24, description="micro-batch that fits this machine")
+    bin_tokens_max: int = Field(
+        default=0, ge=0, le=1 << 24, description="a micro-batch that fits this machine; 0: on a GPU the job's"
+    )
     allow_download: bool = False
     weights_by: Literal["folder", "objects"] = Field(default="folder", description="how weights reach the replicas")
     weights_full_every: int = Field(
@@ -44,6 +47,11 @@ class TrainerOptions(BaseModel):
     def full_every(self) -> int:
         """By a folder hashing a version costs more than reading it, so deltas save nothing unless that is far away."""
         return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
+
+    @field_validator("bin_tokens_max")
+    @classmethod
+    def _bins_hold_something(cls, tokens: int) -> int:
+        return none_or_at_least(tokens, 16)
 
     @field_validator("engine")
     @classmethod

@@ -96,7 +96,7 @@ def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSetting
     """The settings that the run's trainer had at a step: the job's, and how large its micro-batches were."""
     done = logged.step(step).done
     bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
-    return TrainerSettings.of_job(logged.job, device, bins) if bins else TrainerSettings.of_job(logged.job, device)
+    return TrainerSettings.of_job(logged.job, device, bins)
 
 
 def _begins_as(executor: Executor, version: Weights) -> bool:

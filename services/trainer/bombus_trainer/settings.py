@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from bombus.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Overlong, named
 from bombus.run_config import RunConfig
 
+CPU_BIN_TOKENS = 4096  # what a micro-batch on a CPU holds at most, unless its operator says more
+
 
 class Precision(StrEnum):
     """Of the exported weights, and of the frozen base under LoRA.
@@ -98,12 +100,14 @@ class TrainerSettings(BaseModel):
         return self.kl_coef > 0.0 or self.entropy_coef > 0.0
 
     @classmethod
-    def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 4096) -> Self:
-        """What a job asks of this trainer. `bin_tokens_max` is this machine's: a bin has to fit its memory.
+    def of_job(cls, job: RunConfig, device: str = "cpu", bin_tokens_max: int = 0) -> Self:
+        """What a job asks of this trainer. `bin_tokens_max` is this machine's: a bin has to fit its memory. 0 leaves it
+        to the job, on a CPU up to `CPU_BIN_TOKENS`.
 
         Estimators and losses that we do not know are verl's: a job for the torch backend has none.
         """
         asked = job.trainer
+        fitting = bin_tokens_max or (CPU_BIN_TOKENS if device == "cpu" else asked.max_tokens_per_bin)
         estimator = named(Estimator, asked.adv_estimator)
         loss = named(Loss, asked.loss)
         everything = asked.target_modules in ("all-linear", "all")
@@ -148,6 +152,6 @@ class TrainerSettings(BaseModel):
             model_len_max=job.rollout.max_model_len,
             overlong_buffer=max(asked.overlong_buffer, 1),
             overlong_penalty=asked.overlong_penalty,
-            bin_tokens=min(asked.max_tokens_per_bin, bin_tokens_max),
+            bin_tokens=min(asked.max_tokens_per_bin, fitting),
             packing=asked.enable_packing,
         )
