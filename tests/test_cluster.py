@@ -148,8 +148,9 @@ def test_gpus_are_places_among_those_that_we_may_use(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     (found,) = [one for one in planned(engine(trainer={"devices": [1]})) if one.kind == "trainer"]
     assert seen(found) == "GPU-b"
+    beyond, jobs = read_cluster(engine(trainer={"devices": [2]}), HERE)
     with pytest.raises(Refused, match="GPU 2 is not among the 2 of CUDA_VISIBLE_DEVICES"):
-        planned(engine(trainer={"devices": [2]}))
+        check_can_start(Layout(cluster=beyond, jobs=jobs))
 
 
 def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:

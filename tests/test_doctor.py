@@ -176,6 +176,12 @@ def test_servers_elsewhere_and_their_keys_are_tried(monkeypatch: pytest.MonkeyPa
     assert [finding.state for finding in found.values()] == [State.MISSING, State.MISSING]
 
 
+def test_gpus_that_are_not_there_are_named_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no nvidia-smi
+    found = deployment(trainer={"devices": [0]}, inference=[{"devices": [3]}, {}])["engine main: device"]
+    assert (found.state, found.detail) == (State.MISSING, "cuda:0, cuda:3: not there")
+
+
 def test_what_is_needed_follows_from_the_processes_that_run_here() -> None:
     cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"engine": "vllm"}]}}}, Path())
     assert needed(cluster) == {"server", "gateway", "coordinator", "trainer", "inference", "vllm"}

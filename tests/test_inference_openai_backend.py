@@ -66,6 +66,18 @@ async def test_its_tokens_come_through_with_their_logprobs(kind: type[Foreign], 
         assert (len(stop.tokens), stop.finish) == (1, "stop")
 
 
+async def test_a_server_with_a_shorter_context_than_the_jobs_is_told_once_for_a_run(
+    folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with backend_of(ForeignCompletions(folders[0])) as (backend, _):
+        for version in (0, 1):
+            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
+    said = [message for message in caplog.messages if "sequences end" in message]
+    assert [message.partition(":")[0] for message in said] == [
+        f"sequences end at 200 tokens and not at the job's {CONTEXT}"
+    ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_new_weights_go_in_by_its_own_route_and_no_answer_mixes_versions(
     kind: type[Foreign], folders: list[Path]

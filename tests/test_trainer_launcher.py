@@ -152,6 +152,17 @@ def test_nonsense_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "bombus_trainer.launcher: --nnodes 0 is refused: it takes 1 to 4096\n"
 
 
+@pytest.mark.parametrize("mode", ["auto", "connect"])
+def test_what_cannot_start_here_is_refused_in_both_modes(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
+    file = tmp_path / "cluster.yaml"
+    file.write_text("engines: {main: {inference: [{engine: vllm}]}}")
+    assert main(["--mode", mode, "--config", str(file)]) == 2
+    assert "run `bombus install v" in capsys.readouterr().err
+
+
 def test_the_script_runs_the_launcher() -> None:
     script = Path(__file__).parent.parent / "deploy/run_multinode.sh"
     environment = {**os.environ, "BOMBUS_PYTHON": sys.executable}

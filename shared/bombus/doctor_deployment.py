@@ -67,10 +67,11 @@ def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
     parts += [engine.trainer] if engine.trainer is not None else []
     devices = {f"cuda:{gpu}" for part in parts for gpu in part.devices}
     devices |= {part.device for part in parts if not part.devices}
-    for device in sorted(devices - {"cpu"}):
-        there = len(nvidia_gpus()) > int(device.partition(":")[2] or 0)
-        detail = f"{device} is {'there' if there else 'not there'}"
-        yield found(f"engine {name}: device", there, detail, "give --device cpu, or run it where the GPU is")
+    if wanted := sorted(devices - {"cpu"}):
+        here = len(nvidia_gpus())
+        lacking = [device for device in wanted if here <= int(device.partition(":")[2] or 0)]
+        detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}there"
+        yield found(f"engine {name}: device", not lacking, detail, "give --device cpu, or run it where the GPUs are")
     for part in engine.inference:
         if part.engine == "openai" and part.count:
             yield from _reachable(f"engine {name}: server", part.url, 80)

@@ -78,7 +78,9 @@ class Service(msgspec.Struct, frozen=True):
 
 
 def check_can_start(layout: Layout) -> None:
-    """Raises `Refused` for an environment that is not installed, or a key that no variable holds."""
+    """Raises `Refused` for an environment that is not installed, a key that no variable holds, or a GPU that is not
+    among those that we may use.
+    """
     for name, engine in layout.cluster.engines.items():
         used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
         used |= {part.engine for part in engine.inference if part.count and not part.python}
@@ -87,6 +89,8 @@ def check_can_start(layout: Layout) -> None:
                 environment_python(backend)
             except EngineFault as error:
                 raise Refused(Code.BAD_CONFIG, f"engine {name}: {error}") from error
+        for placed in (engine.trainer, *engine.inference):
+            gpu_environment(placed.devices if placed is not None else ())
         for part in engine.inference:
             if part.api_key_env and not os.environ.get(part.api_key_env):
                 raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")

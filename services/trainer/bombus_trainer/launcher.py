@@ -118,8 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         layout, trainer = layout_of(arguments)
-        if arguments.mode == AUTO:
-            check_can_start(layout)
+        check_can_start(layout)
     except Refused as error:
         print(f"bombus_trainer.launcher: {error.why}", file=sys.stderr)
         return 2
