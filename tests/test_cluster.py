@@ -294,6 +294,9 @@ def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
     verl = {"bombus": {"trainer": {"backend": "verl", "processes": 4}}}
     why = refusal(engine(job=verl, trainer={"backend": "torch"}))
     assert why == "engines.main.trainer.backend is torch, and its job's trainer.backend is verl"
+    assert refusal(engine(job=verl, trainer={"devices": [0, 1]})) == (
+        "engines.main.trainer: devices names 2 GPUs, and processes is 4: one each"
+    )
     why = refusal(engine(job=verl, trainer={"processes": 8}))
     assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
 
@@ -350,6 +353,16 @@ def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert trainer.endswith("--bin-tokens 64 --allow-download")
     assert "none of the file's engines: big, small" in refused_up(capsys, "--config", str(file), "--engine", "tiny")
     assert "engine small: its file has 0 kinds" in refused_up(capsys, "--config", str(file), "--replicas", "2")
+
+
+def test_a_flag_wins_over_the_backend_that_a_job_would_have_taken_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(job=TINY, trainer={"backend": "verl"})))
+    flags = ("--config", str(file), "--trainer-backend", "torch")
+    (trainer,) = [line for line in dry_run(capsys, *flags) if "--folder" in line]
+    assert " -m bombus trainer " in trainer
 
 
 def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,8 +68,9 @@ class TrainerConfig(Group):
     the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning
     rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are
     trained. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
-    `sample_packing_sequence_len`), and without `enable_packing` one sequence. Each step's samples are written to
-    `save_debug_rollout_data`, a path on the trainer's machine: below the run's folder, or where its operator allows.
+    `sample_packing_sequence_len`), on a CPU 4096 at most unless the trainer's `--bin-tokens` says more, and without
+    `enable_packing` one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's
+    machine: below the run's folder, or where its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
