@@ -87,8 +87,8 @@ def _agentjet() -> Iterator[str]:
     yield "## AgentJet's keys, below `ajet:`\n"
     yield (
         "All other keys of AgentJet's are taken and mean nothing here; the reply to `sync_train_config` lists them as "
-        "`ignored`.\nA value of -1 for warm-up or total steps means that it is not set. `backbone: torch` is the torch "
-        "backend.\n"
+        "`ignored`,\nexcept those that `Job` sends along with AgentJet's own defaults. A value of -1 for warm-up or "
+        "total steps means that it\nis not set. `backbone: torch` is the torch backend.\n"
     )
     rows = [(f"`ajet.{key}`", f"`{ours}`") for key, ours in AJET_KEYS.items()]
     rows.append(("`ajet.trainer_common.use_kl_loss`", "false: `trainer.kl_coef` does not count"))

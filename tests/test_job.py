@@ -86,7 +86,7 @@ def test_what_means_nothing_here_is_listed_and_not_refused() -> None:
     ignored = parse_job(AGENTJET).ignored
     assert "ajet.task_reader" in ignored
     assert "ajet.rollout.name" in ignored
-    assert "ajet.backbone" in ignored
+    assert "ajet.trainer_common.optim.optimizer" in ignored
     assert not any(path.startswith(("ajet.model", "hydra", "defaults")) for path in ignored)
 
 
@@ -223,6 +223,11 @@ def test_a_file_that_is_none_and_one_that_holds_no_mapping_are_named(tmp_path: P
         path.write_text(text)
         assert why(path) == NO_MAPPING.format(path)
         assert refusal(text) == NO_MAPPING.format("the job")
+
+
+def test_what_a_job_sends_along_by_itself_is_not_listed_and_what_its_author_said_is() -> None:
+    assert Job(model="tiny").run.ignored == ()
+    assert Job(model="tiny", n_gpu=2, swarm_mode=True).run.ignored == ("ajet.trainer_common.n_gpus_per_node",)
 
 
 def test_lengths_that_do_not_fit_are_refused() -> None:

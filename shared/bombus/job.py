@@ -18,6 +18,7 @@ from bombus.slime_options import from_slime
 __all__ = [
     "AJET_KEYS",
     "LENGTHS",
+    "PASSED_ON",
     "RunConfig",
     "Tree",
     "derive_lengths",
@@ -63,6 +64,15 @@ AJET_KEYS: dict[str, str] = {
     "lora.lora_alpha": "trainer.lora_alpha",
     "lora.target_modules": "trainer.target_modules",
 }
+# What `Job` says beside them, for a reader that expects all of AgentJet's keys; they mean nothing here.
+PASSED_ON: dict[str, object] = {
+    "trainer_common.logger": "tensorboard",
+    "trainer_common.n_gpus_per_node": 8,
+    "enable_swarm_mode": True,
+    "backbone": "verl",
+    "lora.load_format": "auto",
+    "rollout.gpu_memory_utilization": 0.85,
+}
 BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # what a document may have at its top; the last two are Hydra's
 _KL_SWITCH = "trainer_common.use_kl_loss"  # the coefficient counts only while this is not off
 _MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
@@ -84,9 +94,10 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     for path, value in _leaves(tree.get("ajet"), "ajet"):
         target = AJET_KEYS.get(path)
         unset = target in _MINUS_ONE_IS_UNSET and value == -1
+        nothing = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
         if path == _KL_SWITCH:
             kl_is_on = value is not False
-        elif target is None and not (path == "backbone" and value == "torch"):
+        elif target is None and not nothing:
             ignored.append(f"ajet.{path}")
         elif target is not None and value is not None and not unset:
             group, _, field = target.partition(".")

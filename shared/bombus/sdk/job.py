@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from bombus.job import (
     AJET_KEYS,
     LENGTHS,
+    PASSED_ON,
     RunConfig,
     Tree,
     derive_lengths,
@@ -43,15 +44,6 @@ KEYWORDS: dict[str, str] = {
     "lora_load_format": "lora.load_format",
     "gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "lr": "trainer_common.optim.lr",
-}
-# What those that mean nothing here are when nobody says so, for a reader that expects them.
-PASSED_ON: dict[str, object] = {
-    "trainer_common.logger": "tensorboard",
-    "trainer_common.n_gpus_per_node": 8,
-    "enable_swarm_mode": True,
-    "backbone": "verl",
-    "lora.load_format": "auto",
-    "rollout.gpu_memory_utilization": 0.85,
 }
 
 
