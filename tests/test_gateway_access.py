@@ -33,6 +33,7 @@ CALL = {"/v1/chat/completions", "/v1/completions"}  # these ask for an episode's
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/sync_train_code"}
 CLIENTS = {
     "/get_engine_status",
+    "/compare_train_config",
     "/claim_episode",
     "/end_episode",
     "/abort_episode",

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,28 @@ async def test_a_job_is_refused_while_the_engine_runs(rolling: PlayedHive) -> No
     reply = await rolling.post("/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
     assert reply.status_code == 400
     assert "ENGINE.ROLLING" in reply.json()["detail"]
+
+
+async def test_a_job_is_compared_with_the_one_that_runs_and_changes_nothing(rolling: PlayedHive) -> None:
+    async def differences(**more: object) -> dict[str, Any]:
+        job = {"ajet": JOB["ajet"], "bombus": more}
+        reply = await rolling.post("/compare_train_config", {"yaml_as_string": json.dumps(job)})
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()["differences"]
+        return found
+
+    before = rolling.gateway.follower.position
+    assert await differences() == {}
+    assert await differences(model={"path": "smollm2"}, trainer={"lr": 0.5}) == {
+        "model.path": {"running": "tiny", "wanted": "smollm2"},
+        "trainer.lr": {"running": 1e-6, "wanted": 0.5},
+    }
+    assert rolling.gateway.follower.position == before
+
+
+async def test_there_is_nothing_to_compare_a_job_with_while_none_runs(played: PlayedHive) -> None:
+    reply = await played.post("/compare_train_config", {"yaml_as_string": json.dumps(JOB)})
+    assert (reply.status_code, reply.json()["code"]) == (400, "wrong_phase")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from bombus.sdk.errors import (
     EpisodeGone,
     NoEpisode,
     NotYourEpisode,
+    OtherModel,
     OtherOutcome,
     ServerBusy,
     ServerFault,
@@ -91,6 +92,22 @@ def test_a_lost_reply_is_asked_for_again_under_the_same_id() -> None:
     driver.run(driver.core.abort_episodes(["e1"]))
     assert len({send.headers["Idempotency-Key"] for send in driver.sent}) == 1
     assert len(driver.sent) == 3
+
+
+def test_a_hive_that_is_not_there_is_said_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([Lost("refused")] * 50, retry_s=60.0)
+    with pytest.raises(ServerUnreachable, match=r"refused\. Start a hive with `bombus up`"):
+        driver.run(driver.core.auto_start({}))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["waiting for http://hive:10086, up to 60 s: start it with `bombus up`"]
+
+
+def test_a_hive_that_goes_away_is_said_each_time_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    done = ok({"success": True})
+    driver = Driver([done, Lost("x"), Lost("x"), done, Lost("x"), done])
+    for _ in range(3):
+        driver.run(driver.core.abort_episodes(["e1"]))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["is it still running?"] * 2
 
 
 def test_two_commands_have_two_ids() -> None:
@@ -250,32 +267,78 @@ def status(phase: str, **more: object) -> Reply:
     return ok({"engine_status": phase, "engine_status_detail": "", "global_step": 0, **more})
 
 
+SAME = ok({"differences": {}})
+COMPARED = "/compare_train_config"
+
+
+def other(**settings: tuple[object, object]) -> Reply:
+    """The engine runs another job: (its value, ours) of each setting that differs."""
+    named = {name.replace("__", "."): {"running": ran, "wanted": ours} for name, (ran, ours) in settings.items()}
+    return ok({"differences": named})
+
+
 @pytest.mark.parametrize("phase", ["ENGINE.ROLLING", "ENGINE.ROLLING_POST"])
-def test_an_engine_that_runs_is_left_alone(phase: str) -> None:
-    driver = Driver([status(phase)])
+def test_an_engine_that_runs_the_same_job_is_joined_in_silence(phase: str, caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([status(phase), SAME])
+    driver.run(driver.core.auto_start({"bombus": {"model": {"path": "tiny"}}}))
+    assert [send.path for send in driver.sent] == ["/get_engine_status", COMPARED]
+    assert json.loads(driver.body(1)["yaml_as_string"]) == {"bombus": {"model": {"path": "tiny"}}}
+    assert caplog.text == ""
+
+
+def test_an_engine_that_trains_another_model_is_not_joined() -> None:
+    differs = other(trainer__lr=(0.1, 0.2), model__path=("tiny", "smollm2"))
+    driver = Driver([status("ENGINE.ROLLING"), differs])
+    with pytest.raises(OtherModel) as caught:
+        driver.run(driver.core.auto_start({}))
+    assert str(caught.value) == (
+        "The engine at http://hive:10086 goes on with the job that it runs, which is not yours: model.path is 'tiny', "
+        "not 'smollm2'; trainer.lr is 0.1, not 0.2. To train yours, stop the engine first, with client.stop_engine() "
+        "or `bombus stop`."
+    )
+
+
+def test_another_job_of_the_same_model_is_joined_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    many = other(**{f"trainer__x{n}": (n, -n) for n in range(1, 9)})
+    driver = Driver([status("ENGINE.ROLLING"), many])
     driver.run(driver.core.auto_start({}))
-    assert len(driver.sent) == 1
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "trainer.x1 is 1, not -1" in warning
+    assert "and 2 more" in warning
+    assert "`bombus stop`" in warning
+
+
+def test_a_restart_that_is_forced_stops_the_other_job() -> None:
+    done = ok({"success": True})
+    off, on = status("ENGINE.OFFLINE"), status("ENGINE.ROLLING")
+    driver = Driver([done, off, off, done, done, on, SAME])
+    driver.run(driver.core.auto_start({}, force_restart=True))
+    assert [send.path for send in driver.sent if send.method == "POST"] == [
+        "/stop_engine", "/sync_train_config", "/start_engine", COMPARED
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", ["ENGINE.BOOTING", "ENGINE.WEIGHT_SYNCING"])
 def test_an_engine_that_is_on_its_way_is_waited_for(phase: str) -> None:
-    driver = Driver([status(phase), status(phase), status("ENGINE.ROLLING")])
+    driver = Driver([status(phase), status(phase), status("ENGINE.ROLLING"), SAME])
     driver.run(driver.core.auto_start({}))
-    assert {send.path for send in driver.sent} == {"/get_engine_status"}
+    assert {send.path for send in driver.sent} == {"/get_engine_status", COMPARED}
 
 
 def test_an_engine_that_is_off_is_configured_and_started() -> None:
     done = ok({"success": True})
-    driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")])
+    driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), status("ENGINE.ROLLING"), SAME])
     driver.run(driver.core.auto_start({"ajet": {"model": {"path": "tiny"}}}))
     assert [send.path for send in driver.sent[:3]] == ["/get_engine_status", "/sync_train_config", "/start_engine"]
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"ajet": {"model": {"path": "tiny"}}}
 
 
-def test_a_client_that_comes_second_waits_for_the_engine_of_the_first() -> None:
+def test_a_client_that_comes_second_waits_for_the_engine_of_the_first_and_hears_of_its_job() -> None:
     refused = no(400, "wrong_phase", "ENGINE.BOOTING")
-    driver = Driver([status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")])
-    driver.run(driver.core.auto_start({}))
+    first = [status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")]
+    driver = Driver([*first, other(model__path=("tiny", "smollm2"))])
+    with pytest.raises(OtherModel):
+        driver.run(driver.core.auto_start({}))
 
 
 def test_an_engine_that_fails_while_it_boots_says_why() -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
     "doctor": Command("bombus.commands.doctor", "say what this machine can run, and what is missing", "yaml"),
     "install": Command("bombus.commands.install", "make the environment of vllm or verl", "yaml"),
+    "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "look into a hive's log: what happened, and why", "server"),
@@ -73,6 +74,16 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
         help="the hive's name (default: $BOMBUS_HIVE, or main, here %(default)s)",
     )
     add_log_argument(parser)
+
+
+def hint_at_bus(arguments: argparse.Namespace) -> str:
+    """What else to say when nobody named the bus that could not be used."""
+    if arguments.nats != DEFAULT_NATS:
+        return ""
+    return (
+        "\nNo hive runs in this folder: go to the one where `bombus up` was started, or give --nats with the address "
+        f"that it printed, which is also in `{URL_FILE.name}` in its data folder"
+    )
 
 
 def add_log_argument(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,7 @@ def swarm_router(gateway: Gateway, engine: str | None = None) -> APIRouter:
     routes: tuple[tuple[Door, str, str, Handler, type[BaseModel] | None], ...] = (
         (Door.CLIENT, "GET", "/get_engine_status", run.get_engine_status, None),
         (Door.CONTROL, "POST", "/sync_train_config", run.sync_train_config, models.SyncTrainConfig),
+        (Door.CLIENT, "POST", "/compare_train_config", run.compare_train_config, models.CompareTrainConfig),
         (Door.CONTROL, "POST", "/start_engine", run.start_engine, None),
         (Door.CONTROL, "POST", "/stop_engine", run.stop_engine, None),
         (Door.CLIENT, "POST", "/claim_episode", claims.claim_episode, models.ClaimEpisode),

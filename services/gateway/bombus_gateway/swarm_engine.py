@@ -53,6 +53,15 @@ class EngineRoutes:
             log.info("keys of the job that mean nothing here: %s", ", ".join(config.ignored))
         return Json({"success": True, "config_digest": config.digest, "ignored": config.ignored})
 
+    async def compare_train_config(self, request: Request) -> Response:
+        """Where a client's job differs from the one that the engine runs; nothing is changed."""
+        body = parse(models.CompareTrainConfig, await read_raw(request))
+        wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
+        running = self._desk.state.active
+        if running is None or self._desk.state.phase == Phase.OFFLINE:
+            raise Refused(Code.WRONG_PHASE, "The engine runs no job to compare with; it is ENGINE.OFFLINE.")
+        return Json({"differences": views.job_differences(running.config, wanted.to_json())})
+
     async def start_engine(self, request: Request) -> Response:
         """Start the engine with the latest job. The reply is held until its phase has visibly left OFFLINE."""
         loop = asyncio.get_running_loop()

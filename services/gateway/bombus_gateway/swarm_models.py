@@ -95,6 +95,10 @@ class ReplayLatestCall(ContractBody):
 # ---- our own ------------------------------------------------------------------------------------------------
 
 
+class CompareTrainConfig(OwnBody):
+    yaml_as_string: str
+
+
 class ClaimEpisodes(OwnBody):
     """`count` episodes, all or none. The same `claim_id` gets the same episodes, also when asked again."""
 

@@ -1,5 +1,6 @@
 """What the swarm door tells of an engine: pure functions of its folded state, in the swarm contract's words."""
 
+import json
 from pathlib import PurePath
 from typing import Any
 
@@ -34,6 +35,20 @@ def model_of(engine: EngineState) -> str:
 
 def _latest_activity_ns(episode: Episode) -> int:
     return max(episode.claimed_ns, episode.last_call_ns)
+
+
+def job_differences(running: str, wanted: str) -> View:
+    """Each setting whose value is another one in the job that runs than in the wanted one, with both values.
+
+    Both are a `RunConfig`'s JSON. One from an older log may lack settings: those are not compared.
+    """
+    theirs, ours = json.loads(running), json.loads(wanted)
+    return {
+        f"{group}.{field}": {"running": value, "wanted": ours[group][field]}
+        for group, fields in theirs.items()
+        for field, value in fields.items()
+        if field in ours.get(group, {}) and value != ours[group][field]
+    }
 
 
 def episode_buffer(engine: EngineState, base_url: str) -> View:

@@ -4,7 +4,7 @@ import argparse
 import asyncio
 import sys
 
-from bombus.cli import add_hive_arguments
+from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus_overwatch import service
 
@@ -17,6 +17,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(service.run(arguments.nats, arguments.hive))
     except (BombusError, ValueError) as error:
-        print(f"bombus overwatch: {error}", file=sys.stderr)
+        print(f"bombus overwatch: {error}{hint_at_bus(arguments)}", file=sys.stderr)
         return 1
     return 0

@@ -6,7 +6,7 @@ import json
 import sys
 
 from bombus.bus import Bus
-from bombus.cli import add_hive_arguments
+from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus.follow import Follower
 from bombus.state import Hive
@@ -21,9 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        hive = asyncio.run(_fold(arguments.nats, arguments.hive))
+        hive = asyncio.run(_hive(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
-        print(f"bombus status: {error or 'the log could not be read in time'}", file=sys.stderr)
+        why = error or "the log could not be read in time"
+        print(f"bombus status: {why}{hint_at_bus(arguments)}", file=sys.stderr)
         return 1
     if arguments.json:
         print(json.dumps(status_dict(hive), indent=2))
@@ -32,13 +33,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-async def _fold(url: str, name: str) -> Hive:
+async def _hive(url: str, name: str) -> Hive:
     async with await Bus.connect(url, name, name="status") as bus:
-        follower = Follower(bus)
-        following = asyncio.create_task(follower.run())
-        try:
-            await follower.caught_up()
-        finally:
-            following.cancel()
-            await asyncio.gather(following, return_exceptions=True)
-        return follower.hive
+        return await fold(bus)
+
+
+async def fold(bus: Bus) -> Hive:
+    """The state of a hive by now. Raises `TimeoutError`."""
+    follower = Follower(bus)
+    following = asyncio.create_task(follower.run())
+    try:
+        await follower.caught_up()
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    return follower.hive

@@ -193,7 +193,11 @@ class SwarmClient:
         self._run(self._core.stop_engine())
 
     def auto_sync_train_config_and_start_engine(self, agent_jet_job: JobLike, force_restart: bool = False) -> None:
-        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else wait for the one that runs."""
+        """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the job that it runs.
+
+        A job that runs and differs is a warning, and `OtherModel` when it trains another model. `force_restart` stops
+        it, and starts this one.
+        """
         self._run(self._core.auto_start(job_document(agent_jet_job), force_restart))
         if self.verbose:
             log.info("the engine at %s is ROLLING; watch it with `bombus overwatch`", self.server_url)

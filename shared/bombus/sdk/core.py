@@ -19,6 +19,7 @@ from bombus.errors import Code
 from bombus.sdk.errors import (
     EngineOffline,
     NoEpisode,
+    OtherModel,
     ServerBusy,
     ServerFault,
     ServerUnreachable,
@@ -44,6 +45,8 @@ BEGUN_MAX = 100_000
 OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
 ROLLING_POST, WEIGHT_SYNCING = "ENGINE.ROLLING_POST", "ENGINE.WEIGHT_SYNCING"
 CANNOT_CONNECT = "ENGINE.CANNOT_CONNECT"
+MODEL = "model.path"
+DIFFERENCES_SHOWN = 6
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,6 +103,8 @@ class Core:
         self._jitter = jitter
         self._retry_s = retry_s
         self._lock = threading.Lock()
+        self._heard = False  # the server has answered before
+        self._waiting = False  # and does not now
         self._begun: dict[str, float] = {}  # episode: when its time is over
         self._started_tasks: list[str] = []  # for throttling: those that this client has begun
 
@@ -119,9 +124,13 @@ class Core:
         for attempt in itertools.count():
             reply = yield request
             assert reply is not None
+            if isinstance(reply, Reply):
+                self._heard, self._waiting = True, False
             if isinstance(reply, Reply) and reply.status < 400:
                 return _object(reply)
             error = _error_of(reply, path)
+            if isinstance(reply, Lost):
+                self._say_that_we_wait()
             if not isinstance(error, ServerBusy | ServerUnreachable):
                 raise error
             pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, Reply) else 0.0)
@@ -129,6 +138,14 @@ class Core:
                 raise error
             yield Sleep(pause)
         raise AssertionError("unreachable")
+
+    def _say_that_we_wait(self) -> None:
+        """Once each time that the server goes away: whoever watches must not take waiting for work."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, True
+        if not waiting:
+            todo = "is it still running?" if self._heard else "start it with `bombus up`"
+            log.warning("waiting for %s, up to %g s: %s", self.server_url, self._retry_s, todo)
 
     def _backoff(self, attempt: int, at_least_s: float) -> float:
         """Twice as long each time, and up to half of it random, so that clients do not come back all at once."""
@@ -299,8 +316,7 @@ class Core:
 
     def sync_train_config(self, job: Mapping[str, Any] | str) -> Plan[None]:
         """Give the engine its job; it must be OFFLINE. Raises `BadConfig`, `WrongPhase`."""
-        text = job if isinstance(job, str) else msgspec.json.encode(job).decode()
-        yield from self._request("POST", "/sync_train_config", {"yaml_as_string": text})
+        yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
 
     def start_engine(self, timeout_s: float = 3600.0) -> Plan[None]:
         """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
@@ -335,19 +351,32 @@ class Core:
             yield from self.stop_engine()
         status, reply = yield from self.get_engine_status()
         if status == CANNOT_CONNECT:
-            raise ServerUnreachable(f"No hive answers at {self.server_url}: {reply['engine_status_detail']}")
+            raise ServerUnreachable(f"{reply['engine_status_detail']}. Start a hive with `bombus up`.")
         if status == OFFLINE:
             try:
                 yield from self.sync_train_config(job)
                 yield from self.start_engine()
-                return
+                status = ROLLING
             except WrongPhase as error:
                 if isinstance(error, EngineOffline):
                     raise
-                # Another client was quicker; its job runs.
+                # Another client was quicker; its job runs, as it does when it came between our two requests.
                 log.info("the engine is being started by another client (%s)", error.why)
         if status not in (ROLLING, ROLLING_POST):
             yield from self.wait_for_status(ROLLING)
+        yield from self._join(job)
+
+    def _join(self, job: Mapping[str, Any] | str) -> Plan[None]:
+        """Work for the job that runs. Raises `OtherModel`; any other difference is a warning, because clients of one
+        engine need not agree about what is not theirs, such as the learning rate."""
+        reply = yield from self._request("POST", "/compare_train_config", {"yaml_as_string": _text(job)})
+        differences: Json = reply["differences"]
+        if not differences:
+            return
+        why = _other_job(self.server_url, differences)
+        if MODEL in differences:
+            raise OtherModel(why, Code.WRONG_PHASE, 200)
+        log.warning("%s", why)
 
     def agree_sync_weight(self) -> Plan[None]:
         """Say that this client has sampled enough for this batch. Raises `WrongPhase`."""
@@ -360,6 +389,21 @@ class Core:
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> Plan[Json]:
         return (yield from self._request("POST", path, body))
+
+
+def _text(job: Mapping[str, Any] | str) -> str:
+    return job if isinstance(job, str) else msgspec.json.encode(job).decode()
+
+
+def _other_job(url: str, differences: Json) -> str:
+    """One sentence on a job that is not the one that runs: what differs, and how to have one's own."""
+    first = sorted(differences, key=lambda name: name != MODEL)[:DIFFERENCES_SHOWN]
+    shown = [f"{name} is {differences[name]['running']!r}, not {differences[name]['wanted']!r}" for name in first]
+    more = f", and {len(differences) - len(first)} more" if len(differences) > len(first) else ""
+    return (
+        f"The engine at {url} goes on with the job that it runs, which is not yours: {'; '.join(shown)}{more}. "
+        "To train yours, stop the engine first, with client.stop_engine() or `bombus stop`."
+    )
 
 
 def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> Json:

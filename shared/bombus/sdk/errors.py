@@ -8,7 +8,8 @@ SwarmError                 every refusal: `code` (stable), `status` (HTTP) and a
 │   └── BadReward          ... its reward
 ├── Unauthorized           a key that is missing, wrong or out of date
 ├── WrongPhase             not while the engine is in this phase
-│   └── EngineOffline      the engine is not running; when its run failed the sentence says why
+│   ├── EngineOffline      the engine is not running; when its run failed the sentence says why
+│   └── OtherModel         the engine runs, and trains another model than the job names
 ├── NoEpisode              no episode became free in time
 ├── EpisodeGone            the episode is over, or was never there
 ├── NotYourEpisode         another client holds it
@@ -61,6 +62,10 @@ class WrongPhase(SwarmError):
 
 
 class EngineOffline(WrongPhase):
+    pass
+
+
+class OtherModel(WrongPhase):
     pass
 
 

@@ -1,0 +1,45 @@
+"""`bombus stop`: end the job of an engine. The hive goes on, and another job can be started."""
+
+import argparse
+import asyncio
+import sys
+import uuid
+
+from bombus import inbox
+from bombus.bus import Bus
+from bombus.cli import add_hive_arguments, hint_at_bus
+from bombus.commands.status import fold
+from bombus.errors import BombusError, Code, Refused
+from bombus.flags import name_of
+from bombus.state import Phase
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine", type=name_of("engine"), default="main", metavar="NAME", help="which one (default: %(default)s)"
+    )
+    add_hive_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        print(asyncio.run(_stop(arguments.nats, arguments.hive, arguments.engine)))
+    except Refused:
+        raise
+    except (BombusError, ValueError, TimeoutError) as error:
+        print(f"bombus stop: {error or 'the hive did not answer in time'}{hint_at_bus(arguments)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+async def _stop(url: str, name: str, engine: str) -> str:
+    async with await Bus.connect(url, name, name="stop") as bus:
+        hive = await fold(bus)
+        known = hive.engines.get(engine)
+        if known is None:
+            names = ", ".join(hive.engines) or "none"
+            raise Refused(Code.UNKNOWN_ENGINE, f"hive {name} has no engine {engine}; its engines are: {names}")
+        if known.phase == Phase.OFFLINE:
+            return f"engine {engine} runs no job"
+        await bus.ask(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
+        return f"engine {engine} is stopped at step {known.global_step}; its log, weights and checkpoints are kept"
