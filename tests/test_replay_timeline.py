@@ -70,6 +70,18 @@ def test_positions_limits_and_engines_narrow_it(capsys: Capture) -> None:
     assert main(["replay", "timeline", "--log", str(TINY), "--limit", "0"]) == 2
 
 
+def test_where_there_is_nothing_to_show_the_end_of_the_log_is_said(capsys: Capture) -> None:
+    last = events(capsys)[-1]
+    for words in (["--after", "99999"], ["--after", str(last["seq"]), "--json"], ["--until", "2001-01-01T00:00"]):
+        assert main(["replay", "timeline", "--log", str(TINY), *words]) == 0
+        told = capsys.readouterr()
+        kind = last["event"]["kind"]  # type: ignore[index]
+        assert told.out == ""
+        assert f"nothing to show; the last event of {TINY} is {last['seq']}, {kind}, of 20" in told.err
+    lines(capsys, "--after", str(int(str(last["seq"])) - 1))
+    assert "nothing to show" not in capsys.readouterr().err
+
+
 def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
     everything = events(capsys)
     stamps = [int(str(entry["time_ns"])) for entry in everything]

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import get_args
@@ -113,8 +114,10 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
         raise BadUsage("--limit is at least 1")
     left = arguments.limit
     day = ""
+    shown = False
     async with aclosing(select(source, await _filter(source, arguments))) as entries:
         async for entry, event in entries:
+            shown = True
             if arguments.json:
                 print(_as_json(entry))
             else:
@@ -127,6 +130,18 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
                 left -= 1
                 if not left:
                     return
+    if not shown:
+        print(f"bombus replay timeline: nothing to show; {await _last(source)}", file=sys.stderr)
+
+
+async def _last(source: Source) -> str:
+    """Which event a log ends with, in words."""
+    end = await source.end()
+    async with aclosing(source.events(end.seq - 1)) as entries:
+        async for entry in entries:
+            at = f"{date(entry.time_ns)} {clock(entry.time_ns)}"
+            return f"the last event of {source.title} is {entry.seq}, {kind_of(entry.event)}, of {at}"
+    return f"{source.title} holds no event behind {end.seq}"
 
 
 async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
