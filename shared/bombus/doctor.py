@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.environments import ENVIRONMENTS, environments_folder, read_marker
+from bombus.environments import ENVIRONMENTS, Made, environments_folder, read_marker
 from bombus.errors import BombusError
 from bombus.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.installing import recipe
@@ -182,8 +182,20 @@ def examine_environment(name: str, needed: bool) -> Finding:
         return found(what, False, state, f"bombus install {name}", needed)
     versions = ", ".join(f"{package} {version}" for package, version in made.packages.items())
     if made.recipe != recipe(name, gpu=bool(nvidia_gpus())).digest:
-        detail = f"{versions}: made by another bombus, Python or machine"
+        detail = f"{versions}: made {_how_else(made)}"
         return found(what, False, detail, f"bombus install {name}", needed)
     working = os.access(folder / "bin" / "python", os.X_OK)
     detail = f"{versions}; {byte_size(made.size_bytes)}" if working else "its Python is gone"
     return found(what, working, detail, f"bombus install {name} --force", needed)
+
+
+def _how_else(made: Made) -> str:
+    """What was different when an environment was made."""
+    theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
+    if theirs != ours:
+        return f"by Python {theirs}, and this is {ours}"
+    gpu = bool(nvidia_gpus())
+    if made.recipe == recipe(made.name, gpu=not gpu).digest:
+        there, here = ("without", "with") if gpu else ("with", "without")
+        return f"for a machine {there} an NVIDIA GPU, and this is one {here}"
+    return "by another bombus: by one of another version, or in another folder"
