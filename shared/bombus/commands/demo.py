@@ -105,7 +105,13 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
     steps, seconds = len(curve.steps), curve.steps[-1].training_s
     episodes = sum(step.episodes for step in curve.steps)
     print(f"  {steps} steps, {episodes} episodes, {episodes / seconds:.0f} episodes per second of training")
-    return 0 if curve.smoothed() >= plan.stop_at else 1
+    if curve.smoothed() >= goal:
+        return 0
+    print(
+        f"  reward {goal} was not reached in {minutes:g} minutes of training, which can be too short on a slow or busy "
+        f"machine: try `bombus demo --tiny --turns {turns} --minutes {2 * minutes:g}`"
+    )
+    return 1
 
 
 # ---- the bundled model ------------------------------------------------------------------------------------------
