@@ -6,7 +6,7 @@ python examples/arithmetic_agent.py --model tiny --steps 20
 
 import random
 
-from common import arguments, job
+from common import arguments, job, run
 from openai import OpenAI
 
 from bombus import Credentials, SwarmClient, Task, WorkflowOutput
@@ -52,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

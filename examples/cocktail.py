@@ -9,20 +9,20 @@ import uuid
 
 import httpx
 from arithmetic_agent import NUM_REPEAT, agent, question
-from common import arguments, job
+from common import arguments, job, run
 
 from bombus import SwarmClient
 
 
-def adding(url: str, steps: int) -> None:
-    """The SDK: a group at a time until the engine has made its steps."""
+def adding(url: str, last: int) -> None:
+    """The SDK: a group at a time until the engine has made its last step."""
     with SwarmClient(url) as client:
-        while client.get_global_step() < steps:
+        while client.get_global_step() < last:
             outputs = client.run_group(question(), agent, NUM_REPEAT)
             print("adding:  ", [round(output.reward, 2) for output in outputs if output])
 
 
-async def counting(url: str, steps: int) -> None:
+async def counting(url: str, last: int) -> None:
     """No SDK at all: three routes and the OpenAI protocol."""
     me = str(uuid.uuid4())
 
@@ -40,7 +40,7 @@ async def counting(url: str, steps: int) -> None:
         return float(output["reward"])
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
-        while (await http.get("/get_engine_status")).json()["global_step"] < steps:
+        while (await http.get("/get_engine_status")).json()["global_step"] < last:
             letter = random.choice("abcdefgh")
             print("counting:", await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT))))
 
@@ -48,9 +48,12 @@ async def counting(url: str, steps: int) -> None:
 async def main() -> None:
     asked = arguments(__doc__ or "")
     with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, batch_size=4, num_repeat=NUM_REPEAT))
-    await asyncio.gather(asyncio.to_thread(adding, asked.url, asked.steps), counting(asked.url, asked.steps))
+        client.auto_sync_train_config_and_start_engine(job(asked.model, num_repeat=NUM_REPEAT))
+        first = client.get_global_step()  # more than 0 where somebody has trained before
+    last = first + asked.steps
+    print(f"from step {first} to step {last}")
+    await asyncio.gather(asyncio.to_thread(adding, asked.url, last), counting(asked.url, last))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    run(lambda: asyncio.run(main()))

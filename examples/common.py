@@ -1,11 +1,14 @@
-"""What the examples share: their flags, and a job for a model that fits a laptop."""
+"""What the examples share: their flags, a job for a model that fits a laptop, and how they end."""
 
 import argparse
+import sys
+from collections.abc import Callable
 
 from bombus import Job
+from bombus.errors import BombusError
 
 TUNING = {
-    "tiny": {"lr": 2e-3},
+    "tiny": {"lr": 3e-3},
     "smollm2": {"lr": 1e-4, "lora_rank": 16, "lora_alpha": 32},
 }
 
@@ -18,6 +21,14 @@ def arguments(about: str, model: str = "tiny") -> argparse.Namespace:
     return parser.parse_args()
 
 
-def job(model: str, batch_size: int, num_repeat: int, max_model_len: int = 512) -> Job:
+def job(model: str, batch_size: int = 4, num_repeat: int = 8) -> Job:
     """`batch_size` tasks, `num_repeat` episodes each, make one optimizer step."""
-    return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=max_model_len, **TUNING[model])
+    return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **TUNING[model])
+
+
+def run(main: Callable[[], None]) -> None:
+    """What a hive refuses is a sentence that says what to do, and needs no traceback."""
+    try:
+        main()
+    except BombusError as error:
+        sys.exit(f"{sys.argv[0]}: {error}")

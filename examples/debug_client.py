@@ -3,7 +3,7 @@
 Runs beside other clients on the same engine; their training goes on undisturbed.
 """
 
-from common import arguments, job
+from common import arguments, job, run
 from openai import OpenAI
 
 from bombus import SwarmClient
@@ -12,7 +12,7 @@ from bombus import SwarmClient
 def main() -> None:
     asked = arguments(__doc__ or "")
     with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, batch_size=4, num_repeat=4))
+        client.auto_sync_train_config_and_start_engine(job(asked.model))
         for _ in range(asked.steps):
             episode, credentials = client.begin_episode(discard_episode_timeout=60)
             try:
@@ -32,4 +32,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,20 +1,21 @@
 from openai import OpenAI
 
-from bombus import Job, SwarmClient, Task, WorkflowOutput
+from bombus import Job, SwarmClient, Task
 
-job = Job(model="smollm2", batch_size=4, num_repeat=8, lr=1e-4, lora_rank=16, lora_load_format="safetensors")
-tasks = [Task(task_id=word, main_query=f"Spell {word} backwards.") for word in ("bee", "wax", "hive", "comb")]
+job = Job(model="tiny", batch_size=4, num_repeat=8, lr=3e-3, max_model_len=2048)
+tasks = [Task(task_id=f"{n}+{n}", main_query=f"{n} plus {n} =") for n in range(1, 5)]
 
 
-def agent(task, credentials):
+def agent(task, credentials):  # one episode; its reward is the share of digits in the reply
     model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
     messages = [{"role": "user", "content": task.main_query}]
-    reply = model.chat.completions.create(model=credentials.model, messages=messages, max_tokens=12)
-    said = reply.choices[0].message.content or ""
-    return WorkflowOutput(reward=float(task.task_id[::-1] in said))
+    reply = model.chat.completions.create(model=credentials.model, messages=messages, max_tokens=8)
+    return sum(char.isdigit() for char in reply.choices[0].message.content or "") / 8
 
 
-with SwarmClient("http://127.0.0.1:10086") as client:
+with SwarmClient("http://127.0.0.1:10086", verbose=False) as client:
     client.auto_sync_train_config_and_start_engine(job)
-    for _ in range(10):
-        client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 8))
+    for round in range(20):  # four tasks, eight episodes each: one optimizer step
+        groups = client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 8))
+        rewards = [episode.reward for group in groups for episode in group]
+        print(f"round {round}: mean reward {sum(rewards) / len(rewards):.3f}")

@@ -1,12 +1,12 @@
 """Teach a model to use a calculator: several turns, OpenAI's tools, a reward for the call and one for the answer.
 
-Needs `--model smollm2`: the 512 characters that `tiny` reads are too few for a tool's description."""
+By default with smollm2: `tiny` reads a character a token, and learns to write no call."""
 
 import json
 import random
 from typing import Any
 
-from common import arguments, job
+from common import arguments, job, run
 from openai import OpenAI
 
 from bombus import Credentials, SwarmClient, Task, WorkflowOutput
@@ -46,7 +46,7 @@ def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
 def main() -> None:
     asked = arguments(__doc__ or "", model="smollm2")
     with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, 1, NUM_REPEAT, max_model_len=2048))
+        client.auto_sync_train_config_and_start_engine(job(asked.model, 1, NUM_REPEAT))
         for step in range(asked.steps):
             a, b = random.randint(2, 9), random.randint(2, 9)
             task = Task(task_id=f"{a}*{b}", main_query=f"What is {a} times {b}?", metadata={"answer": str(a * b)})
@@ -55,4 +55,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -28,7 +28,7 @@ EXAMPLE_S = 150.0
 
 
 class Up:
-    """A running `bombus up`. `lines` is what it printed, `log` what it logged."""
+    """A running `bombus up`. `ready` is the line with which it became so, `log` what it logged."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -49,6 +49,7 @@ class Up:
         try:
             for line in self.process.stdout:
                 if line.startswith("ready "):
+                    self.ready = line
                     return line.split()[1]
         finally:
             timer.cancel()
@@ -209,24 +210,62 @@ def test_the_debug_client_leaves_no_episode_behind(up: Up) -> None:
     stop(up)
 
 
-def test_two_clients_share_an_engine_in_the_cocktail(up: Up) -> None:
-    example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+def test_two_clients_share_an_engine_in_the_cocktail_and_make_steps_beyond_those_of_others(up: Up) -> None:
+    assert "from step 0 to step 1\n" in example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+    again = example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+    first, last = map(int, re.findall(r"from step (\d+) to step (\d+)", again)[0])
+    assert last == first + 1 > 1
+    assert {line.split(":")[0] for line in again.splitlines()[1:]} == {"adding", "counting"}
     stop(up)
 
 
 def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
     program = (ROOT / "examples/readme.py").read_text()
-    for written, here in {"http://127.0.0.1:10086": up.url, '"smollm2"': '"tiny"', "range(10)": "range(1)"}.items():
+    for written, here in {"http://127.0.0.1:10086": up.url, "range(20)": "range(8)"}.items():
         assert written in program
         program = program.replace(written, here)
     (tmp_path / "readme.py").write_text(program)
     done = subprocess.run([sys.executable, tmp_path / "readme.py"], capture_output=True, text=True, timeout=EXAMPLE_S)
     assert done.returncode == 0, done.stderr
+    rewards = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(rewards) == 8
+    assert max(rewards[-2:]) > rewards[0] + 0.1, "it visibly learns"
     stop(up)
+
+
+def test_a_program_for_another_model_is_told_so_and_how_to_stop_the_one_that_runs(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+    command = [sys.executable, "debug_client.py", "--url", up.url, "--model", "smollm2"]
+    refused = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert refused.returncode == 1
+    assert "model.path is 'tiny', not 'smollm2'" in refused.stderr
+    assert "`bombus stop`" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    stopping = [sys.executable, "-m", "bombus", "stop", "--nats", up.nats, "--hive", "main"]
+    told = [subprocess.run(stopping, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    assert told == ["engine main is stopped at step 0; its log, weights and checkpoints are kept\n",
+                    "engine main runs no job\n"]  # fmt: skip
+    with SwarmClient(up.url) as client:
+        assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+    unknown = subprocess.run([*stopping, "--engine", "other"], capture_output=True, text=True, timeout=60)
+    assert (unknown.returncode, unknown.stderr) == (
+        2, "bombus stop: hive main has no engine other; its engines are: main\n"
+    )  # fmt: skip
+
+
+def test_an_example_says_how_to_start_a_hive_and_shows_no_traceback() -> None:
+    command = [sys.executable, "arithmetic_agent.py", "--url", f"http://127.0.0.1:{free_port()}"]
+    with subprocess.Popen(command, cwd=ROOT / "examples", stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()  # at once: its patience of two minutes is not waited for
+        process.kill()
+    assert re.fullmatch(r"waiting for http://127\.0\.0\.1:\d+, up to 120 s: start it with `bombus up`\n", said)
 
 
 def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
     assert (up.folder / "data/nats-url").read_text().strip() == up.nats
+    assert up.ready == f"ready {up.url} (NATS at {up.nats})\n"
     command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
     text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert "engine main" in text

@@ -139,7 +139,8 @@ class Supervisor:
             try:
                 async with asyncio.timeout(READY_S):
                     await self._everybody_there(follower)
-                print(f"ready {self.url if self.cluster.gateway.count else nats}", flush=True)
+                own = f" (NATS at {nats})" if self._server is not None else ""
+                print(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
                 for engine, job in self.layout.jobs.items():
                     await _start_job(bus, engine, job)
             except TimeoutError:
