@@ -1,5 +1,6 @@
 """The plain-text and JSON status of a hive."""
 
+import argparse
 import json
 import math
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from bombus import events as ev
+from bombus.cli import DEFAULT_NATS, hint_at_bus
 from bombus.events import Collection, Method
 from bombus.state import Hive, Phase, evolve
 from bombus.status import byte_size, duration, engine_status, measures, one_line, render_status, status_dict
@@ -142,3 +144,10 @@ def test_the_status_needs_no_terminal_library() -> None:
         "import sys, bombus.status; sys.exit(any(name in sys.modules for name in ('textual', 'rich', 'torch', 'nats')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_who_names_no_bus_is_told_where_its_address_is() -> None:
+    assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ""
+    told = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
+    assert "give --nats" in told
+    assert "`nats-url` in its data folder" in told
