@@ -77,8 +77,9 @@ def test_spans_are_one_version_for_each_token():
 
 def test_a_request_asks_for_exactly_what_is_sampled():
     asked = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
-    body = json.loads(request_body(asked, [4, 5], 8))
+    body = json.loads(request_body(asked, [4, 5], 8, "adapter"))
     assert body["token_ids"] == [4, 5]
+    assert body["model"] == "adapter"
     assert body["stream"]
     expected = {
         "n": 2,
@@ -90,7 +91,7 @@ def test_a_request_asks_for_exactly_what_is_sampled():
         "logprobs": 3,
     }
     assert {name: body["sampling_params"][name] for name in expected} == expected
-    assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8))["sampling_params"]
+    assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8, "policy"))["sampling_params"]
 
 
 def test_its_metrics_get_our_names_summed_over_its_engines():

@@ -22,7 +22,7 @@ from bombus.errors import EngineFault
 from bombus.run_config import RunConfig
 from bombus_trainer.backend import Backend, BackendLost, Interrupted
 from bombus_trainer.batch import Group
-from bombus_trainer.checkpoint import Facts
+from bombus_trainer.checkpoint import Facts, Saved
 from bombus_trainer.executor import Executor
 from bombus_trainer.export import Part, digest_of
 from bombus_trainer.operations import Board, Leader, follow
@@ -75,6 +75,10 @@ class Rank(Executor):
         digests = self.ranks.gather(digest_of(self))
         metrics["different"] = float(len(set(digests)))
         return metrics
+
+    def save(self, root: Path, facts: Facts) -> Saved:
+        """By the leader alone: two that write the same checkpoint stand in each other's way."""
+        return self.ranks.share(super().save(root, facts)) if self.ranks.leads else self.ranks.share()
 
     def gather_weights(self, part: Part = Part.MODEL) -> None:
         """Each of these ranks has the whole model: nothing is asked of the others."""
