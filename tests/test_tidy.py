@@ -199,7 +199,9 @@ def test_an_example_has_less_than_sixty_lines(example: Path) -> None:
 
 
 def test_make_help_lists_every_target() -> None:
-    told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert [line.split()[0] for line in told.splitlines()] == phony.split()
     assert all(len(line.split()) > 1 for line in told.splitlines()), "each says what it does"
