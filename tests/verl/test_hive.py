@@ -84,7 +84,7 @@ def job(**trainer: object) -> Job:
 
 
 def agent(task: Task, credentials: Any) -> WorkflowOutput:
-    """Two turns: the reward counts the task's letter in what the model says."""
+    """Two turns. The reward sums up what the model says: a group rarely has the same twice, so steps have a signal."""
     said = ""
     messages = [{"role": "user", "content": task.main_query}]
     for _ in range(2):
@@ -98,7 +98,7 @@ def agent(task: Task, credentials: Any) -> WorkflowOutput:
         text = answer.json()["choices"][0]["message"]["content"] or ""
         said += text
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "more"}]
-    return WorkflowOutput(reward=float(said.count(task.task_id)))
+    return WorkflowOutput(reward=sum(map(ord, said)) / 1000)
 
 
 def make_steps(client: SwarmClient, first: int, last: int) -> None:
