@@ -200,6 +200,9 @@ async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_
         expected = whole.merge(name, exact[name]).to(value.dtype)
         assert torch.equal(value, expected), name
     engine = make_engine(Path(made.base.where), compute, run=1, version=1, adapter=Path(made.adapters[1].where))
+    mine = dict(engine._model.named_parameters())
+    assert mine.keys() == state.keys()
+    assert all(torch.equal(mine[name], value) for name, value in state.items())
     engine.add(1, request([1, 2, 3]))
     answer = finish(engine)[1].only
     model = load_model(Path(made.base.where))

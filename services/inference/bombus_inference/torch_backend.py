@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
@@ -102,10 +102,7 @@ def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = No
     Copied: the trainer may remove the file.
     """
     added = Adapter(adapter) if adapter is not None else None
-    try:
-        mapped = load_file(folder / FULL_FILE)
-    except (OSError, SafetensorError) as error:
-        raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
+    mapped = _map(folder)
     dtype = getattr(torch, settings.precision)
     if added is None:
         return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
@@ -115,6 +112,25 @@ def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = No
         state[name] = whole.to(settings.device, dtype, copy=whole is tensor)
     added.check_spent()
     return state
+
+
+def _map(folder: Path) -> dict[str, Tensor]:
+    """The tensors in the file of a version, each read when it is used."""
+    try:
+        mapped: dict[str, Tensor] = load_file(folder / FULL_FILE)
+    except (OSError, SafetensorError) as error:
+        raise EngineFault(f"{folder / FULL_FILE} cannot be read: {error}") from error
+    return mapped
+
+
+def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
+    """Of the file in `folder`, which `model` was loaded from, only what the adapter changes is read again."""
+    added = Adapter(adapter)
+    for name, tensor in _map(folder).items():
+        if added.changes(name):
+            parameter = model.get_parameter(name)
+            parameter.copy_(added.merge(name, tensor.to(parameter.device)))
+    added.check_spent()
 
 
 def make_engine(
@@ -134,6 +150,5 @@ def make_engine(
     model.to(settings.device)
     model.requires_grad_(False)
     if adapter is not None:
-        for name, value in read_state(folder, settings, adapter).items():
-            model.get_parameter(name).copy_(value)
+        _merge_into(model, folder, adapter)
     return Engine(model, settings, run=run, version=version, job_tokens=job_tokens)
