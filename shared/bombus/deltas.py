@@ -4,6 +4,7 @@ Of each changed tensor the new values are stored under its name, and under `gaps
 one of them and the next. Nothing is computed with values here: NaN, -0.0 and denormals are bits like any other.
 """
 
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -237,6 +238,14 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
             seal.update(content)
             out.write(content)
     return seal.hexdigest()
+
+
+def copy_beside(version: Path, into: Path) -> None:
+    """Make folder `into` with all that a version's folder has but its tensors."""
+    into.mkdir()
+    for file in version.iterdir():
+        if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
+            shutil.copyfile(file, into / file.name)
 
 
 def file_sha256(path: Path) -> str:

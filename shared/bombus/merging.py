@@ -1,7 +1,6 @@
 """A LoRA adapter becomes part of the weights that it is on, for engines that compute with whole weights only."""
 
 import json
-import shutil
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bombus.adapters import ADAPTER_FILE, adapter_names, merged, read_adapter_config
-from bombus.deltas import FULL_FILE, UNSIGNED, TensorFile
+from bombus.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_beside
 from bombus.errors import EngineFault
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -59,8 +58,7 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
     added = Adapter(adapter)
     state = {name: added.merge(name, tensor).float() for name, tensor in load_file(base / FULL_FILE).items()}
     added.check_spent()
-    into.mkdir()
-    _copy_the_rest(base, into)
+    copy_beside(base, into)
     config = json.loads((into / CONFIG).read_text())
     (into / CONFIG).write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True))
     save_file(state, into / FULL_FILE, metadata={"format": "pt"})
@@ -73,8 +71,7 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
     the adapter is not of this model.
     """
     added = Adapter(adapter)
-    into.mkdir()
-    _copy_the_rest(base, into)
+    copy_beside(base, into)
     with TensorFile(base / FULL_FILE) as source, (into / FULL_FILE).open("wb") as out:
         out.write(source.head)
         for name in source.names:
@@ -86,9 +83,3 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
                 bits = whole.view(-1).view(torch.uint8).numpy().view(UNSIGNED[dtype.itemsize])
             out.write(bits.data)
     added.check_spent()
-
-
-def _copy_the_rest(base: Path, into: Path) -> None:
-    for file in base.iterdir():
-        if file.is_file() and file.name != FULL_FILE:
-            shutil.copyfile(file, into / file.name)

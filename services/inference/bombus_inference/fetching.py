@@ -15,7 +15,17 @@ from pathlib import Path, PurePath
 
 from bombus.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.bus import Bus
-from bombus.deltas import CHAIN_MAX, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, DeltaFile, file_sha256, rebuild
+from bombus.deltas import (
+    CHAIN_MAX,
+    DELTA_FILE,
+    DELTA_FORMAT,
+    FULL_FILE,
+    FULL_FORMAT,
+    DeltaFile,
+    copy_beside,
+    file_sha256,
+    rebuild,
+)
 from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
 from bombus.events import Weights, WeightsReady
 from bombus.inbox import Refusal, decode_answer
@@ -139,8 +149,7 @@ class Fetcher:
                 with DeltaFile(deltas[-1]) as file:
                     base = file.base()
         beneath = self._folder if have is not None else await self._local(base, FULL_FILE)
-        into = self._own() / f"run-{ready.run}-version-{ready.version}"
-        shutil.rmtree(into, ignore_errors=True)
+        into = self._vacant(ready)
         found = await asyncio.to_thread(_put_together, beneath, deltas[::-1], into)
         if found != weights.sha256:
             raise EngineFault(f"version {ready.version} made of deltas has sha256 {found}, not {weights.sha256}")
@@ -164,8 +173,7 @@ class Fetcher:
         adapter = await self._checked(ready.weights, ADAPTER_FILE)
         if self._adapters:
             return Fetched(beneath, adapter=adapter)
-        into = self._own() / f"run-{ready.run}-version-{ready.version}"
-        shutil.rmtree(into, ignore_errors=True)
+        into = self._vacant(ready)
         from bombus.merging import merge_files  # of those that fetch, few need torch
 
         await asyncio.to_thread(merge_files, beneath, adapter, into)
@@ -216,6 +224,12 @@ class Fetcher:
         if weights.objects:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def _vacant(self, ready: WeightsReady) -> Path:
+        """Where a version is put together. What an attempt before has left there is gone."""
+        into = self._own() / f"run-{ready.run}-version-{ready.version}"
+        shutil.rmtree(into, ignore_errors=True)
+        return into
+
     def _own(self) -> Path:
         """A folder of this process. What processes that were killed have left is removed first."""
         if self._cache is None:
@@ -229,10 +243,7 @@ class Fetcher:
 
 
 def _put_together(beneath: Path, deltas: list[Path], into: Path) -> str:
-    into.mkdir()
-    for file in beneath.iterdir():
-        if file.name not in (FULL_FILE, DELTA_FILE):
-            shutil.copyfile(file, into / file.name)
+    copy_beside(beneath, into)
     return rebuild(beneath / FULL_FILE, deltas, into / FULL_FILE)
 
 
