@@ -38,7 +38,7 @@ test-vllm: $(STAMP)  ## those that need vLLM, in an environment that it makes
 
 test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 	$(BIN)/bombus install verl
-	verl=$$($(BIN)/python -c 'from bombus.environments import environment_python as place; print(place("verl"))') \
+	verl=$$($(BIN)/python -c 'from bombus.host.environments import environment_python as place; print(place("verl"))') \
 	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
 	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
 

@@ -18,13 +18,13 @@ from pathlib import Path
 import msgspec
 
 from bombus import AsyncSwarmClient, Job
-from bombus import events as ev
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
 from bombus.demo import hive
 from bombus.demo.games import Letters, Model, Played, Question
 from bombus.demo.player import Player
-from bombus.events import AnyEvent, DropReason
-from bombus.follow import Follower
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent, DropReason
 
 TASKS, REPEAT = 16, 8
 WARM_STEPS = 5

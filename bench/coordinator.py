@@ -14,11 +14,11 @@ from pathlib import Path
 
 import uvloop
 
-from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
-from bombus.events import Collection, Weights
-from bombus.follow import Follower
-from bombus.state import Phase
+from bombus.bus.follow import Follower
+from bombus.hive import inbox
+from bombus.hive.events import Collection, Weights
+from bombus.hive.state import Phase
 
 HIVE, ENGINE = "bench", "main"
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -19,27 +19,21 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from bombus.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, DeltaFile, rebuild
-from bombus.events import WeightsReady
-from bombus.generation import Generate, Tokens
-from bombus.merging import merge_files
-from bombus.models import resolve_model
-from bombus.records import (
-    CallRecord,
-    Choice,
-    SamplingParams,
-    pack_tokens,
-    spans_of,
-)
-from bombus_inference.engine import Engine
-from bombus_inference.patching import read_patches
+from bombus.hive.events import WeightsReady
+from bombus.hive.generation import Generate, Tokens
+from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
+from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, DeltaFile, rebuild
+from bombus.weights.merging import merge_files
+from bombus.weights.models import resolve_model
+from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.engine import Engine
+from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.settings import EngineSettings
-from bombus_inference.torch_backend import make_engine, read_state
-from bombus_trainer.batch import EpisodeCalls, Group
-from bombus_trainer.executor import Executor
-from bombus_trainer.export import export, export_adapter, export_base, export_delta
-from bombus_trainer.held import Held
-from bombus_trainer.lora import adapters_of
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.torch.lora import adapters_of
+from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.publish.export import export, export_adapter, export_base, export_delta
+from bombus_trainer.publish.host_copy import Held
 from bombus_trainer.settings import Precision, TrainerSettings
 
 PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")

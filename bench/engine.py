@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from bombus.generation import Generate
-from bombus.models import load_model, resolve_model
-from bombus.records import SamplingParams, pack_tokens
-from bombus_inference.engine import Engine
+from bombus.hive.generation import Generate
+from bombus.hive.records import SamplingParams, pack_tokens
+from bombus.weights.models import load_model, resolve_model
+from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import EngineSettings
-from bombus_inference.torch_backend import make_engine
 
 
 def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> float:

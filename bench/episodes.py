@@ -19,7 +19,7 @@ from bombus.demo import hive
 from bombus.demo.games import Letters
 from bombus.demo.player import Player
 from bombus.demo.training import Plan, Training, Watcher
-from bombus.models import TINY, resolve_model
+from bombus.weights.models import TINY, resolve_model
 
 TASKS, REPEAT, TOKENS = 16, 8, Letters.SHARE
 WARM_STEPS = 5

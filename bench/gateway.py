@@ -19,8 +19,8 @@ from pathlib import Path
 from bench.coordinator import cpu_s
 from bombus import AsyncSwarmClient, Job
 from bombus.demo.hive import free_port
-from bombus.generation import Generate, encode_request
-from bombus.records import SamplingParams, pack_tokens
+from bombus.hive.generation import Generate, encode_request
+from bombus.hive.records import SamplingParams, pack_tokens
 
 TOKENS = 64
 PROMPT = list(range(4, 44))  # about as long as the rendered chat

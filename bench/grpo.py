@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from bombus.algorithms import Aggregation
-from bombus.generation import Finished, Generate, Tokens
-from bombus.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
-from bombus_inference.engine import Engine
+from bombus.config.algorithms import Aggregation
+from bombus.hive.generation import Finished, Generate, Tokens
+from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
+from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import EngineSettings
-from bombus_inference.torch_backend import make_engine
-from bombus_trainer.batch import EpisodeCalls, Group
-from bombus_trainer.executor import Executor
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.data.batch import EpisodeCalls, Group
 from bombus_trainer.settings import Precision, TrainerSettings
 
 PAD, EOS = "<pad>", "<eos>"

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from bombus.models import build_tiny, load_model
-from bombus_trainer.head import HeadPlan, chosen_logprobs
-from bombus_trainer.model import PolicyModel
-from bombus_trainer.packing import Item, Terms, pack
+from bombus.weights.models import build_tiny, load_model
+from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.data.packing import Item, Terms, pack
 from bombus_trainer.settings import Precision, TrainerSettings
 
 

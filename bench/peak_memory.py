@@ -21,11 +21,11 @@ from time import process_time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bombus.models import load_model
-from bombus.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
-from bombus_trainer.batch import EpisodeCalls, Group
-from bombus_trainer.executor import Executor
-from bombus_trainer.head import HeadPlan, chosen_logprobs
+from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
+from bombus.weights.models import load_model
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.data.batch import EpisodeCalls, Group
 from bombus_trainer.settings import TrainerSettings
 
 WAYS = ("chunked", "full logits", "trainer", "plain")

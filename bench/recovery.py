@@ -10,14 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bombus import events as ev
-from bombus import snapshots
-from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, PubAck
-from bombus.events import Collection, Event, NotedCall, Outcome, Weights, decode_event, encode_event
-from bombus.process import loop_factory
-from bombus.records import CallRef
-from bombus.snapshots import Snapshot
-from bombus.state import FOLD, Hive, evolve
+from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, PubAck, snapshots
+from bombus.bus.snapshots import Snapshot
+from bombus.hive import events as ev
+from bombus.hive.events import Collection, Event, NotedCall, Outcome, Weights, decode_event, encode_event
+from bombus.hive.records import CallRef
+from bombus.hive.state import FOLD, Hive, evolve
+from bombus.host.process import loop_factory
 from bombus_coordinator.recovery import Fold
 
 ENGINE = "main"

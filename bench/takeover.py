@@ -13,10 +13,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from bombus import events as ev
-from bombus import inbox
 from bombus.bus import Bus, EmbeddedServer
-from bombus.events import Collection
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Collection
 
 NAMES = ("a", "b", "c")
 

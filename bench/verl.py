@@ -7,16 +7,16 @@ import argparse
 from time import perf_counter
 
 import torch
-from tests.trainer_given import call, episode
+from tests.trainer.small_batches import call, episode
 
-from bombus.models import resolve_model
+from bombus.weights.models import resolve_model
 from bombus_trainer.backend import Backend
-from bombus_trainer.batch import Group
-from bombus_trainer.executor import Executor
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.verl.executor import VerlExecutor
+from bombus_trainer.data.batch import Group
 from bombus_trainer.machine import this_machine
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.verl_backend import VerlExecutor
 
 SHAPES = {"tiny": (8, 16, 48, 32), "smollm2": (2, 8, 56, 8)}  # groups, episodes of each, prompt and reply tokens
 

@@ -13,17 +13,17 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
-from tests.trainer_given import call, episode, tiny_model_folder
+from tests.trainer.small_batches import call, episode, tiny_model_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.peak_memory import peak_bytes
 from bombus_trainer.backend import Backend
-from bombus_trainer.batch import Group
-from bombus_trainer.executor import Executor
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.verl.executor import VerlExecutor
+from bombus_trainer.data.batch import Group
 from bombus_trainer.machine import this_machine
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
-from bombus_trainer.verl_backend import VerlExecutor
 
 WAYS = ("torch", "packed", "padded")
 SEQUENCES, PROMPT = 4, 20

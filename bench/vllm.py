@@ -13,15 +13,15 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from bombus.generation import FrameReader, Generate, Tokens
-from bombus.models import resolve_model
-from bombus.records import SamplingParams, pack_tokens
-from bombus_inference.backend import Backend, Deliver, Delivery, Policy
+from bombus.hive.generation import FrameReader, Generate, Tokens
+from bombus.hive.records import SamplingParams, pack_tokens
+from bombus.weights.models import resolve_model
+from bombus_inference.backends.protocol import Backend, Deliver, Delivery, Policy
+from bombus_inference.backends.torch.backend import TorchBackend
+from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import EngineSettings, VllmSettings
-from bombus_inference.torch_backend import TorchBackend
-from bombus_inference.vllm_backend import VllmBackend
-from bombus_trainer.executor import Executor
-from bombus_trainer.export import export_adapter, export_base
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.publish.export import export_adapter, export_base
 from bombus_trainer.settings import TrainerSettings
 
 CONTEXT = 512

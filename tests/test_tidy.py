@@ -21,7 +21,7 @@ SERVICES = {
 SHARED = ROOT / "shared/bombus"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
-PURE = ("state.py", "collection.py", "events.py", "inbox.py", "records.py")  # no clock, no I/O
+PURE = ("hive/state.py", "hive/collection.py", "hive/events.py", "hive/inbox.py", "hive/records.py")  # no clock, no I/O
 PURE_COORDINATOR = ("core.py", "claims.py", "episodes.py", "engines.py", "live.py", "decision.py")
 
 
@@ -148,7 +148,7 @@ def test_no_machine_or_workplace_is_named() -> None:
 def test_each_rule_of_the_log_that_is_built_is_a_named_test(rule: int) -> None:
     """docs/log.md has the rules. Those that are missing here belong to parts that do not exist yet."""
     named = re.compile(rf"def test_r{rule}_\w+\(")
-    assert any(named.search(path.read_text()) for path in (ROOT / "tests").glob("test_*.py"))
+    assert any(named.search(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
 # ---- the README ----

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import msgspec
 
+from bombus.config.flags import Parser, name_of
 from bombus.errors import Refused
-from bombus.flags import Parser, name_of
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # `bombus up` leaves its bus's address in its data folder while it runs

@@ -4,15 +4,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bombus import events as ev
-from bombus import upkeep
 from bombus.bus import Bus, Reader
-from bombus.deltas import file_sha256
-from bombus.events import AnyEvent, NotedCall, Outcome
-from bombus.follow import read_event
-from bombus.records import decode_record
-from bombus.state import Hive, evolve
-from bombus_trainer import checkpoint
+from bombus.bus.follow import read_event
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent, NotedCall, Outcome
+from bombus.hive.records import decode_record
+from bombus.hive.state import Hive, evolve
+from bombus.replay import upkeep
+from bombus.weights.deltas import file_sha256
+from bombus_trainer.publish import checkpoint
 from tests.chaos.ledger import Ledger
 
 

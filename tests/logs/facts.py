@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from bombus.events import AnyEvent, BatchReady, EpochOpened, kind_of
+from bombus.hive.events import AnyEvent, BatchReady, EpochOpened, kind_of
+from bombus.hive.state import EngineState, Hive, evolve
 from bombus.replay.export import calls_of
 from bombus.replay.source import Source
-from bombus.state import EngineState, Hive, evolve
 
 FOLDER = Path(__file__).parent
 TINY = FOLDER / "0.1.0-tiny.bombuslog"

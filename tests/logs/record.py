@@ -24,9 +24,9 @@ from openai import OpenAI
 
 from bombus import Credentials, Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
 from bombus.demo.hive import free_port
-from bombus.events import AnyEvent, EpochOpened
-from bombus.follow import Follower
+from bombus.hive.events import AnyEvent, EpochOpened
 from bombus.replay.archive import FileSource
 from tests.logs.facts import FOLDER, facts_of
 

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bombus import inbox
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.events import Collection, EpisodeType, Method
-from bombus.inbox import Done, EpisodeResult, Granted
-from bombus.state import Phase
+from bombus.hive import inbox
+from bombus.hive.events import Collection, EpisodeType, Method
+from bombus.hive.inbox import Done, EpisodeResult, Granted
+from bombus.hive.state import Phase
 from tests.sim.faults import Fault, Faults
 from tests.sim.gateway import Gateway, GatewayFault, Hangup
 from tests.sim.loop import Process

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bombus import events as ev
-from bombus import inbox, snapshots
+from bombus.bus import snapshots
 from bombus.bus.flight import Outgoing
 from bombus.bus.headers import EPOCH, INBOX, REPLY
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
-from bombus.snapshots import Snapshot
-from bombus.state import FOLD
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.state import FOLD
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply
 from bombus_coordinator.retention import floors_of

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from bombus import snapshots
+from bombus.bus import snapshots
 from bombus.bus.headers import INBOX
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, LogCorrupted
-from bombus.snapshots import Snapshot
-from bombus.state import FOLD, Hive, evolve
+from bombus.hive.state import FOLD, Hive, evolve
 from tests.sim.link import Link, Reader
 from tests.sim.loop import Future
 from tests.sim.server import EVENTS_STREAM, Message, Server

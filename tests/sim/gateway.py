@@ -1,18 +1,18 @@
-"""Gateways: commands through the inbox, calls recorded before they are told (calls.py, swarm_claims.py, context.py)."""
+"""Gateways: commands through the inbox, calls recorded before they are told (call/, swarm/claims.py)."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 
-from bombus import inbox
 from bombus.bus.flight import Outgoing
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.events import NotedCall
-from bombus.inbox import AnyAnswer, Found, Granted
-from bombus.pacing import fitting
-from bombus.records import CallRef, CallStatus, digest
-from bombus.state import EngineState, Phase
+from bombus.hive import inbox
+from bombus.hive.events import NotedCall
+from bombus.hive.inbox import AnyAnswer, Found, Granted
+from bombus.hive.pacing import fitting
+from bombus.hive.records import CallRef, CallStatus, digest
+from bombus.hive.state import EngineState, Phase
 from tests.sim.faults import Fault
 from tests.sim.fold import Follower
 from tests.sim.link import Link, Net

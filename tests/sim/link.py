@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeVar
 
-from bombus import inbox
 from bombus.bus.flight import Outgoing
 from bombus.bus.headers import REPLY
 from bombus.bus.wire import AckLost, NotNow, PubAck
 from bombus.errors import BombusError, BusUnavailable, Refused
-from bombus.inbox import Answer, AnyAnswer, Refusal
+from bombus.hive import inbox
+from bombus.hive.inbox import Answer, AnyAnswer, Refusal
 from tests.sim.faults import Fault, Faults
 from tests.sim.loop import Future, Loop, Process
 from tests.sim.server import INBOX_STREAM, Message, Server

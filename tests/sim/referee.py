@@ -5,16 +5,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from bombus import events as ev
-from bombus import inbox
 from bombus.bus.headers import EPOCH, INBOX
-from bombus.events import DropReason, EpisodeType, Event
-from bombus.inbox import Answer
-from bombus.records import digest
-from bombus.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import DropReason, EpisodeType, Event
+from bombus.hive.inbox import Answer
+from bombus.hive.records import digest
+from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
+from tests.coordinator.core_world import check_as_asked, check_in_time
 from tests.sim.server import Message
-from tests.world import check_as_asked, check_in_time
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone

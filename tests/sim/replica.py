@@ -1,9 +1,9 @@
 """An inference replica: loads what `weights.ready` names, says so, gives a sign of life, lapses."""
 
-from bombus import inbox
 from bombus.errors import BusUnavailable
-from bombus.events import WeightsReady
-from bombus.state import EngineState, Phase
+from bombus.hive import inbox
+from bombus.hive.events import WeightsReady
+from bombus.hive.state import EngineState, Phase
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process

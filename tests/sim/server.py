@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from bombus import events as ev
-from bombus import inbox
 from bombus.bus.flight import Outgoing
 from bombus.bus.wire import NotNow, PubAck, ServerRefused, WrongSequence
 from bombus.errors import LogCorrupted
-from bombus.events import Event
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Event
 from tests.sim.loop import Future, Loop
 
 SECOND = 1_000_000_000

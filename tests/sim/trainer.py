@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from bombus import inbox
 from bombus.errors import BusUnavailable, Refused
-from bombus.events import BatchReady, Weights
-from bombus.records import digest
-from bombus.state import EngineState, Phase
+from bombus.hive import inbox
+from bombus.hive.events import BatchReady, Weights
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Phase
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.gateway import read_record

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from bombus_trainer.batch import EpisodeCalls, Group
-from bombus_trainer.checkpoint import Facts
+from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.settings import TrainerSettings
-from tests.trainer_given import VOCAB, call, episode, tiny_settings
+from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 CASES: dict[str, dict[str, object]] = {
     "plain": {},

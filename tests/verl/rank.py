@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from bombus.deltas import FULL_FILE, file_sha256
 from bombus.errors import EngineFault
-from bombus.merging import merge_files
+from bombus.weights.deltas import FULL_FILE, file_sha256
+from bombus.weights.merging import merge_files
 from bombus_trainer.backend import Backend
-from bombus_trainer.batch import Group
-from bombus_trainer.executor import Executor
-from bombus_trainer.export import Part, export, export_adapter, export_base
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.verl.executor import VerlExecutor
+from bombus_trainer.data.batch import Group
+from bombus_trainer.publish.export import Part, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
-from bombus_trainer.verl_backend import VerlExecutor
-from tests.trainer_given import VOCAB, tiny_settings, tiny_tokenizer
+from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
 
 Found = dict[str, object]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer_given import tiny_model_folder
+from tests.trainer.small_batches import tiny_model_folder
 from tests.verl.given import CASES, model_folder
 
 TOLERANCE = 1e-4

@@ -13,12 +13,12 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 from verl.workers.config import ActorConfig
 
-from bombus.algorithms import Correction, Estimator, KlEstimator
-from bombus_trainer.advantages import group_advantages, whitening
-from bombus_trainer.aggregation import constant_weights, episode_weights, token_weights
-from bombus_trainer.corrections import line_means, sampler_correction
-from bombus_trainer.kl import KL_ESTIMATES
-from bombus_trainer.losses import LossInputs, policy_loss
+from bombus.config.algorithms import Correction, Estimator, KlEstimator
+from bombus_trainer.algorithms.advantages import group_advantages, whitening
+from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.algorithms.corrections import line_means, sampler_correction
+from bombus_trainer.algorithms.kl import KL_ESTIMATES
+from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from bombus_trainer.settings import TrainerSettings
 
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}

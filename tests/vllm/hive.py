@@ -14,7 +14,7 @@ import psutil
 
 from bombus.bus import EmbeddedServer
 from bombus.demo.hive import free_port
-from bombus.process import PARENT_VARIABLE
+from bombus.host.process import PARENT_VARIABLE
 
 READY_S = 60.0
 STOP_S = 60.0

@@ -11,15 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from bombus.errors import EngineFault
-from bombus.models import load_model
-from bombus_inference.backend import Policy
+from bombus.weights.models import load_model
+from bombus_inference.backends.protocol import Policy
+from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import VllmSettings
-from bombus_inference.vllm_backend import VllmBackend
-from bombus_trainer.executor import Executor
-from bombus_trainer.export import export, export_adapter, export_base
-from tests.backend_given import Asker, silent, until_metric
-from tests.inference_given import reference_logprobs, request, worst_difference
-from tests.trainer_given import tiny_settings
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.publish.export import export, export_adapter, export_base
+from tests.inference.backends.http_backends import Asker, silent, until_metric
+from tests.inference.backends.small_engines import reference_logprobs, request, worst_difference
+from tests.trainer.small_batches import tiny_settings
 from tests.vllm.test_vllm_backend import CONTEXT, ENGINE, LONG, family, llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -12,14 +12,14 @@ import pytest_asyncio
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from bombus.deltas import FULL_FILE
 from bombus.errors import EngineFault
-from bombus.models import load_model
-from bombus_inference.backend import Policy
+from bombus.weights.deltas import FULL_FILE
+from bombus.weights.models import load_model
+from bombus_inference.backends.protocol import Policy
+from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import EngineSettings, VllmSettings
-from bombus_inference.vllm_backend import VllmBackend
-from tests.backend_given import Asker, silent, until_metric
-from tests.inference_given import Completion, reference_logprobs, request, worst_difference
+from tests.inference.backends.http_backends import Asker, silent, until_metric
+from tests.inference.backends.small_engines import Completion, reference_logprobs, request, worst_difference
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

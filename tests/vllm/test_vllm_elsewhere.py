@@ -12,16 +12,16 @@ import httpx
 import pytest
 
 from bombus.demo.hive import free_port
-from bombus.environments import environment_python
 from bombus.errors import EngineFault
-from bombus.models import build_tiny, load_model
-from bombus_inference import vllm_keeper
-from bombus_inference.backend import Policy
-from bombus_inference.openai_backend import OpenAIBackend
+from bombus.host.environments import environment_python
+from bombus.weights.models import build_tiny, load_model
+from bombus_inference.backends.openai.backend import OpenAIBackend
+from bombus_inference.backends.protocol import Policy
+from bombus_inference.backends.vllm import keeper
+from bombus_inference.backends.vllm.server import vllm_environment
 from bombus_inference.settings import EngineSettings, OpenAISettings, VllmSettings
-from bombus_inference.vllm_server import vllm_environment
-from tests.backend_given import Asker, silent
-from tests.inference_given import request, worst_difference
+from tests.inference.backends.http_backends import Asker, silent
+from tests.inference.backends.small_engines import request, worst_difference
 
 CONTEXT = 256
 START_S = 600.0
@@ -45,7 +45,7 @@ async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBa
     command += ["--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", *options]
     with (folder / "vllm.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(
-            sys.executable, vllm_keeper.__file__, str(os.getpid()), *command,
+            sys.executable, keeper.__file__, str(os.getpid()), *command,
             env=vllm_environment(EngineSettings(threads=1), VllmSettings()),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip

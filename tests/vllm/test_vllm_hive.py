@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 
 from bombus import Job, SwarmClient, Task, WorkflowOutput
 from bombus.bus import Bus
-from bombus.events import AnyEvent, StepCompleted, WeightsLoaded, WeightsReady
-from bombus.follow import Follower
-from bombus.generation import FrameReader, Generate, encode_request
-from bombus.merging import merge_files
-from bombus.models import load_model
-from bombus.records import SamplingParams, pack_tokens
-from bombus.state import EngineState, Phase
-from tests.inference_given import Answer, Completion, reference_logprobs
+from bombus.bus.follow import Follower
+from bombus.hive.events import AnyEvent, StepCompleted, WeightsLoaded, WeightsReady
+from bombus.hive.generation import FrameReader, Generate, encode_request
+from bombus.hive.records import SamplingParams, pack_tokens
+from bombus.hive.state import EngineState, Phase
+from bombus.weights.merging import merge_files
+from bombus.weights.models import load_model
+from tests.inference.backends.small_engines import Answer, Completion, reference_logprobs
 from tests.vllm.hive import VllmHive, vllm_hive
 
 BOOT_S = 900.0

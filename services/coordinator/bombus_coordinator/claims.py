@@ -1,11 +1,11 @@
 """Handing out episodes: who waits, who is next, and what they are told when there is none."""
 
-from bombus import events as ev
 from bombus.errors import Code, Refused
-from bombus.events import EpisodeType
-from bombus.inbox import Claim, Granted
-from bombus.pacing import pace, served
-from bombus.state import EngineState, Phase, episode_id
+from bombus.hive import events as ev
+from bombus.hive.events import EpisodeType
+from bombus.hive.inbox import Claim, Granted
+from bombus.hive.pacing import pace, served
+from bombus.hive.state import EngineState, Phase, episode_id
 from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
 from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
 

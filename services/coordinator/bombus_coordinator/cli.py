@@ -6,7 +6,7 @@ from pathlib import Path
 from bombus import logs
 from bombus.cli import add_hive_arguments
 from bombus.errors import Code, Refused
-from bombus.process import run_service
+from bombus.host.process import run_service
 from bombus_coordinator import shell
 
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import msgspec
 
-from bombus import events as ev
-from bombus import inbox
 from bombus.errors import Refused
-from bombus.events import NotedCall
-from bombus.state import EngineState, Hive, evolve
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import NotedCall
+from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import claims, engines, episodes, storage
 from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
 from bombus_coordinator.live import Live

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.events import Event
-from bombus.inbox import Answer, Refusal
+from bombus.hive.events import Event
+from bombus.hive.inbox import Answer, Refusal
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -1,10 +1,10 @@
 """An engine's life: configure, start, stop, boot, train, load; and the transitions that follow by themselves."""
 
-from bombus import events as ev
-from bombus.collection import ACTIVE_S, active_clients, completed_ns, enough, select
 from bombus.errors import Code, Refused
-from bombus.events import AbortReason, Collection, DropReason, Event
-from bombus.inbox import (
+from bombus.hive import events as ev
+from bombus.hive.collection import ACTIVE_S, active_clients, completed_ns, enough, select
+from bombus.hive.events import AbortReason, Collection, DropReason, Event
+from bombus.hive.inbox import (
     AgreeSync,
     Configure,
     Done,
@@ -20,8 +20,8 @@ from bombus.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.pacing import last_chances, oldest_usable
-from bombus.state import BOOTED, EngineState, Phase
+from bombus.hive.pacing import last_chances, oldest_usable
+from bombus.hive.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
 from bombus_coordinator.episodes import aborted

@@ -4,12 +4,12 @@ import math
 
 import msgspec
 
-from bombus import events as ev
 from bombus.errors import Code, Refused
-from bombus.events import AbortReason, EpisodeType, NotedCall, Outcome
-from bombus.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
-from bombus.records import digest
-from bombus.state import EngineState, Episode
+from bombus.hive import events as ev
+from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
+from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
+from bombus.hive.records import digest
+from bombus.hive.state import EngineState, Episode
 from bombus_coordinator.decision import Decision, Decisions, Reply
 from bombus_coordinator.live import Live
 

@@ -7,8 +7,8 @@ whoever waits for a claim asks again (R13).
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.inbox import Answer, Claim
-from bombus.state import EngineState, Episode, trim
+from bombus.hive.inbox import Answer, Claim
+from bombus.hive.state import EngineState, Episode, trim
 
 ANSWERS_KEPT = 10_000
 WAITING_MAX = 10_000

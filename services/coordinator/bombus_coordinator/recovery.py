@@ -4,13 +4,12 @@ import asyncio
 from collections.abc import Sequence
 from typing import Self
 
-from bombus import snapshots
-from bombus.bus import INBOX, Bus, Reader, Stored
+from bombus.bus import INBOX, Bus, Reader, Stored, snapshots
+from bombus.bus.follow import read_event
 from bombus.bus.headers import MSG_ID
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import LogCorrupted
-from bombus.follow import read_event
-from bombus.snapshots import Snapshot
-from bombus.state import Hive, evolve
+from bombus.hive.state import Hive, evolve
 from bombus_coordinator.lease import Lease
 
 ASK_S = 0.2  # how often a standby asks for the lease

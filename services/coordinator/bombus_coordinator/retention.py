@@ -22,7 +22,7 @@ import msgspec
 
 from bombus.bus import Bus, ServerRefused
 from bombus.errors import BusUnavailable
-from bombus.state import STEPS_NEEDED, EngineState, Hive
+from bombus.hive.state import STEPS_NEEDED, EngineState, Hive
 
 log = logging.getLogger(__name__)
 

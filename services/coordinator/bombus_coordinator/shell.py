@@ -8,12 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from bombus import events as ev
-from bombus import inbox, telemetry
+from bombus import telemetry
 from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly, log_id
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
-from bombus.snapshots import Snapshot
-from bombus.state import FOLD, trim
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.state import FOLD, trim
 from bombus_coordinator import retention, storage
 from bombus_coordinator.core import Core
 from bombus_coordinator.decision import Decision, Reply

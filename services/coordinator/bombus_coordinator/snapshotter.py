@@ -3,10 +3,9 @@
 import asyncio
 import logging
 
-from bombus import snapshots
-from bombus.bus import Bus
+from bombus.bus import Bus, snapshots
+from bombus.bus.snapshots import Snapshot
 from bombus.errors import BombusError
-from bombus.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 

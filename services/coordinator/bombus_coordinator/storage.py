@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from bombus import events as ev
 from bombus.bus import Bus, ServerRefused
 from bombus.bus.streams import blob_stream
 from bombus.errors import BusUnavailable
-from bombus.inbox import StorageSeen
-from bombus.state import Hive
-from bombus.status import byte_size
+from bombus.hive import events as ev
+from bombus.hive.inbox import StorageSeen
+from bombus.hive.state import Hive
+from bombus.hive.status import byte_size
 from bombus_coordinator.decision import Decision, Decisions
 from bombus_coordinator.live import Live
 

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from bombus import events as ev
-from bombus.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
+from bombus.config.job import CollectionMethod
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
+from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
 from bombus.replay.moments import clock
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import NotOnLog, Source, add_source_arguments
-from bombus.run_config import CollectionMethod
-from bombus.state import EngineState, Hive, Phase, Replica, evolve
 from bombus_coordinator.engines import settle
 from bombus_coordinator.live import Live
 

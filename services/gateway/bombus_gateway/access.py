@@ -16,7 +16,7 @@ from fastapi.security.base import SecurityBase
 from starlette.types import Scope
 
 from bombus.errors import Code, Refused
-from bombus.hive_keys import HiveKeys
+from bombus.host.hive_keys import HiveKeys
 
 PATH_KEY = "/k/"
 

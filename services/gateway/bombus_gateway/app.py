@@ -10,11 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, without_path_key
-from bombus_gateway.calls import Calls
+from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
-from bombus_gateway.openai_docs import add_openai_paths
-from bombus_gateway.openai_door import OpenAIDoor
-from bombus_gateway.swarm import swarm_router
+from bombus_gateway.openai.docs import add_openai_paths
+from bombus_gateway.openai.routes import OpenAIDoor
+from bombus_gateway.swarm.routes import swarm_router
 
 log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ import argparse
 
 from bombus import logs
 from bombus.cli import add_hive_arguments
-from bombus.flags import made_of_flags, name_of
-from bombus.hive_keys import add_key_arguments, keys_for
-from bombus.process import run_service
+from bombus.config.flags import made_of_flags, name_of
+from bombus.host.hive_keys import add_key_arguments, keys_for
+from bombus.host.process import run_service
 from bombus_gateway import service
 from bombus_gateway.settings import GatewaySettings
 

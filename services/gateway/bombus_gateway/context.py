@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable, Refused
-from bombus.follow import Follower
-from bombus.inbox import Touch
+from bombus.hive.inbox import Touch
 from bombus_gateway.keys import Keys
 from bombus_gateway.settings import GatewaySettings
 

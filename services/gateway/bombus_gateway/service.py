@@ -10,9 +10,9 @@ import uvicorn
 
 from bombus import telemetry
 from bombus.bus import Bus, ServerRefused
+from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable
-from bombus.follow import Follower
-from bombus.process import listen
+from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import SECRET_NAME, Keys

@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from bombus.hive_keys import HiveKeys
-from bombus.subjects import check_name
+from bombus.hive.subjects import check_name
+from bombus.host.hive_keys import HiveKeys
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

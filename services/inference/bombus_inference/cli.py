@@ -5,8 +5,8 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_hive_arguments, add_torch_arguments
-from bombus.flags import check_range, made_of_flags
-from bombus.process import run_service
+from bombus.config.flags import check_range, made_of_flags
+from bombus.host.process import run_service
 from bombus_inference.settings import InferenceSettings
 
 MB = 1 << 20

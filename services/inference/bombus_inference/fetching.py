@@ -13,9 +13,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from bombus.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.bus import Bus
-from bombus.deltas import (
+from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
+from bombus.hive.events import Weights, WeightsReady
+from bombus.hive.inbox import Refusal, decode_answer
+from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
+from bombus.weights.deltas import (
     CHAIN_MAX,
     DELTA_FILE,
     DELTA_FORMAT,
@@ -26,9 +29,6 @@ from bombus.deltas import (
     file_sha256,
     rebuild,
 )
-from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
-from bombus.events import Weights, WeightsReady
-from bombus.inbox import Refusal, decode_answer
 
 log = logging.getLogger(__name__)
 
@@ -174,7 +174,7 @@ class Fetcher:
         if self._adapters:
             return Fetched(beneath, adapter=adapter)
         into = self._vacant(ready)
-        from bombus.merging import merge_files  # of those that fetch, few need torch
+        from bombus.weights.merging import merge_files  # of those that fetch, few need torch
 
         await asyncio.to_thread(merge_files, beneath, adapter, into)
         return Fetched(into)

@@ -10,8 +10,8 @@ import msgspec
 
 from bombus import telemetry
 from bombus.errors import STATUS, Code
-from bombus.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
-from bombus_inference.backend import Backend, Deliver, Delivery
+from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
+from bombus_inference.backends.protocol import Backend, Deliver, Delivery
 from bombus_inference.settings import ServerSettings
 
 log = logging.getLogger(__name__)

@@ -11,14 +11,14 @@ import uvicorn
 
 from bombus import telemetry
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
+from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
-from bombus.events import WeightsReady
-from bombus.follow import Follower
-from bombus.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
-from bombus.process import listen
-from bombus.run_config import RunConfig
-from bombus.state import EngineState, Phase
-from bombus_inference.backend import Backend, Deliver, Policy
+from bombus.hive.events import WeightsReady
+from bombus.hive.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
+from bombus.hive.state import EngineState, Phase
+from bombus.host.process import listen
+from bombus_inference.backends.protocol import Backend, Deliver, Policy
 from bombus_inference.fetching import Fetcher
 from bombus_inference.server import App, Asgi
 from bombus_inference.settings import InferenceSettings
@@ -33,15 +33,15 @@ def make_backend(settings: InferenceSettings, deliver: Deliver) -> Backend:
     """What the settings name. Imports that alone: torch takes seconds and half a gigabyte."""
     match settings.backend:
         case "torch":
-            from bombus_inference.torch_backend import TorchBackend
+            from bombus_inference.backends.torch.backend import TorchBackend
 
             return TorchBackend(settings.compute, deliver)
         case "vllm":
-            from bombus_inference.vllm_backend import VllmBackend
+            from bombus_inference.backends.vllm.backend import VllmBackend
 
             return VllmBackend(settings.compute, settings.vllm, deliver)
         case "openai":
-            from bombus_inference.openai_backend import OpenAIBackend
+            from bombus_inference.backends.openai.backend import OpenAIBackend
 
             return OpenAIBackend(settings.compute, settings.openai, deliver)
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from bombus.subjects import check_name
+from bombus.hive.subjects import check_name
 
 KV_CACHE_BYTES = 2 << 30
 

@@ -14,8 +14,8 @@ from textual.containers import Horizontal, Vertical
 from textual.screen import ModalScreen
 from textual.widgets import Static
 
-from bombus.events import Event
-from bombus.state import Hive
+from bombus.hive.events import Event
+from bombus.hive.state import Hive
 from bombus_overwatch import palette as pal
 from bombus_overwatch.describe import Group
 from bombus_overwatch.edges import Banner, Edge, KeyBar

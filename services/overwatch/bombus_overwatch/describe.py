@@ -1,9 +1,9 @@
-"""Which group of the tail each kind of event belongs to; their words are in `bombus.describe`."""
+"""Which group of the tail each kind of event belongs to; their words are in `bombus.hive.describe`."""
 
 from enum import StrEnum
 
-from bombus import events as ev
-from bombus.events import Event
+from bombus.hive import events as ev
+from bombus.hive.events import Event
 
 
 class Group(StrEnum):

@@ -7,9 +7,9 @@ from collections import deque
 
 import msgspec
 
-from bombus import events as ev
-from bombus.events import EpisodeType, Event
-from bombus.state import EvalStats, Hive, evolve
+from bombus.hive import events as ev
+from bombus.hive.events import EpisodeType, Event
+from bombus.hive.state import EvalStats, Hive, evolve
 from bombus_overwatch.describe import GROUPS, TROUBLE, Group
 
 TAIL_KEPT = 500  # events, for each group of an engine: a flood of calls does not wash away the rest

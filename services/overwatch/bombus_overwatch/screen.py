@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bombus.describe import line_of
-from bombus.events import HIVE
-from bombus.state import EngineState, Phase
-from bombus.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
+from bombus.hive.describe import line_of
+from bombus.hive.events import HIVE
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
 from bombus_overwatch.describe import Group, tone_of
 from bombus_overwatch.model import SECOND, Kept, Trail, View
 

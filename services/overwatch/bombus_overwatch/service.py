@@ -3,9 +3,9 @@
 import asyncio
 
 from bombus.bus import Bus, ServerRefused
+from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable
-from bombus.follow import Follower
-from bombus.subjects import Subjects
+from bombus.hive.subjects import Subjects
 from bombus_overwatch.app import Overwatch
 from bombus_overwatch.screen import Link
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from bombus.events import Event
+from bombus.hive.events import Event
 from bombus_overwatch.model import View, fold
 
 CHUNK_EVENTS = 1_000

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus.run_config import RunConfig
-from bombus_trainer.batch import Group
-from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import Outline, Part, Tensors
+from bombus_trainer.data.batch import Group
+from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.export import Outline, Part, Tensors
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")

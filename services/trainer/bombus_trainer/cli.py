@@ -7,10 +7,10 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_hive_arguments, add_torch_arguments
-from bombus.environments import environment_python
+from bombus.config.flags import made_of_flags
 from bombus.errors import Code, EngineFault, Refused
-from bombus.flags import made_of_flags
-from bombus.process import run_service
+from bombus.host.environments import environment_python
+from bombus.host.process import run_service
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.settings import CPU_BIN_TOKENS
 

@@ -13,19 +13,19 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
 from bombus.cli import URL_FILE
-from bombus.cluster import agreed, validated_cluster
 from bombus.commands.deployment import add_trainer_arguments, document, flag_of, given, put_over, tell_ignored
+from bombus.config.cluster import agreed, validated_cluster
+from bombus.config.documents import Tree
+from bombus.config.flags import Parser, check_range, name_of
+from bombus.config.parts import PROCESSES_MAX, TrainerPart
+from bombus.config.placement import check_placement
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.flags import Parser, check_range, name_of
-from bombus.follow import Follower
-from bombus.hive_keys import add_key_arguments, keys_for
-from bombus.job import Tree
-from bombus.layout import Layout, Meeting, check_can_start, trainer_arguments
-from bombus.parts import PROCESSES_MAX, TrainerPart
-from bombus.placement import check_placement
-from bombus.process import run_service
-from bombus.supervisor import Supervisor
+from bombus.host.hive_keys import add_key_arguments, keys_for
+from bombus.host.layout import Layout, Meeting, check_can_start, trainer_arguments
+from bombus.host.process import run_service
+from bombus.host.supervisor import Supervisor
 
 AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus.models import load_tokenizer_files, resolve_model, resolve_tokenizer
-from bombus.run_config import RunConfig
-from bombus.tokenizer_fit import check_fit
+from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import Backend
-from bombus_trainer.executor import Executor
+from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -53,7 +53,7 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
                 "set trainer.backend to verl, or start the trainer with `bombus trainer`"
             )
         return load_executor(job, settings, options.allow_download)
-    from bombus_trainer.verl_backend import VerlExecutor
+    from bombus_trainer.backends.verl.executor import VerlExecutor
 
     folder = _folder(job, options.allow_download)
     return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))

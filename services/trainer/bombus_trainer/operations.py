@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from bombus.config.job import RunConfig
 from bombus.errors import BombusError
-from bombus.run_config import RunConfig
 from bombus_trainer.backend import Backend, BackendLost, Loader
-from bombus_trainer.batch import Group
-from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.export import Outline, Part, Tensors
+from bombus_trainer.data.batch import Group
+from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.export import Outline, Part, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 

@@ -5,9 +5,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from bombus.deltas import CHAIN_MAX
-from bombus.parts import none_or_at_least
-from bombus.subjects import check_name
+from bombus.config.parts import none_or_at_least
+from bombus.hive.subjects import check_name
+from bombus.weights.deltas import CHAIN_MAX
 
 OBJECTS_FULL_EVERY = 16
 

@@ -6,7 +6,7 @@ Safety is in the trainer epochs (R11): an answer that comes too late costs an at
 from bombus.bus import Bus
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable
-from bombus.inbox import Done
+from bombus.hive.inbox import Done
 
 
 class Presence:

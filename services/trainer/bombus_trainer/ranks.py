@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bombus_trainer.sequences import Floats
+from bombus_trainer.data.sequences import Floats
 
 T = TypeVar("T")
 LEADER = 0

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bombus import logs
+from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
-from bombus.flags import Parser, check_range
-from bombus.process import die_with_parent
+from bombus.host.process import die_with_parent
 from bombus_trainer.cli import add_options, options_of
 from bombus_trainer.options import TrainerOptions
 

@@ -10,22 +10,22 @@ from typing import NoReturn, TypeVar
 
 from bombus import telemetry
 from bombus.bus import Bus
+from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable, EngineFault
-from bombus.events import BatchReady
 from bombus.faults import Point, reached
-from bombus.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
-from bombus.run_config import RunConfig
-from bombus.state import Phase
+from bombus.hive.events import BatchReady
+from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
+from bombus.hive.state import Phase
 from bombus_trainer.backend import Backend, BackendLost, Interrupted, Loader
-from bombus_trainer.checkpoint import Facts, Saved
-from bombus_trainer.debug_rollouts import DebugRollouts, allowed_template
+from bombus_trainer.data.reading import BusCalls, read_batch
+from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.places import keep_only
-from bombus_trainer.reading import BusCalls, read_batch
-from bombus_trainer.samples import Origin
-from bombus_trainer.tenure import RunOver, Tenure
+from bombus_trainer.ownership import RunOver, Tenure
+from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.directories import keep_only
+from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bombus.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Overlong, named
-from bombus.run_config import RunConfig
+from bombus.config.algorithms import Aggregation, Correction, Estimator, KlEstimator, Loss, Overlong, named
+from bombus.config.job import RunConfig
 
 CPU_BIN_TOKENS = 4096  # what a micro-batch on a CPU holds at most, unless its operator says more
 

@@ -16,16 +16,16 @@ import msgspec
 from bombus.bus import Bus
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import ReceivedMessage
-from bombus.deltas import DELTA_FORMAT, FULL_FILE, chain
 from bombus.errors import BombusError, Code, EngineFault, Refused
-from bombus.events import OBJECTS, Weights, WeightsReady
 from bombus.faults import Point, reached
-from bombus.inbox import Answer, Done, Refusal
+from bombus.hive.events import OBJECTS, Weights, WeightsReady
+from bombus.hive.inbox import Answer, Done, Refusal
+from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, chain
 from bombus_trainer.backend import Backend
-from bombus_trainer.export import Part, complete, digest_of, export, export_adapter, export_base, export_delta
-from bombus_trainer.held import Held
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.places import epoch_of, keep_only
+from bombus_trainer.publish.directories import epoch_of, keep_only
+from bombus_trainer.publish.export import Part, complete, digest_of, export, export_adapter, export_base, export_delta
+from bombus_trainer.publish.host_copy import Held
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bombus import logs
+from bombus.config.flags import Parser
+from bombus.config.job import RunConfig
 from bombus.errors import Refused
-from bombus.flags import Parser
-from bombus.process import PARENT_VARIABLE, die_with_parent, run_service
-from bombus.run_config import RunConfig
+from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus_trainer import service
 from bombus_trainer.backend import Backend, BackendLost
 from bombus_trainer.cli import add_options, options_of

@@ -12,8 +12,8 @@ from bombus.bus.headers import REPLY, TRACEPARENT
 from bombus.bus.publisher import Publisher
 from bombus.bus.wire import PubAck, ReceivedMessage
 from bombus.errors import BusUnavailable, Code, Refused
-from bombus.inbox import AnyAnswer, Message, Refusal, decode_answer, encode_message, kind_of
-from bombus.subjects import Subjects
+from bombus.hive.inbox import AnyAnswer, Message, Refusal, decode_answer, encode_message, kind_of
+from bombus.hive.subjects import Subjects
 
 ASK_AGAIN_S = 3.0  # longer than a slice of a claim's wait and a coordinator's takeover
 WAITING_MAX = 20_000

@@ -31,8 +31,8 @@ from bombus.bus.wire import (
     stored_from_get,
 )
 from bombus.errors import BusUnavailable, LogCorrupted
-from bombus.inbox import Answer, AnyAnswer, Message, encode_answer
-from bombus.subjects import Subjects
+from bombus.hive.inbox import Answer, AnyAnswer, Message, encode_answer
+from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 

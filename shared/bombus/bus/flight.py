@@ -24,7 +24,7 @@ from bombus.bus.headers import (
 )
 from bombus.bus.wire import Ground, PubAck, ServerRefused
 from bombus.errors import BombusError, BusUnavailable, Deposed, LogCorrupted, Refused
-from bombus.events import HIVE, EpochOpened
+from bombus.hive.events import HIVE, EpochOpened
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from bombus.subjects import Subjects
+from bombus.hive.subjects import Subjects
 
 MB = 1 << 20
 GB = 1 << 30

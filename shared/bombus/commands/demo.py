@@ -8,11 +8,11 @@ import sys
 import time
 from pathlib import Path
 
+from bombus.config.flags import check_range
 from bombus.demo import chart
 from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, Plan
 from bombus.errors import BombusError, Code, Refused
-from bombus.flags import check_range
 from bombus.sdk.job import Job
 
 BEGAN = time.monotonic()
@@ -188,8 +188,8 @@ async def _train(
 
 def _keep_weights(out: Path) -> Path:
     """The newest version as one model, out of the hive's folder, where only two versions are kept."""
-    from bombus.adapters import ADAPTER_FILE
-    from bombus.merging import save_merged
+    from bombus.weights.adapters import ADAPTER_FILE
+    from bombus.weights.merging import save_merged
 
     files = (out / "hive" / "engines").rglob("version-*/*.safetensors")
     newest = max(files, key=lambda path: path.stat().st_mtime)

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bombus.cluster import Cluster, Jobs, agreed, described, is_cluster, validated_cluster
+from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster, validated_cluster
+from bombus.config.documents import Tree, parse_job, read_job_file
+from bombus.config.flags import check_range, name_of
+from bombus.config.parts import PROCESSES_MAX
+from bombus.config.placement import check_placement
+from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
-from bombus.flags import check_range, name_of
-from bombus.job import Tree, parse_job, read_job_file
-from bombus.parts import PROCESSES_MAX
-from bombus.placement import check_placement
-from bombus.xorl import IGNORED
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # of an engine that no file describes
 

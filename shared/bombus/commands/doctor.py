@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from bombus.commands.deployment import add_deployment_arguments, deployment
-from bombus.doctor import Finding, State, examine_machine
-from bombus.doctor_deployment import examine_deployment, needed
+from bombus.host.doctor import Finding, State, examine_machine
+from bombus.host.doctor_deployment import examine_deployment, needed
 
 WIDTH = 26
 

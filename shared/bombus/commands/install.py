@@ -4,11 +4,11 @@ import argparse
 import shlex
 import sys
 
-from bombus.environments import ENVIRONMENTS, environments_folder
 from bombus.errors import EngineFault
-from bombus.hardware import nvidia_gpus
-from bombus.installing import commands, install, recipe
-from bombus.status import byte_size
+from bombus.hive.status import byte_size
+from bombus.host.environments import ENVIRONMENTS, environments_folder
+from bombus.host.hardware import nvidia_gpus
+from bombus.host.installing import commands, install, recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

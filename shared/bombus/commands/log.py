@@ -5,12 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from bombus import upkeep
 from bombus.bus import Bus
+from bombus.hive.status import byte_size
+from bombus.replay import upkeep
 from bombus.replay.export import export
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import BusSource, Source, add_source_arguments
-from bombus.status import byte_size
 
 PROGRESS_S = 2.0
 

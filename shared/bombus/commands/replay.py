@@ -8,10 +8,10 @@ SUBCOMMANDS = {
     "timeline": Command("bombus.replay.timeline", "what happened, one line an event", "server"),
     "state": Command("bombus.replay.state", "what the hive was doing at a position of its log", "server"),
     "diff": Command("bombus.replay.diff", "what changed between two positions", "server"),
-    "episode": Command("bombus.replay.episode", "an episode as a person reads it, token by token", "server"),
+    "episode": Command("bombus.replay.episode.command", "an episode as a person reads it, token by token", "server"),
     "lineage": Command("bombus.replay.lineage", "what a weights version was made of", "server"),
-    "batch": Command("bombus_trainer.replay_batch", "write the samples of a step to a file", "trainer"),
-    "train": Command("bombus_trainer.replay_train", "train a step again from the log, without inference", "trainer"),
+    "batch": Command("bombus_trainer.replay.batch", "write the samples of a step to a file", "trainer"),
+    "train": Command("bombus_trainer.replay.train", "train a step again from the log, without inference", "trainer"),
     "what-if": Command("bombus_coordinator.what_if", "make batches of the same facts by other rules", "coordinator"),
 }
 

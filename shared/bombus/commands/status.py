@@ -6,11 +6,11 @@ import json
 import sys
 
 from bombus.bus import Bus
+from bombus.bus.follow import Follower
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
-from bombus.follow import Follower
-from bombus.state import Hive
-from bombus.status import render_status, status_dict
+from bombus.hive.state import Hive
+from bombus.hive.status import render_status, status_dict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

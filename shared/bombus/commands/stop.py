@@ -5,13 +5,13 @@ import asyncio
 import sys
 import uuid
 
-from bombus import inbox
 from bombus.bus import Bus
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.commands.status import fold
+from bombus.config.flags import name_of
 from bombus.errors import BombusError, Code, Refused
-from bombus.flags import name_of
-from bombus.state import Phase
+from bombus.hive import inbox
+from bombus.hive.state import Phase
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

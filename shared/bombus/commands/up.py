@@ -6,11 +6,11 @@ from pathlib import Path
 from bombus import logs
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
-from bombus.flags import check_range
-from bombus.hive_keys import add_key_arguments, keys_for
-from bombus.layout import Layout, check_can_start, services
-from bombus.process import run_service
-from bombus.supervisor import Supervisor
+from bombus.config.flags import check_range
+from bombus.host.hive_keys import add_key_arguments, keys_for
+from bombus.host.layout import Layout, check_can_start, services
+from bombus.host.process import run_service
+from bombus.host.supervisor import Supervisor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

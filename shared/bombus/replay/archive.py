@@ -15,12 +15,11 @@ from typing import IO, Self
 
 import msgspec
 
-from bombus import snapshots
-from bombus.bus import BlobMissing, Stored
+from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.errors import LogCorrupted
-from bombus.records import CallRef
+from bombus.hive.records import CallRef
+from bombus.hive.state import Hive
 from bombus.replay.source import End, NotOnLog, Source
-from bombus.state import Hive
 
 FORMAT = 1
 FRAME_BYTES_MAX = 256 << 20

@@ -7,10 +7,10 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from bombus.config.job import RunConfig
 from bombus.errors import BombusError
-from bombus.events import BatchEpisode
-from bombus.records import CallRecord
-from bombus.run_config import RunConfig
+from bombus.hive.events import BatchEpisode
+from bombus.hive.records import CallRecord
 
 
 class NotInstalled(BombusError):
@@ -18,7 +18,7 @@ class NotInstalled(BombusError):
 
 
 class Tokenizer(Protocol):
-    """`bombus_gateway.tokenizer.Tokenizer`: what each token adds to the text, and the names of special ones."""
+    """`bombus_gateway.text.tokenizer.Tokenizer`: what each token adds to the text, and the names of special ones."""
 
     pieces: list[bytes]
     specials: dict[int, str]
@@ -26,7 +26,7 @@ class Tokenizer(Protocol):
 
 def tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
     """Raises `NotInstalled`, `EngineFault` for files that cannot be used."""
-    made: Tokenizer = _from("bombus_gateway.tokenizer", "gateway").Tokenizer(files)
+    made: Tokenizer = _from("bombus_gateway.text.tokenizer", "gateway").Tokenizer(files)
     return made
 
 
@@ -39,7 +39,7 @@ def call_advantages(group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], 
     settings = _from("bombus_trainer.settings", "trainer").TrainerSettings.of_job(job)
     if settings.estimator.over_batch:
         raise ValueError(f"{settings.estimator} normalises over the whole batch: see `bombus replay batch`")
-    batch = _from("bombus_trainer.batch", "trainer")
+    batch = _from("bombus_trainer.data.batch", "trainer")
     episodes = [
         batch.EpisodeCalls(member.episode, member.reward, tuple(records), member.call_rewards)
         for member, records in group

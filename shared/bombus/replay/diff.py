@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
+from bombus.hive.state import Hive, evolve
+from bombus.hive.status import one_line
 from bombus.replay.moments import clock
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source, add_source_arguments, check_position, state_at
-from bombus.state import Hive, evolve
-from bombus.status import one_line
 
 ENTRIES_SHOWN = 6  # of one collection, in the text; the JSON has all
 VALUE_CHARACTERS = 70

@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from bombus import events as ev
-from bombus import snapshots
-from bombus.bus import BlobMissing, Stored
-from bombus.follow import read_event
-from bombus.records import CallRef, decode_record, digest
+from bombus.bus import BlobMissing, Stored, snapshots
+from bombus.bus.follow import read_event
+from bombus.bus.snapshots import Snapshot
+from bombus.hive import events as ev
+from bombus.hive.records import CallRef, decode_record, digest
+from bombus.hive.state import FOLD, Hive
 from bombus.replay.archive import FORMAT, BlobFrame, CallFrame, EventFrame, Frame, Header, Trailer, pack
 from bombus.replay.source import Source
-from bombus.snapshots import Snapshot
-from bombus.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
 

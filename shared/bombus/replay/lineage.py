@@ -7,12 +7,12 @@ from contextlib import aclosing
 
 import msgspec
 
-from bombus import events as ev
-from bombus.events import NotedCall, Outcome
+from bombus.hive import events as ev
+from bombus.hive.events import NotedCall, Outcome
+from bombus.hive.state import Hive, evolve
+from bombus.hive.status import byte_size, one_line
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Logged, NotOnLog, Source, add_source_arguments
-from bombus.state import Hive, evolve
-from bombus.status import byte_size, one_line
 
 STEPS_SHOWN = 10
 GROUPS_SHOWN = 32

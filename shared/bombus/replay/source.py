@@ -12,15 +12,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bombus import snapshots
-from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, ServerRefused, Stored
+from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, ServerRefused, Stored, snapshots
+from bombus.bus.follow import read_event
 from bombus.bus.wire import STREAM_NOT_FOUND
 from bombus.cli import DEFAULT_NATS, URL_FILE
 from bombus.errors import BombusError, LogCorrupted
-from bombus.events import AnyEvent
-from bombus.follow import read_event
-from bombus.records import CallRecord, CallRef, decode_record
-from bombus.state import Hive, evolve
+from bombus.hive.events import AnyEvent
+from bombus.hive.records import CallRecord, CallRef, decode_record
+from bombus.hive.state import Hive, evolve
 
 CONNECT_S = 10.0
 NATS_PORT = 4222

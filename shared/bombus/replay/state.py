@@ -3,10 +3,10 @@
 import argparse
 import json
 
+from bombus.hive.status import render_status, status_dict
 from bombus.replay.moments import clock, date
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Source, add_source_arguments, state_at
-from bombus.status import render_status, status_dict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

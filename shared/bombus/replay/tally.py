@@ -1,6 +1,6 @@
 """Which episodes a log has, in a few words: for answers about one that it has not."""
 
-from bombus.events import AnyEvent, EpisodeClaimed
+from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.replay.source import NotOnLog
 
 RUNS_NAMED = 6

@@ -9,9 +9,9 @@ from typing import get_args
 
 import msgspec
 
-from bombus import events as ev
-from bombus.describe import line_of
-from bombus.events import AnyEvent, kind_of
+from bombus.hive import events as ev
+from bombus.hive.describe import line_of
+from bombus.hive.events import AnyEvent, kind_of
 from bombus.replay.moments import clock, date, moment
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Logged, Source, add_source_arguments

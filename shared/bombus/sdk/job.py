@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from bombus.job import (
+from bombus.config.documents import (
     AJET_KEYS,
     LENGTHS,
     PASSED_ON,

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from bombus import telemetry
-from bombus.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
+from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
 from bombus.sdk.core import Reply, Send
 
 CONNECTIONS_MAX = 512

@@ -1,0 +1,1 @@
+"""One model call, whatever door it came through: admission, the replica's answer, and its record."""

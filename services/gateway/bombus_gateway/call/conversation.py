@@ -1,0 +1,139 @@
+"""An episode as a tree of messages: which stored conversation does a request extend? Pure.
+
+A conversation is named by a chain of digests, one for each prefix of its messages, so the longest stored prefix of a
+request is found by looking its digests up from the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from bombus.hive.records import DIGEST_BYTES, CallRecord, CallRef, CallStatus
+
+Message = dict[str, Any]
+
+_encode = msgspec.msgpack.Encoder().encode
+_encode_sorted = msgspec.json.Encoder(order="sorted").encode
+
+
+class Node(msgspec.Struct, frozen=True, gc=False):
+    """A conversation that ends with a message that was sampled.
+
+    `tokens` (int32) are its prompt and, from token number `completion_at` on, its completion.
+    """
+
+    ref: CallRef
+    choice: int
+    tokens: bytes
+    completion_at: int = 0
+    digest: bytes = b""  # of all its messages; empty for a plain completion, which has none
+
+
+def root_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """Where a conversation's chain begins: the tools that it may use."""
+    return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
+
+
+def next_digest(before: bytes, message: Message) -> bytes:
+    """The digest of a conversation that is longer by `message`.
+
+    What says the same is the same: ids of tool calls and the spelling of their arguments do not count (harnesses make
+    their own), and neither does reasoning (harnesses leave it out).
+    """
+    calls = message.get("tool_calls") or ()
+    said = (
+        message["role"],
+        message.get("content") or "",
+        message.get("name") or "",
+        [(call["function"]["name"], _plain(call["function"]["arguments"])) for call in calls],
+    )
+    return blake2b(before + _encode(said), digest_size=DIGEST_BYTES).digest()
+
+
+def prefix_digests(root: bytes, messages: Sequence[Message]) -> list[bytes]:
+    """Digest k is that of the first k + 1 messages."""
+    digests: list[bytes] = []
+    for message in messages:
+        root = next_digest(root, message)
+        digests.append(root)
+    return digests
+
+
+def _plain(arguments: str) -> bytes | str:
+    try:
+        return _encode_sorted(msgspec.json.decode(arguments))
+    except msgspec.DecodeError:
+        return arguments
+
+
+class Conversation:
+    """The calls of one episode that this gateway knows."""
+
+    def __init__(self) -> None:
+        self.bytes = 1000  # roughly what it takes: one with no calls yet counts too
+        self.answers: dict[bytes, CallRef] = {}  # by request digest, the latest: that is what a retry asks for again
+        self.not_ours: set[bytes] = set()  # histories that the log does not have: a harness wrote them
+        self._nodes: dict[bytes, Node] = {}
+        self._plain: list[Node] = []
+        self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
+
+    def knows(self, ref: CallRef) -> bool:
+        return (ref.seq, -1) in self._by_call or (ref.seq, 0) in self._by_call
+
+    def prompt_of(self, ref: CallRef) -> bytes:
+        """The whole prompt (int32) of a call that is known here."""
+        node = self._by_call[ref.seq, 0]
+        return node.tokens[: 4 * node.completion_at]
+
+    def longest(self, digests: Sequence[bytes]) -> tuple[int, Node] | None:
+        """The stored conversation that the most messages of a request continue, and how many those are."""
+        nodes = self._nodes
+        for count in range(len(digests), 0, -1):
+            node = nodes.get(digests[count - 1])
+            if node is not None:
+                return count, node
+        return None
+
+    def longest_tokens(self, prompt: bytes) -> Node | None:
+        """The stored completion whose tokens are the longest prefix of `prompt` (int32): for plain completions."""
+        fitting = [node for node in self._plain if prompt.startswith(node.tokens)]
+        return max(fitting, key=lambda node: len(node.tokens), default=None)
+
+    def add(self, ref: CallRef, record: CallRecord, prompt: bytes, before: bytes) -> None:
+        """Remember a recorded call: the whole `prompt` (int32) and the digest of all messages `before` its answer.
+
+        Of two answers that say the same the first one stays: whoever rebuilds this from the log agrees.
+        """
+        if self.knows(ref):
+            return
+        # A call that was cut off has no answer that anybody could continue.
+        complete = record.status == CallStatus.COMPLETE
+        for index, choice in enumerate(record.choices if complete else ()):
+            tokens = prompt + choice.tokens
+            if choice.message is None:
+                node = Node(ref, index, tokens, len(prompt) // 4)
+                self._plain.append(node)
+            else:
+                node = Node(ref, index, tokens, len(prompt) // 4, next_digest(before, choice.message))
+                self._nodes.setdefault(node.digest, node)
+            self._by_call[ref.seq, index] = node
+            self.bytes += len(tokens) + 500
+        if not complete:
+            self._by_call[ref.seq, -1] = Node(ref, -1, b"")
+        elif record.request_digest:
+            self.answers[record.request_digest] = ref
+
+    def add_stored(self, ref: CallRef, record: CallRecord) -> None:
+        """Remember a call as it was read from the log, its parent having been added before.
+
+        Raises `KeyError` when the parent is not known.
+        """
+        if record.parent is None:
+            before, tokens = root_digest(record.tools), b""
+        else:
+            parent = self._by_call[record.parent.seq, record.parent_choice]
+            before, tokens = parent.digest, parent.tokens
+        digests = prefix_digests(before, record.messages)
+        self.add(ref, record, tokens + record.prompt_tail, digests[-1] if digests else before)

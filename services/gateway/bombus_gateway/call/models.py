@@ -1,0 +1,73 @@
+"""What the gateway knows of each engine's running job: its configuration and its text model, each read once."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.errors import BombusError, Code, EngineFault, Refused
+from bombus.hive.state import EngineState
+from bombus_gateway.text.rendering import TextModel
+
+log = logging.getLogger(__name__)
+
+KEPT_MAX = 8
+
+_files = msgspec.msgpack.Decoder(dict[str, bytes])
+
+
+class Models:
+    """By the digest of a configuration, and by the name of a tokenizer's blob."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
+        self._models: OrderedDict[str, TextModel] = OrderedDict()
+        self._loading = asyncio.Lock()
+
+    def job(self, engine: EngineState) -> RunConfig:
+        """The configuration of the run. Raises `Refused` when there is none."""
+        active = engine.active
+        if active is None:
+            raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
+        job = self._jobs.get(active.config_digest)
+        if job is None:
+            job = self._jobs[active.config_digest] = RunConfig.from_json(active.config)
+            _trim(self._jobs)
+        return job
+
+    async def text_model(self, engine: EngineState) -> TextModel:
+        """The tokenizer and renderer of the run. Raises `Refused` while there is none, `EngineFault` for a bad one."""
+        weights = engine.weights
+        if weights is None or not weights.weights.tokenizer:
+            raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
+        blob = weights.weights.tokenizer
+        model = self._models.get(blob)
+        if model is None:
+            async with self._loading:  # the first calls of an engine come together: one of them loads for all
+                model = self._models.get(blob) or await self._load(blob, engine.active.model if engine.active else "")
+                self._models[blob] = model
+                _trim(self._models)
+        return model
+
+    async def _load(self, blob: str, name: str) -> TextModel:
+        try:
+            files = _files.decode(await self._bus.get_blob(blob))
+        except EngineFault:
+            raise
+        except BombusError as error:
+            raise Refused(
+                Code.BUS_DOWN, f"The model's tokenizer cannot be read just now; try again. ({error})"
+            ) from error
+        except msgspec.MsgspecError as error:
+            raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error
+        log.info("loading a tokenizer", extra={"blob": blob, "model": name})
+        return await asyncio.to_thread(TextModel, files, name)
+
+
+def _trim(kept: OrderedDict[str, RunConfig] | OrderedDict[str, TextModel]) -> None:
+    while len(kept) > KEPT_MAX:
+        kept.popitem(last=False)

@@ -1,0 +1,222 @@
+"""A small HTTP/1.1 client for one kind of request: `POST /generate` at a replica, frames coming back.
+
+Connections are kept open and used again. A general client costs more than everything else a call does here.
+"""
+
+import asyncio
+from collections import defaultdict
+from contextlib import suppress
+from typing import cast
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from bombus.errors import BombusError, Code, Refused
+from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_request
+
+IDLE_CONNECTIONS_MAX = 256  # for each replica
+ERROR_BYTES_MAX = 4096
+
+Address = tuple[str, int]
+
+
+class ReplicaGone(BombusError):
+    """The replica cannot be reached, broke off in the middle, or refused: another one may do better."""
+
+
+class Generation:
+    """An answer that is coming. Read it to its end, or `abort` it."""
+
+    def __init__(self, client: "ReplicaClient", address: Address, message: bytes) -> None:
+        self._client = client
+        self._address = address
+        self._message = message
+        self._connection: _Connection | None = None
+        self._reader = FrameReader()
+        self._frames: list[Frame] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._heard = False  # anything at all of the answer
+        self._complete = False
+        self._failure = ""
+        self._may_try_again = False
+
+    async def send(self) -> None:
+        """On a connection that lay idle, or else a new one. Raises `ReplicaGone`."""
+        connection = self._client.idle_connection(self._address)
+        self._may_try_again = connection is not None
+        self._connection = connection or await self._client.connect(self._address)
+        self._connection.carry(self, self._message)
+
+    async def frames(self) -> list[Frame]:
+        """All frames that have arrived, at least one; none when the answer is complete.
+
+        Raises `ReplicaGone`, or `Refused` for what any replica would refuse.
+        """
+        while not self._frames and not self._complete:
+            if self._failure:
+                await self._try_again()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        frames, self._frames = self._frames, []
+        for frame in frames:
+            if isinstance(frame, Fault):
+                self.abort(frame.why)
+                raise _meaning(frame)
+        return frames
+
+    def abort(self, why: str) -> None:
+        """Give up: a replica stops generating when its connection goes."""
+        if not self._complete:
+            self._may_try_again = False
+            if self._connection is not None:
+                self._connection.close()
+            self.failed(why)
+
+    async def _try_again(self) -> None:
+        """A connection that lay idle may have been closed by the other side: a fresh one is tried, once."""
+        if not self._may_try_again or self._heard:
+            raise ReplicaGone(self._failure)
+        self._may_try_again = False
+        self._failure = ""
+        self._connection = await self._client.connect(self._address)
+        self._connection.carry(self, self._message)
+
+    # ---- told by the connection ---------------------------------------------------------------------------------
+
+    def heard(self, body: bytes) -> None:
+        self._heard = True
+        self._frames.extend(self._reader.feed(body))
+        self._wake()
+
+    def completed(self) -> None:
+        self._complete = True
+        self._wake()
+
+    def failed(self, why: str) -> None:
+        if not self._complete and not self._failure:
+            self._failure = why
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def _meaning(fault: Fault) -> Refused | ReplicaGone:
+    """A fault that any replica would have is a refusal of the request."""
+    code = next((code for code in Code if code == fault.code), Code.INTERNAL)
+    if fault.retry or code == Code.INTERNAL:
+        return ReplicaGone(f"the replica failed: {fault.why}")
+    return Refused(code, fault.why)
+
+
+class _Connection(asyncio.Protocol):
+    """Carries one generation at a time."""
+
+    def __init__(self, idle: "list[_Connection]") -> None:
+        self.closed = False
+        self._idle = idle
+        self._transport: asyncio.Transport | None = None
+        self._generation: Generation | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._refusal = bytearray()
+
+    def carry(self, generation: Generation, message: bytes) -> None:
+        assert self._transport is not None
+        self._generation = generation
+        self._parser = httptools.HttpResponseParser(self)
+        self._refusal.clear()
+        self._transport.write(message)
+
+    def close(self) -> None:
+        self.closed = True
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _fail(self, why: str) -> None:
+        generation, self._generation = self._generation, None
+        if generation is not None:
+            generation.failed(why)
+
+    # ---- called by asyncio and the parser -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed = True
+        if self in self._idle:
+            self._idle.remove(self)
+        self._fail(f"the replica closed the connection{f': {error}' if error else ''}")
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.MsgspecError, ValueError) as error:
+            self._fail(f"the replica's answer cannot be read: {error}")
+            self.close()
+
+    def on_body(self, body: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            self._refusal += body[: ERROR_BYTES_MAX - len(self._refusal)]
+        elif self._generation is not None:
+            self._generation.heard(body)
+
+    def on_message_complete(self) -> None:
+        generation, self._generation = self._generation, None
+        status = self._parser.get_status_code()
+        if self._parser.should_keep_alive() and not self.closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
+            self._idle.append(self)
+        else:
+            self.close()
+        if generation is None:
+            return
+        if status == 200:
+            generation.completed()
+            return
+        with suppress(ValueError, msgspec.MsgspecError):  # whoever answers for it may not speak of faults in frames
+            generation.heard(bytes(self._refusal))
+        generation.failed(f"the replica answered {status}")
+
+
+class ReplicaClient:
+    """Connections to every replica that was ever used."""
+
+    def __init__(self, connect_s_max: float) -> None:
+        self._connect_s_max = connect_s_max
+        self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
+
+    async def generate(self, url: str, request: Generate) -> Generation:
+        """Send a request to the replica at `url`. Raises `ReplicaGone` when it cannot be reached."""
+        where = urlsplit(url)
+        body = encode_request(request)
+        head = (
+            f"POST {where.path.rstrip('/')}/generate HTTP/1.1\r\nhost: {where.netloc}\r\n"
+            f"content-type: application/msgpack\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        generation = Generation(self, (where.hostname or "", where.port or 80), head.encode() + body)
+        await generation.send()
+        return generation
+
+    def idle_connection(self, address: Address) -> _Connection | None:
+        idle = self._idle[address]
+        while idle:
+            connection = idle.pop()
+            if not connection.closed:
+                return connection
+        return None
+
+    async def connect(self, address: Address) -> _Connection:
+        idle = self._idle[address]
+        try:
+            async with asyncio.timeout(self._connect_s_max):
+                _, connection = await asyncio.get_running_loop().create_connection(lambda: _Connection(idle), *address)
+        except (OSError, TimeoutError) as error:
+            raise ReplicaGone(f"no connection to the replica at {address[0]}:{address[1]}: {error}") from error
+        return connection
+
+    def close(self) -> None:
+        for idle in self._idle.values():
+            for connection in [*idle]:
+                connection.close()

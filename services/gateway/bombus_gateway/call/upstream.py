@@ -1,0 +1,124 @@
+"""Which replica answers a call: one with the right weights, and the one that knows the episode unless it is busy."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from hashlib import blake2b
+
+from bombus.bus.follow import Follower
+from bombus.errors import Code, Refused
+from bombus.hive.generation import Generate
+from bombus.hive.pacing import fitting
+from bombus.hive.state import Hive, Replica
+from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS_MAX = 3
+AVOID_S = 2.0  # a replica that could not be reached is not asked first for this long
+LEFT_S = 20.0  # a replica that is stopped in order has finished its calls by then
+CHECK_S = 1.0
+BUSIER_BY = 8  # calls that the episode's own replica may have more than the least busy one
+
+
+class Upstream:
+    """Sends generations to replicas and counts those that run."""
+
+    def __init__(self, follower: Follower, client: ReplicaClient, wait_s: float) -> None:
+        self._follower = follower
+        self._client = client
+        self._wait_s = wait_s
+        self._running: Counter[str] = Counter()
+        self._avoid: dict[str, float] = {}
+        self._open: dict[Generation, tuple[str, str]] = {}  # with engine and replica
+        self._left: dict[tuple[str, str], float] = {}  # when it was first missed
+
+    async def run(self) -> None:
+        """Until cancelled: give up the calls of replicas that have left the hive, hung ones for instance.
+
+        A connection to a process that is stopped, or to a machine that has lost its network, is silent for ever.
+        """
+        while True:
+            await asyncio.sleep(CHECK_S)
+            self.give_up_orphans(time.monotonic())
+
+    def give_up_orphans(self, now: float) -> None:
+        """As of `now`, in seconds: abort what has been open for `LEFT_S` at a replica that is no longer there."""
+        places = set(self._open.values())
+        gone = {place for place in places if place[1] not in self._follower.hive.engine(place[0]).replicas}
+        self._left = {place: self._left.get(place, now) for place in gone}
+        for generation, place in list(self._open.items()):
+            if now - self._left.get(place, now) > LEFT_S:
+                generation.abort(f"replica {place[1]} has left the hive")
+
+    async def start(self, request: Generate) -> tuple[Generation, str]:
+        """Begin at the best replica; returns the answer that is coming and the replica's name.
+
+        Whoever calls this says `finished(generation)` later. Raises `Refused` NO_REPLICA when none can be had.
+        """
+        why = "no inference replica serves this engine's weights just now"
+        for _ in range(ATTEMPTS_MAX):
+            name, replica = await self._choose(request.engine, request.run, request.episode)
+            self._running[name] += 1
+            try:
+                generation = await self._client.generate(replica.url, request)
+            except ReplicaGone as error:
+                why = str(error)
+                self._less(name)
+                self.failed(name, why)
+                continue
+            except BaseException:
+                self._less(name)
+                raise
+            self._open[generation] = (request.engine, name)
+            return generation, name
+        raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
+
+    def finished(self, generation: Generation) -> None:
+        self._less(self._open.pop(generation)[1])
+
+    def _less(self, name: str) -> None:
+        self._running[name] -= 1
+        if self._running[name] <= 0:
+            del self._running[name]
+
+    def failed(self, name: str, why: str) -> None:
+        log.warning("a replica failed", extra={"replica": name, "why": why})
+        self._avoid[name] = time.monotonic() + AVOID_S
+
+    async def _choose(self, engine: str, run: int, episode: str) -> tuple[str, Replica]:
+        def serves(hive: Hive) -> bool:
+            state = hive.engine(engine)
+            return state.run != run or bool(fitting(state, episode))
+
+        state = self._follower.hive.engine(engine)
+        candidates = fitting(state, episode)
+        if not candidates:
+            try:
+                await self._follower.wait_for(serves, self._wait_s)
+            except TimeoutError:
+                pass
+            state = self._follower.hive.engine(engine)
+            candidates = fitting(state, episode)
+        if not candidates or state.run != run:
+            raise Refused(
+                Code.NO_REPLICA,
+                f"No inference replica serves version {state.version} of engine {engine} just now; try again.",
+            )
+        now = time.monotonic()
+        good = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
+        return best(good or candidates, self._running, episode)
+
+
+def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:
+    """The episode's own replica by rendezvous hashing; the least busy one when that is full or much busier."""
+    home = max(candidates, key=lambda name: _affinity(name, episode))
+    idlest = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
+    full = running[home] >= candidates[home].capacity
+    name = idlest if full or running[home] > running[idlest] + BUSIER_BY else home
+    return name, candidates[name]
+
+
+def _affinity(name: str, episode: str) -> bytes:
+    return blake2b(f"{name}/{episode}".encode(), digest_size=8).digest()

@@ -1,0 +1,1 @@
+"""The OpenAI door: chat completions, completions and models."""

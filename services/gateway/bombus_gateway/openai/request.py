@@ -1,0 +1,346 @@
+"""What OpenAI's SDK sends: decoded strictly, and brought into one shape. Pure.
+
+A parameter that does not change what is sampled may have any value; one that would change it is obeyed or refused by
+name, never ignored.
+"""
+
+import re
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from bombus.errors import Code, Refused
+from bombus_gateway.call.conversation import Message
+
+STOPS_MAX = 16
+STOP_CHARACTERS_MAX = 256
+TOOLS_MAX = 256
+
+Unused = Any  # decoded for the sake of its name; the value is checked or does not matter
+
+
+class BadParameter(Refused):
+    """A refusal that names the parameter, as OpenAI's error bodies do."""
+
+    def __init__(self, code: Code, param: str, why: str) -> None:
+        super().__init__(code, why)
+        self.param = param
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request for completions, whichever route it came by.
+
+    `prompt` is given by plain completions, `messages` by chats. `may_call`: whether the answer is searched for calls
+    of `tools`. None stands for what was not said.
+    """
+
+    chat: bool
+    model: str
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    may_call: bool = False
+    prompt: str | list[int] = ""
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+    temperature: float | None = None
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    max_tokens: int | None = None
+
+
+class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Function(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    arguments: str = ""
+
+
+class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
+    function: _Function
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class _Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    annotations: list[Unused] | None = None
+    audio: Unused = None
+    function_call: Unused = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+_Probability = Annotated[float, Meta(gt=0, le=1)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: _Probability | None = None
+    top_k: int | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    max_tokens: _Count | None = None
+    frequency_penalty: _Penalty | None = None
+    presence_penalty: _Penalty | None = None
+    repetition_penalty: float | None = None
+    min_p: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+
+class _ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    max_completion_tokens: _Count | None = None
+    functions: list[Unused] | None = None
+    function_call: Unused = None
+    audio: Unused = None
+    modalities: list[str] | None = None
+    prediction: Unused = None
+    response_format: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    web_search_options: Unused = None
+    metadata: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    verbosity: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+
+class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
+    prompt: str | list[Unused]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+_chat = msgspec.json.Decoder(_ChatBody)
+_completion = msgspec.json.Decoder(_CompletionBody)
+_unknown = re.compile(r"unknown field `([^`]+)`")
+_place = re.compile(r" - at `\$\.?([^`]*)`$")
+
+
+def read_chat(body: bytes) -> Ask:
+    """The body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
+    try:
+        found = _chat.decode(body)
+    except msgspec.MsgspecError as error:
+        _refuse_body(error)
+    _check_common(found)
+    _check_chat(found)
+    if found.top_logprobs and not found.logprobs:
+        raise BadParameter(Code.MALFORMED, "top_logprobs", "top_logprobs needs logprobs to be true.")
+    if found.max_tokens and found.max_completion_tokens and found.max_tokens != found.max_completion_tokens:
+        raise BadParameter(
+            Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
+        )
+    tools = tuple(_tool(tool, index) for index, tool in enumerate(found.tools or ()))
+    return Ask(
+        chat=True,
+        messages=tuple([_message(message, index) for index, message in enumerate(found.messages)]),
+        tools=tools,
+        may_call=bool(tools) and found.tool_choice != "none",
+        logprobs=bool(found.logprobs),
+        top_logprobs=found.top_logprobs or 0,
+        max_tokens=found.max_completion_tokens or found.max_tokens,
+        **_shared(found),
+    )
+
+
+def read_completion(body: bytes) -> Ask:
+    """The body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
+    try:
+        found = _completion.decode(body)
+    except msgspec.MsgspecError as error:
+        _refuse_body(error)
+    _check_common(found)
+    if found.best_of not in (None, 1, found.n or 1):
+        _unsupported("best_of", "only as many completions are sampled as are returned; leave best_of out")
+    if found.echo:
+        _unsupported("echo", "prompts are not scored")
+    if found.suffix:
+        _unsupported("suffix", "text is not inserted")
+    return Ask(
+        chat=False,
+        prompt=_prompt(found.prompt),
+        logprobs=found.logprobs is not None,
+        top_logprobs=found.logprobs or 0,
+        max_tokens=found.max_tokens,
+        **_shared(found),
+    )
+
+
+def _shared(found: _Common) -> dict[str, Any]:
+    return {
+        "model": found.model,
+        "n": found.n or 1,
+        "stops": _stops(found.stop),
+        "stream": bool(found.stream),
+        "include_usage": bool(found.stream_options and found.stream_options.include_usage),
+        "temperature": found.temperature,
+        "top_p": 1.0 if found.top_p is None else found.top_p,
+        "top_k": max(found.top_k or 0, 0),
+        "seed": found.seed,
+    }
+
+
+def _refuse_body(error: msgspec.MsgspecError) -> NoReturn:
+    text = str(error)
+    unknown = _unknown.search(text)
+    place = _place.search(text)
+    where = place.group(1) if place else ""
+    if unknown:
+        name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
+        raise BadParameter(Code.UNKNOWN_FIELD, name, f"Unrecognized request argument supplied: {name}.") from None
+    if isinstance(error, msgspec.ValidationError):
+        said = _place.sub("", text)
+        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {said}.") from None
+    raise Refused(Code.MALFORMED, f"The body could not be read as JSON: {text}.") from None
+
+
+def _unsupported(param: str, why: str) -> NoReturn:
+    raise BadParameter(Code.UNSUPPORTED, param, f"{param} is not supported here: {why}.")
+
+
+def _check_common(found: _Common) -> None:
+    for name in ("frequency_penalty", "presence_penalty", "min_p"):
+        if getattr(found, name):
+            _unsupported(name, "recorded probabilities would not be those of the model; leave it out or send 0")
+    if found.repetition_penalty not in (None, 1):
+        _unsupported("repetition_penalty", "recorded probabilities would not be those of the model; leave it out")
+    if found.logit_bias:
+        _unsupported("logit_bias", "recorded probabilities would not be those of the model; leave it out")
+    if found.stream_options is not None and not found.stream:
+        raise BadParameter(Code.MALFORMED, "stream_options", "stream_options is only allowed when stream is true.")
+
+
+def _check_chat(found: _ChatBody) -> None:
+    if found.functions:
+        _unsupported("functions", "it is the old form of tools; send tools")
+    if found.function_call not in (None, "none", "auto"):
+        _unsupported("function_call", "it is the old form of tool_choice; send tools and leave it out")
+    if found.tool_choice not in (None, "auto", "none"):
+        _unsupported("tool_choice", "a call cannot be forced on the model; send 'auto' or 'none'")
+    if found.tool_choice == "auto" and not found.tools:
+        raise BadParameter(Code.MALFORMED, "tool_choice", "tool_choice is only allowed when tools are specified.")
+    if found.response_format is not None and found.response_format.get("type") != "text":
+        _unsupported("response_format", "the output is not constrained; ask for the format in the prompt")
+    if found.modalities not in (None, ["text"]):
+        _unsupported("modalities", "this is a model of text")
+    if found.reasoning_effort not in (None, "none"):
+        _unsupported("reasoning_effort", "the model's template decides; leave it out")
+    if found.verbosity not in (None, "medium"):
+        _unsupported("verbosity", "the model has no such setting; leave it out")
+    if found.service_tier not in (None, "auto", "default"):
+        _unsupported("service_tier", "there is only one; leave it out")
+    for name in ("audio", "prediction", "web_search_options"):
+        if getattr(found, name) is not None:
+            _unsupported(name, "the model has nothing of the kind; leave it out")
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > STOPS_MAX or any(not text or len(text) > STOP_CHARACTERS_MAX for text in stops):
+        raise BadParameter(
+            Code.MALFORMED,
+            "stop",
+            f"stop takes up to {STOPS_MAX} texts of 1 to {STOP_CHARACTERS_MAX} characters.",
+        )
+    return stops
+
+
+def _prompt(prompt: str | list[Any]) -> str | list[int]:
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if not prompt:
+        raise BadParameter(Code.MALFORMED, "prompt", "prompt is empty.")
+    if isinstance(prompt, list) and not all(type(token) is int and token >= 0 for token in prompt):
+        _unsupported("prompt", "send one text, or the token ids of one; several prompts are several requests")
+    return prompt
+
+
+def _message(found: _Message, index: int) -> Message:
+    """As it is stored, compared and rendered: text content, and nothing that is null."""
+    place = f"messages.{index}"
+    if found.role == "function":
+        _unsupported(f"{place}.role", "'function' is the old form of 'tool'")
+    for name in ("audio", "function_call"):
+        if getattr(found, name):
+            _unsupported(f"{place}.{name}", "only text and tool calls are understood")
+    message: Message = {"role": found.role, "content": _text(found.content, f"{place}.content")}
+    if found.refusal and not message["content"]:
+        message["content"] = found.refusal
+    if found.name:
+        message["name"] = found.name
+    if found.role == "assistant":
+        reasoning = found.reasoning_content or found.reasoning
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if found.tool_calls:
+            message["tool_calls"] = [_tool_call(call) for call in found.tool_calls]
+    elif found.tool_calls:
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
+    if found.tool_call_id is not None:
+        message["tool_call_id"] = found.tool_call_id
+    elif found.role == "tool":
+        raise BadParameter(Code.MALFORMED, f"{place}.tool_call_id", "A tool's message names the call that it answers.")
+    return message
+
+
+def _text(content: str | list[dict[str, Any]] | None, place: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        text = part.get("text" if kind == "text" else "refusal")
+        if kind not in ("text", "refusal") or not isinstance(text, str):
+            _unsupported(f"{place}.{index}", f"a content part of type {kind!r} is not text")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _tool_call(call: _ToolCall) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
+    place = f"tools.{index}"
+    if index >= TOOLS_MAX:
+        raise BadParameter(Code.MALFORMED, "tools", f"More than {TOOLS_MAX} tools.")
+    function = tool.get("function")
+    if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        _unsupported(f"{place}.type", "a tool is a function")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadParameter(Code.MALFORMED, f"{place}.function.name", "A tool has a name.")
+    kept = {key: value for key, value in function.items() if value is not None}
+    return {"type": "function", "function": kept}

@@ -1,0 +1,1 @@
+"""The swarm door: AgentJet's contract, and our own SDK on the same routes."""

@@ -1,0 +1,197 @@
+"""Bodies of the swarm door's requests.
+
+Those of the swarm contract ignore fields that they do not know, for newer clients; our own refuse them by name.
+"""
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import ClientDisconnect
+
+from bombus.errors import Code, Refused
+from bombus.hive.inbox import EpisodeResult
+
+BODY_BYTES_MAX = 4 << 20
+EPISODES_MAX = 1024  # in one request
+REWARDS_MAX = 100_000
+WAIT_S_MAX = 60.0
+
+Name = Annotated[str, Field(min_length=1, max_length=128)]
+TaskId = Annotated[str, Field(max_length=512)]
+EpisodeKind = Literal["train", "eval"]
+
+
+class ContractBody(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class OwnBody(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+# ---- the swarm contract ------------------------------------------------------------------------------------
+
+
+class SyncTrainConfig(ContractBody):
+    yaml_as_string: str
+
+
+class ThrottlePolicy(ContractBody):
+    """The client throttles itself; what the server keeps of it is the task, to show which one runs."""
+
+    current_task_id: TaskId | None = None
+
+
+class ClaimEpisode(ContractBody):
+    client_uuid: Name
+    episode_type: EpisodeKind = "train"
+    discard_episode_timeout: float = 240.0
+    throttle_policy: ThrottlePolicy | None = None
+
+
+class WorkflowOutput(ContractBody):
+    """`reward` is one number, or one for each completed call in order. A metric may be a list: its mean counts."""
+
+    reward: float | Annotated[list[float], Field(max_length=REWARDS_MAX)] | None = None
+    is_success: bool | None = None
+    metadata: dict[str, Any] = {}
+    log_metrics: dict[str, float | list[float]] = {}
+
+
+class EndEpisode(ContractBody):
+    client_uuid: Name
+    episode_uuid: Name
+    task_id: TaskId = ""
+    workflow_output: WorkflowOutput
+    declare_client_active: bool = True
+
+
+class AbortEpisode(ContractBody):
+    client_uuid: Name
+    episode_uuid: Name
+
+
+class CanContinueEpisode(ContractBody):
+    client_uuid: Name
+    episode_uuid: Name
+
+
+class AgreeSyncWeight(ContractBody):
+    client_uuid: Name
+
+
+class PushVerboseLog(ContractBody):
+    tag: str = ""
+    message: str = ""
+
+
+class ReplayLatestCall(ContractBody):
+    """Of this episode, or of the whole engine."""
+
+    episode_uuid: Annotated[str, Field(max_length=128)] = ""
+
+
+# ---- our own ------------------------------------------------------------------------------------------------
+
+
+class CompareTrainConfig(OwnBody):
+    yaml_as_string: str
+
+
+class ClaimEpisodes(OwnBody):
+    """`count` episodes, all or none. The same `claim_id` gets the same episodes, also when asked again."""
+
+    client_uuid: Name
+    claim_id: Name
+    count: Annotated[int, Field(ge=1, le=EPISODES_MAX)] = 1
+    episode_type: EpisodeKind = "train"
+    discard_episode_timeout: float = 240.0
+    wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0  # already, under this claim_id: who waits longest is next
+    task_id: TaskId = ""
+
+
+class OwnWorkflowOutput(OwnBody, WorkflowOutput):
+    model_config = OwnBody.model_config
+
+
+class EpisodeEnd(OwnBody):
+    episode_uuid: Name
+    task_id: TaskId = ""
+    workflow_output: OwnWorkflowOutput
+
+
+class EndEpisodes(OwnBody):
+    """All of these end, or none does."""
+
+    client_uuid: Name
+    episodes: Annotated[list[EpisodeEnd], Field(min_length=1, max_length=EPISODES_MAX)]
+
+
+class AbortEpisodes(OwnBody):
+    """`infra` says that no model is to blame: the episodes leave their groups' statistics."""
+
+    client_uuid: Name
+    episode_uuids: Annotated[list[Name], Field(min_length=1, max_length=EPISODES_MAX)]
+    infra: bool = False
+    detail: Annotated[str, Field(max_length=1000)] = ""
+
+
+class TouchEpisodes(OwnBody):
+    client_uuid: Name
+    episode_uuids: Annotated[list[Name], Field(min_length=1, max_length=EPISODES_MAX)]
+
+
+# ---- reading them --------------------------------------------------------------------------------------------
+
+B = TypeVar("B", bound=BaseModel)
+
+
+async def read_raw(request: Request) -> bytes:
+    """The request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
+    body = bytearray()
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES_MAX:
+                raise Refused(
+                    Code.TOO_LARGE, f"The body is over the limit of {BODY_BYTES_MAX} bytes: send less at once."
+                )
+    except ClientDisconnect:
+        raise Refused(Code.MALFORMED, "The body was cut off.") from None
+    return bytes(body)
+
+
+def parse(model: type[B], body: bytes) -> B:
+    """The body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
+    try:
+        return model.model_validate_json(body or b"{}")
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+    code = Code.MALFORMED
+    if any("reward" in problem["loc"] for problem in problems):
+        code = Code.BAD_REWARD
+    elif any(problem["type"] == "extra_forbidden" for problem in problems):
+        code = Code.UNKNOWN_FIELD
+    places = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5]]
+    raise Refused(code, "; ".join(places))
+
+
+def result_of(episode: str, task: str, output: WorkflowOutput) -> EpisodeResult:
+    """An episode's end as the inbox has it."""
+    rewards = output.reward if isinstance(output.reward, list) else None
+    means = {
+        name: sum(value) / len(value) if isinstance(value, list) else value
+        for name, value in output.log_metrics.items()
+        if value != []
+    }
+    return EpisodeResult(
+        episode=episode,
+        task=task,
+        reward=output.reward if not isinstance(output.reward, list) else None,
+        call_rewards=tuple(rewards) if rewards is not None else None,
+        is_success=output.is_success,
+        metadata=output.metadata,
+        log_metrics=means,
+    )

@@ -1,0 +1,130 @@
+"""What the swarm door tells of an engine: pure functions of its folded state, in the swarm contract's words."""
+
+import json
+from pathlib import PurePath
+from typing import Any
+
+from bombus.hive.collection import progress
+from bombus.hive.records import CallRef
+from bombus.hive.state import EngineState, Episode, Phase
+from bombus.hive.status import detail_of, noting, seconds_between
+
+View = dict[str, Any]  # a JSON object
+
+
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> View:
+    return {
+        "engine_status": engine.phase,
+        "engine_status_detail": noting(engine.failure if _failed(engine) else detail_of(engine, now_ns), refusing),
+        "global_step": engine.global_step,
+        "policy_version": engine.version,
+        "run": engine.run,
+        "failure": engine.failure,
+        "model": model_of(engine),
+    }
+
+
+def _failed(engine: EngineState) -> bool:
+    return engine.phase == Phase.OFFLINE and bool(engine.failure)
+
+
+def model_of(engine: EngineState) -> str:
+    source = engine.active or engine.configured
+    return source.model if source is not None else ""
+
+
+def _latest_activity_ns(episode: Episode) -> int:
+    return max(episode.claimed_ns, episode.last_call_ns)
+
+
+def job_differences(running: str, wanted: str) -> View:
+    """Each setting whose value is another one in the job that runs than in the wanted one, with both values.
+
+    Both are a `RunConfig`'s JSON. One from an older log may lack settings: those are not compared.
+    """
+    theirs, ours = json.loads(running), json.loads(wanted)
+    return {
+        f"{group}.{field}": {"running": value, "wanted": ours[group][field]}
+        for group, fields in theirs.items()
+        for field, value in fields.items()
+        if field in ours.get(group, {}) and value != ours[group][field]
+    }
+
+
+def episode_buffer(engine: EngineState, base_url: str) -> View:
+    """Every open episode. Never a live key: whoever may look must not be able to speak as another client."""
+    return {
+        "buffer": [
+            {
+                "episode_uuid": episode.id,
+                "episode_status": "claimed",
+                "episode_type": episode.type,
+                "openai_base_url": base_url,
+                "openai_api_key": "",
+                "client_uuid": episode.client,
+                "zmq_listen_result_addr": "",
+                "latest_activity_timestamp": _latest_activity_ns(episode) / 1e9,
+                "discard_episode_timeout": episode.discard_timeout_s,
+                "llm_call_count": len(episode.calls),
+                "debug_log": [],
+                "optional_task_id": episode.task_hint,
+            }
+            for episode in engine.open.values()
+        ]
+    }
+
+
+def pool_information(engine: EngineState, now_ns: int) -> View:
+    rules = engine.collection
+    now = progress(engine, now_ns)
+    pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}
+    running = {
+        episode.id: {
+            "episode_status": "claimed",
+            "time_since_last_activity": f"{seconds_between(_latest_activity_ns(episode), now_ns):.1f}s",
+            "discard_episode_timeout": str(episode.discard_timeout_s),
+            "llm_call_count": str(len(episode.calls)),
+            "client_uuid": episode.client,
+            "optional_task_id": episode.task_hint,
+        }
+        for episode in engine.open.values()
+    }
+    return {
+        "sample_collection_method": rules.method,
+        "completed_episodes": now.episodes,
+        "completed_episode_target": rules.episode_target,
+        "completed_tasks": now.tasks,
+        "completed_task_target": rules.batch_size,
+        "completed_non_dummy_tasks": now.non_dummy_tasks,
+        "completed_non_dummy_task_target": rules.batch_size,
+        "task_expected_num_repeat": rules.num_repeat,
+        "completed_tasks_details": {task: [done.episode for done in group] for task, group in pool.items()},
+        "completed_tasks_rewards": {task: [done.reward for done in group] for task, group in pool.items()},
+        "completed_tasks_client_uuids": {task: [done.client for done in group] for task, group in pool.items()},
+        "running_episode_details": running or None,
+        "engine_status": engine.phase,
+        "global_step": engine.global_step,
+        "booting_start_time": engine.phase_since_ns / 1e9 if engine.phase == Phase.BOOTING else None,
+    }
+
+
+def experiment_dir(engine: EngineState) -> str | None:
+    """The folder in which the run's trainer keeps its weights, as it is called there; None when there is none."""
+    weights = None if engine.weights is None else engine.weights.weights
+    return None if weights is None or weights.objects else str(PurePath(weights.where).parent)
+
+
+def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
+    """The newest complete call of an episode, or of all that the fold still holds. Sequences only grow."""
+    refs: list[CallRef] = []
+    for episode in engine.open.values():
+        if episode_id in ("", episode.id):
+            refs += [call.ref for call in episode.trainable_calls()[-1:]]
+    for completed in engine.pool.values():
+        if episode_id in ("", completed.episode):
+            refs += completed.calls[-1:]
+    for group in engine.batch.groups if engine.batch is not None else ():
+        for sealed in group.episodes:
+            if episode_id in ("", sealed.episode):
+                refs += sealed.calls[-1:]
+    return max(refs, key=lambda ref: ref.seq, default=None)

@@ -1,0 +1,1 @@
+"""Text to tokens and back: templates, tokenizers, and readers of what was sampled."""

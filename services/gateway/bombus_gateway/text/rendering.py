@@ -1,0 +1,73 @@
+"""Which renderer a model gets: our own for ChatML, the `renderers` library's for the models it knows."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from bombus.errors import EngineFault
+from bombus_gateway.call.conversation import Message
+from bombus_gateway.text.chatml import ChatML, is_chatml
+from bombus_gateway.text.tokenizer import Tokenizer
+from bombus_gateway.text.tool_calls import Delta
+
+log = logging.getLogger(__name__)
+
+CONTEXT_TOKENS_DEFAULT = 1 << 20
+
+
+class Reader(Protocol):
+    """Reads one completion while it comes. `text` is the new text, `tokens` the new ids."""
+
+    def feed(self, text: str, tokens: list[int]) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+class Renderer(Protocol):
+    """Messages to token ids.
+
+    `extend` gives only what comes behind `known` tokens (int32), whose last completion begins at `completion_at`;
+    None when the model's template would change what went before. `reader` reads what was sampled behind `prompt`
+    (int32), and looks for tool calls when it is given tools.
+    """
+
+    stop_token_ids: tuple[int, ...]
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+    def extend(
+        self,
+        known: bytes,
+        completion_at: int,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None: ...
+
+    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> Reader: ...
+
+
+class TextModel:
+    """What the gateway needs of a model. `context_tokens` is the longest sequence that it can take."""
+
+    def __init__(self, files: Mapping[str, bytes], name: str) -> None:
+        """From the files of the model's folder; `name` is the job's. Raises `EngineFault` when no renderer fits."""
+        self.tokenizer = Tokenizer(files)
+        self.renderer = choose_renderer(self.tokenizer, name)
+        limit = self.tokenizer.model_config.get("max_position_embeddings")
+        self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
+
+
+def choose_renderer(tokenizer: Tokenizer, name: str) -> Renderer:
+    """The renderer whose tokens are those of the model's own template. Raises `EngineFault` when there is none."""
+    if is_chatml(tokenizer):
+        return ChatML(tokenizer)
+    from bombus_gateway.text.library import library_renderer
+
+    found = library_renderer(tokenizer, name)
+    if found is None:
+        raise EngineFault(
+            f"no renderer fits {name!r}: its chat template is not plain ChatML, and the renderers library does not "
+            "list the model; call it by the name that it has on the hub, or train it with a ChatML template"
+        )
+    log.info("the model is rendered by the renderers library", extra={"model": name, "renderer": found.name})
+    return found

@@ -1,0 +1,1 @@
+"""Engines behind one protocol: torch, vLLM, and servers that somebody else runs."""

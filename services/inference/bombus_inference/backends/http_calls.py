@@ -1,0 +1,151 @@
+"""The open requests of an engine that answers over HTTP: a task each, which hands frames on as they come."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, suppress
+
+import httpx
+import msgspec
+
+from bombus.errors import BombusError, Code, Refused
+from bombus.hive.generation import Fault, Finished, Frame, Generate, encode_frame
+from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.protocol import Deliver, Delivery, failure
+
+log = logging.getLogger(__name__)
+
+JSON = {"content-type": "application/json"}
+ERROR_CHARS_MAX = 500
+EVENT_BYTES_MAX = 64 << 20
+
+Frames = AsyncGenerator[list[Frame], None]
+
+
+class EngineGone(BombusError):
+    """The engine cannot be reached, broke off, or said what cannot be: another replica may do better."""
+
+
+class Calls:
+    """Each is over with the last choice's `Finished`, or with a fault. At most `open_max` are open at once."""
+
+    def __init__(self, deliver: Deliver, open_max: int) -> None:
+        self._deliver = deliver
+        self._open_max = open_max
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(
+        self, ticket: int, request: Generate, run: int, limits: Limits, ask: Callable[[Generate, list[int]], Frames]
+    ) -> None:
+        """Let `ask` send a request and its prompt, if an engine of `run` with these limits may see it."""
+        try:
+            prompt = limits.check(request, run)
+            if len(self._open) >= self._open_max:
+                raise Refused(Code.OVERLOADED, f"{len(self._open)} requests are open already; ask again later")
+        except Refused as refused:
+            self.refuse(ticket, _fault_of(refused))
+            return
+        task = asyncio.create_task(self._run(ticket, request.n, ask(request, prompt)))
+        self._open[ticket] = task
+        self._none_open.clear()
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def refuse(self, ticket: int, fault: Fault) -> None:
+        self._deliver([failure(ticket, fault)])
+
+    def abort(self, ticket: int) -> None:
+        """Closes the connection, by which the engine learns of it."""
+        task = self._forget(ticket)
+        if task is not None:
+            task.cancel()
+
+    def end_all(self, fault: Fault) -> None:
+        for ticket in list(self._open):
+            self.abort(ticket)
+            self.refuse(ticket, fault)
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until none is open; false when some still are after `timeout_s`."""
+        if self._open and timeout_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._none_open.wait()
+        return not self._open
+
+    async def stop(self, fault: Fault) -> None:
+        self.end_all(fault)
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _forget(self, ticket: int) -> asyncio.Task[None] | None:
+        task = self._open.pop(ticket, None)
+        if not self._open:
+            self._none_open.set()
+        return task
+
+    async def _run(self, ticket: int, choices: int, frames: Frames) -> None:
+        try:
+            async with aclosing(frames):
+                async for made in frames:
+                    choices -= sum(isinstance(frame, Finished) for frame in made)
+                    done = choices == 0
+                    if done:
+                        self._forget(ticket)
+                    self._deliver([Delivery(ticket, b"".join(map(encode_frame, made)), done)])
+            if choices:
+                raise EngineGone("the engine broke off in the middle of an answer")
+        except Refused as refused:
+            self._fail(ticket, _fault_of(refused))
+        except (EngineGone, httpx.HTTPError, msgspec.MsgspecError) as error:
+            why = str(error) or type(error).__name__
+            log.warning("a call failed: %s", why)
+            self._fail(ticket, Fault(why=f"the replica's engine failed: {why}", code=Code.NO_REPLICA, retry=True))
+
+    def _fail(self, ticket: int, fault: Fault) -> None:
+        if self._forget(ticket) is not None:
+            self.refuse(ticket, fault)
+
+
+def _fault_of(refused: Refused) -> Fault:
+    elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
+    return Fault(why=refused.why, code=refused.code, retry=elsewhere)
+
+
+async def check_answer(response: httpx.Response) -> None:
+    """Raises `Refused` for what the engine does not accept, `EngineGone` for what it cannot do."""
+    if response.status_code == 200:
+        return
+    body = await response.aread()
+    why = f"the engine answered {response.status_code}: {body.decode(errors='replace')[:ERROR_CHARS_MAX]}"
+    if response.status_code in (400, 413, 422):
+        raise Refused(Code.MALFORMED, why)
+    raise EngineGone(why)
+
+
+async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of each server-sent event up to `[DONE]`. Raises `EngineGone` when that does not come."""
+    buffer = bytearray()
+    done = False
+    async for chunk in response.aiter_raw():
+        buffer += chunk
+        *lines, rest = buffer.split(b"\n")
+        buffer = rest
+        if len(buffer) > EVENT_BYTES_MAX:
+            raise EngineGone(f"an event is over {EVENT_BYTES_MAX} bytes")
+        for line in lines:
+            data = bytes(line[5:]).strip()
+            if line[:5] != b"data:" or not data:
+                continue
+            if data == b"[DONE]":
+                done = True  # read to its end, so that the connection can be used again
+            else:
+                yield data
+    if not done:
+        raise EngineGone("the engine broke off in the middle of a stream")

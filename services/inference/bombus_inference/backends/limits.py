@@ -1,0 +1,63 @@
+"""What a request may ask of any engine: checked before one sees it, since what one refuses may kill another."""
+
+import math
+from dataclasses import dataclass
+
+from bombus.errors import Code, Refused
+from bombus.hive.generation import Generate
+from bombus.hive.records import unpack_tokens
+
+TOP_LOGPROBS_MAX = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_model_len` is of prompt and completion in tokens; `waiting_max` of the sequences that wait for a place."""
+
+    max_model_len: int
+    vocabulary: int
+    choices_max: int
+    waiting_max: int
+
+    def check(self, request: Generate, run: int) -> list[int]:
+        """The request's prompt. Raises `Refused` for one that an engine of `run` cannot serve."""
+        if request.run != run:
+            raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
+        prompt = self._prompt(request.prompt)
+        self._check_sampling(request)
+        return prompt
+
+    def tokens_max(self, request: Generate, prompt: list[int]) -> int:
+        """How long prompt and completion may become together."""
+        asked = request.sampling.max_tokens or self.max_model_len
+        return min(len(prompt) + asked, self.max_model_len)
+
+    def _prompt(self, packed: bytes) -> list[int]:
+        if not packed or len(packed) % 4:
+            raise Refused(Code.MALFORMED, "the prompt is not a list of int32 token ids, or is empty")
+        prompt = unpack_tokens(packed)
+        if len(prompt) >= self.max_model_len:
+            raise Refused(
+                Code.PROMPT_TOO_LONG,
+                f"the prompt has {len(prompt)} tokens; this model takes {self.max_model_len} with its completion",
+            )
+        if min(prompt) < 0 or max(prompt) >= self.vocabulary:
+            raise Refused(Code.MALFORMED, f"token ids go from 0 to {self.vocabulary - 1}")
+        return prompt
+
+    def _check_sampling(self, request: Generate) -> None:
+        sampling = request.sampling
+        ranges = (
+            ("n", request.n, 1, self.choices_max),
+            ("max_tokens", sampling.max_tokens, 0, math.inf),
+            ("temperature", sampling.temperature, 0.0, 100.0),
+            ("top_k", sampling.top_k, 0, math.inf),
+            ("top_logprobs", sampling.top_logprobs, 0, TOP_LOGPROBS_MAX),
+        )
+        for name, value, low, high in ranges:
+            if not low <= value <= high:
+                raise Refused(Code.MALFORMED, f"{name} is {value}; it goes from {low} to {high}")
+        if not 0 < sampling.top_p <= 1:
+            raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
+        if request.n > self.waiting_max:
+            raise Refused(Code.MALFORMED, f"n is {request.n}; at most {self.waiting_max} can wait")

@@ -1,0 +1,1 @@
+"""A vLLM or SGLang server elsewhere, reached over HTTP."""

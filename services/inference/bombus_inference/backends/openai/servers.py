@@ -1,0 +1,126 @@
+"""The two kinds of servers elsewhere behind one small face: what they are asked, and how they get new weights."""
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+import msgspec
+from msgspec import Struct
+
+from bombus.errors import EngineFault
+from bombus.hive.generation import Generate
+from bombus_inference.backends.http_calls import JSON, EngineGone, check_answer, server_sent
+from bombus_inference.backends.openai.wire import Seen, completions_body, completions_seen, sglang_body, sglang_seen
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 10.0
+
+
+class Server(Protocol):
+    """`can_load` is whether it has a way to change its weights; `context` is its limit in tokens, 0 if not known."""
+
+    name: str
+    can_load: bool
+    context: int
+
+    def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
+        """What it says, as it comes. Raises `EngineGone`, `Refused` or `httpx.HTTPError`."""
+
+    async def load(self, folder: Path, label: str, timeout_s: float) -> None:
+        """Weights from a folder that it sees as well. Raises `EngineGone` or `httpx.HTTPError`."""
+
+
+class Model(Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class Models(Struct):
+    data: list[Model]
+
+
+class Loaded(Struct):
+    success: bool = False
+    message: str = ""
+
+
+class CompletionsServer:
+    """vLLM's, or any that takes and returns token ids as vLLM's does. Weights change by vLLM's development routes."""
+
+    name = "a server with /v1/completions"
+
+    def __init__(self, client: httpx.AsyncClient, model: Model, can_load: bool) -> None:
+        self.can_load = can_load
+        self.context = model.max_model_len or 0
+        self._client = client
+        self._model = model.id
+
+    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
+        body = completions_body(self._model, request, prompt, tokens_max)
+        async with self._client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
+            await check_answer(response)
+            if not request.stream:
+                yield completions_seen(await response.aread())
+                return
+            async for event in server_sent(response):
+                yield completions_seen(event)
+
+    async def load(self, folder: Path, label: str, timeout_s: float) -> None:
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        for path, json in (
+            ("/collective_rpc", reload),
+            ("/update_weight_version", {"new_version": label}),
+            ("/reset_prefix_cache?reset_running_requests=true", None),
+        ):
+            response = await self._client.post(path, json=json, timeout=timeout_s)
+            if response.status_code != 200 or b'"success":false' in response.content:
+                raise EngineGone(f"{path} answered {response.status_code}: {response.text[:400]}")
+
+
+class SglangServer:
+    name = "an SGLang server"
+    can_load = True
+    context = 0
+
+    def __init__(self, client: httpx.AsyncClient) -> None:
+        self._client = client
+
+    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
+        body = sglang_body(request, prompt, tokens_max)
+        response = await self._client.post("/generate", content=body, headers=JSON)
+        await check_answer(response)
+        yield sglang_seen(response.content)
+
+    async def load(self, folder: Path, label: str, timeout_s: float) -> None:
+        wanted = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        response = await self._client.post("/update_weights_from_disk", json=wanted, timeout=timeout_s)
+        if response.status_code not in (200, 400):
+            raise EngineGone(f"/update_weights_from_disk answered {response.status_code}: {response.text[:400]}")
+        loaded = msgspec.json.decode(response.content, type=Loaded)
+        if not loaded.success:
+            raise EngineGone(f"it did not load the weights: {loaded.message}")
+
+
+async def recognise(client: httpx.AsyncClient, model: str) -> Server:
+    """Which kind of server answers. Raises `EngineFault` when none does, or none that is known."""
+    where = str(client.base_url).rstrip("/")
+    try:
+        for path in ("/model_info", "/get_model_info"):
+            if (await client.get(path, timeout=LOOK_S)).status_code == 200:
+                return SglangServer(client)
+        response = await client.get("/v1/models", timeout=LOOK_S)
+        if response.status_code != 200:
+            raise EngineFault(
+                f"{where} answers {response.status_code} at /v1/models: it is no vLLM or SGLang server, or wants a key"
+            )
+        models = msgspec.json.decode(response.content, type=Models).data
+        can_load = (await client.get("/weight_info", timeout=LOOK_S)).status_code == 200
+    except (httpx.HTTPError, msgspec.MsgspecError) as error:
+        raise EngineFault(f"no server can be used at {where}: {str(error) or type(error).__name__}") from error
+    found = next((one for one in models if not model or one.id == model), None)
+    if found is None:
+        raise EngineFault(f"{where} serves {', '.join(one.id for one in models) or 'no model'}, not {model!r}")
+    return CompletionsServer(client, found, can_load)

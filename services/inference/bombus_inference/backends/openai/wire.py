@@ -1,0 +1,197 @@
+"""The words of servers elsewhere: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`. Pure translation.
+
+SGLang's are those of its documentation on the native API, sampling parameters and use for RL (docs.sglang.io).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Struct
+
+from bombus.hive.generation import Generate
+from bombus_inference.backends.answers import Portion, likeliest
+from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.vllm.wire import Problem, Usage
+
+TOKEN_PREFIX = "token_id:"
+
+_encoder = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a server says of one choice, None where it says nothing. `label` is its name for the weights."""
+
+    choice: int
+    text: str = ""
+    tokens: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+    tops: Sequence[Sequence[tuple[int, float]]] = ()
+    finish: str | None = None
+    cached: int = 0
+    label: str = ""
+
+    def portion(self, top_logprobs: int) -> Portion:
+        """Raises `EngineGone` when it lacks what a trainer needs."""
+        if self.tokens is None or self.logprobs is None:
+            raise EngineGone("the server gives no token ids, or no logprobs")
+        tops = [likeliest(row, top_logprobs) for row in self.tops] if top_logprobs else []
+        return Portion(
+            choice=self.choice,
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            tops=tops,
+            finish=self.finish,
+            cached_prompt_tokens=self.cached,
+        )
+
+
+# ---- /v1/completions ----------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Struct):
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class CompletionChoice(Struct):
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Completion(Struct):
+    choices: list[CompletionChoice] = []
+    usage: Usage | None = None
+    error: Problem | None = None
+
+
+_completions = msgspec.json.Decoder(Completion)
+
+
+def completions_body(model: str, request: Generate, prompt: list[int], tokens_max: int) -> bytes:
+    """`tokens_max` is of prompt and completion together."""
+    sampling = request.sampling
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": prompt,
+        "n": request.n,
+        "max_tokens": tokens_max - len(prompt),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop_token_ids": sampling.stop_token_ids,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": sampling.top_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "stream": request.stream,
+    }
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    return _encoder.encode(body)
+
+
+def completions_seen(data: bytes) -> list[Seen]:
+    """Of one event or answer. Raises `EngineGone`."""
+    answer = _completions.decode(data)
+    if answer.error is not None:
+        raise EngineGone(answer.error.message)
+    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+    cached = (details.cached_tokens or 0) if details is not None else 0
+    return [_completion_seen(choice, cached) for choice in answer.choices]
+
+
+def _completion_seen(choice: CompletionChoice, cached: int) -> Seen:
+    given = choice.logprobs
+    logprobs = None if given is None or None in given.token_logprobs else [one or 0.0 for one in given.token_logprobs]
+    return Seen(
+        choice=choice.index,
+        text=choice.text,
+        tokens=choice.token_ids,
+        logprobs=logprobs,
+        tops=[_by_token(row or {}) for row in (given.top_logprobs or [])] if given is not None else [],
+        finish=choice.finish_reason,
+        cached=cached,
+    )
+
+
+def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
+    try:
+        return [(int(token.removeprefix(TOKEN_PREFIX)), logprob) for token, logprob in row.items()]
+    except ValueError as error:
+        raise EngineGone("the alternatives are words, not token ids") from error
+
+
+# ---- SGLang's /generate -------------------------------------------------------------------------------------------
+
+Scored = tuple[float, int, str | None]
+
+
+class SglangFinish(Struct):
+    type: str = ""
+    message: str = ""
+
+
+class SglangMeta(Struct):
+    finish_reason: SglangFinish | None = None
+    output_token_logprobs: list[Scored] | None = None
+    output_top_logprobs: list[list[Scored] | None] | None = None
+    cached_tokens: int = 0
+    weight_version: str | None = None
+
+
+class SglangChoice(Struct):
+    text: str = ""
+    meta_info: SglangMeta = msgspec.field(default_factory=SglangMeta)
+
+
+_sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
+
+
+def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
+    """Not streamed, since what a portion holds depends on the server's options. It has no seed of its own a request."""
+    sampling = request.sampling
+    parameters: dict[str, object] = {
+        "n": request.n,
+        "max_new_tokens": tokens_max - len(prompt),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "stop_token_ids": sampling.stop_token_ids,
+        "skip_special_tokens": False,
+    }
+    body = {
+        "input_ids": prompt,
+        "sampling_params": parameters,
+        "return_logprob": True,
+        "top_logprobs_num": sampling.top_logprobs,
+        "stream": False,
+    }
+    return _encoder.encode(body)
+
+
+def sglang_seen(data: bytes) -> list[Seen]:
+    """The sampled ids are those that have logprobs: `output_ids` may lack a stop token."""
+    answer = _sglang.decode(data)
+    choices = answer if isinstance(answer, list) else [answer]
+    return [_sglang_seen(number, choice) for number, choice in enumerate(choices)]
+
+
+def _sglang_seen(number: int, choice: SglangChoice) -> Seen:
+    meta = choice.meta_info
+    scored = meta.output_token_logprobs
+    return Seen(
+        choice=number,
+        text=choice.text,
+        tokens=None if scored is None else [token for _, token, _ in scored],
+        logprobs=None if scored is None else [logprob for logprob, _, _ in scored],
+        tops=[[(token, logprob) for logprob, token, _ in row or []] for row in meta.output_top_logprobs or []],
+        finish="abort" if meta.finish_reason is None else meta.finish_reason.type,
+        cached=meta.cached_tokens,
+        label=meta.weight_version or "",
+    )

@@ -1,0 +1,235 @@
+"""Attention over a paged KV cache, plugged into transformers' own models through its attention interface.
+
+One forward pass takes the new tokens of all sequences in one row. Each layer first writes the keys and values of
+all of them into the cache and then attends, so a sequence may use a block that another one fills in the same pass.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+from transformers.modeling_utils import AttentionInterface
+
+from bombus.errors import EngineFault
+from bombus_inference.backends.torch.pool import Chunk, KvPool
+from bombus_inference.backends.torch.rows import LaneStep, Rows
+
+NAME = "bombus_paged"
+SHORT_CONTEXT_TOKENS = 256  # below this, padding costs less than one more kernel call
+SHORT_QUERY_TOKENS = 16
+RECTANGLE_MAX = 1 << 22  # elements of one bucket's mask
+
+
+def register() -> None:
+    """Make `attn_implementation="bombus_paged"` known to transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, paged_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Chunks that attend as one rectangle: B rows of up to Q new tokens over up to L tokens of context.
+
+    `pad_BQ` maps the rectangle to this bucket's tokens and `take_T` back; None where it has no gaps.
+    """
+
+    first: int
+    tokens: int
+    rows: int
+    table_N: Tensor
+    mask: Tensor  # [B, 1, Q, L], or [B, 1, G * Q, L] where query heads are folded into rows
+    pad_BQ: Tensor | None
+    take_T: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward pass: its tokens in one row, where their keys and values go, and who attends to what."""
+
+    pool: KvPool
+    order: list[int]  # chunk numbers, in the order of their tokens
+    tokens_1T: Tensor
+    positions_1T: Tensor
+    slots_T: Tensor
+    lanes: list[LaneStep]
+    buckets: list[Bucket]
+
+
+def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[Chunk], heads: int) -> Plan:
+    """Lay out `chunks` for one forward pass of a model with `heads` query heads: lanes first, then buckets."""
+    device = pool.layers[0].device
+    groups = heads // pool.kv_heads
+    order: list[int] = []
+    lanes: list[LaneStep] = []
+    buckets: list[Bucket] = []
+    tokens = 0
+    rest = list(range(len(chunks)))
+    if rows is not None:
+        by_lane, rest = rows.place(chunks)
+        for capacity, members in by_lane.items():
+            lanes.append(rows.step(capacity, [chunks[number] for number in members], len(order)))
+            order += members
+            tokens += len(members)
+    for members in _buckets(chunks, rest, groups):
+        bucket = _bucket([chunks[number] for number in members], tokens, pool, groups, device)
+        buckets.append(bucket)
+        order += members
+        tokens += bucket.tokens
+    return _laid_out(pool, chunks, order, lanes, buckets)
+
+
+def _laid_out(
+    pool: KvPool, chunks: Sequence[Chunk], order: list[int], lanes: list[LaneStep], buckets: list[Bucket]
+) -> Plan:
+    device = pool.layers[0].device
+    size = pool.block_tokens
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for number in order:
+        chunk = chunks[number]
+        blocks = chunk.blocks
+        tokens += chunk.tokens
+        positions += range(chunk.start, chunk.end)
+        slots += [blocks[at // size] * size + at % size for at in range(chunk.start, chunk.end)]
+    return Plan(
+        pool=pool,
+        order=order,
+        tokens_1T=torch.tensor([tokens], device=device),
+        positions_1T=torch.tensor([positions], device=device),
+        slots_T=torch.tensor(slots, device=device),
+        lanes=lanes,
+        buckets=buckets,
+    )
+
+
+def _buckets(chunks: Sequence[Chunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
+    """Put chunks of similar shape together, so that little is padded. Single tokens never share with longer chunks."""
+    members: list[int] = []
+    queries = shortest = longest = 0
+    for number in sorted(numbers, key=lambda number: _shape(chunks[number]), reverse=True):
+        chunk = chunks[number]
+        count = len(chunk.tokens)
+        if members:
+            low, high = min(shortest, chunk.end), max(longest, chunk.end)
+            area = (len(members) + 1) * queries * groups * high
+            alike = count.bit_length() == queries.bit_length() or 1 < count <= queries <= SHORT_QUERY_TOKENS
+            fits = (
+                alike and (low * 2 >= high or high <= SHORT_CONTEXT_TOKENS) and (queries == 1 or area <= RECTANGLE_MAX)
+            )
+            if not fits:
+                yield members
+                members = []
+        if members:
+            queries, shortest, longest = max(queries, count), low, high
+        else:
+            queries, shortest, longest = count, chunk.end, chunk.end
+        members.append(number)
+    if members:
+        yield members
+
+
+def _shape(chunk: Chunk) -> tuple[int, int]:
+    return len(chunk.tokens).bit_length(), chunk.end
+
+
+def _bucket(chunks: Sequence[Chunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
+    rows = len(chunks)
+    size = pool.block_tokens
+    counts = [len(chunk.tokens) for chunk in chunks]
+    queries = max(counts)
+    width = (max(chunk.end for chunk in chunks) + size - 1) // size
+    table: list[int] = []
+    reach: list[int] = []  # the last position that each query may see; a padded one sees the first
+    for chunk, count in zip(chunks, counts):
+        used = (chunk.end + size - 1) // size
+        table += chunk.blocks[:used]
+        table += [0] * (width - used)
+        reach += range(chunk.start, chunk.end)
+        reach += [0] * (queries - count)
+    reach_BQ = torch.tensor(reach, device=device).view(rows, queries)
+    hidden_BQL = torch.arange(width * size, device=device) > reach_BQ[:, :, None]
+    mask = torch.zeros(hidden_BQL.shape, dtype=pool.layers[0].dtype, device=device)
+    mask = mask.masked_fill_(hidden_BQL, -torch.inf)[:, None]
+    if groups > 1 and queries > 1 and rows > 1:
+        mask = mask.expand(rows, groups, queries, -1).reshape(rows, 1, groups * queries, -1)
+    ragged = any(count != queries for count in counts)
+    pad, take = _gaps(counts, queries, device) if ragged else (None, None)
+    return Bucket(first, sum(counts), rows, torch.tensor(table, device=device), mask, pad, take)
+
+
+def _gaps(counts: list[int], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    pad: list[int] = []
+    take: list[int] = []
+    at = 0
+    for row, count in enumerate(counts):
+        pad += range(at, at + count)
+        pad += [at] * (queries - count)
+        take += range(row * queries, row * queries + count)
+        at += count
+    return torch.tensor(pad, device=device), torch.tensor(take, device=device)
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    kv_plan: Plan,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    pool = kv_plan.pool
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    pool.write(layer, kv_plan.slots_T, key, value)
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    parts: list[Tensor] = []
+    for lane in kv_plan.lanes:
+        lane.write(layer, key, value)
+        parts.append(lane.attend(query[0, :, lane.first : lane.first + lane.tokens], layer, scaling))
+    for bucket in kv_plan.buckets:
+        here = query[:, :, bucket.first : bucket.first + bucket.tokens]
+        parts.append(_attend(here, bucket, pool, layer, scaling))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
+
+
+def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scaling: float) -> Tensor:
+    """One bucket's attention: [T, H, D]."""
+    keys, values = pool.gather(layer, bucket.table_N, bucket.rows)
+    heads, dim = query_1HTD.shape[1], query_1HTD.shape[3]
+    groups = heads // pool.kv_heads
+    query_HTD = query_1HTD[0]
+    if bucket.pad_BQ is not None:
+        query_HTD = query_HTD.index_select(1, bucket.pad_BQ)
+    query = query_HTD.view(heads, bucket.rows, -1, dim).transpose(0, 1)  # [B, H, Q, D]
+    queries = query.shape[2]
+    if groups > 1 and bucket.rows == 1:
+        # The key and value heads become the batch, and each is seen by its query heads without being copied.
+        query = query.reshape(pool.kv_heads, groups, queries, dim)
+        keys, values = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (keys, values))
+    elif groups > 1:
+        query = query.reshape(bucket.rows, pool.kv_heads, groups * queries, dim)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bucket.mask, scale=scaling)
+    out_BQHD = out.reshape(bucket.rows, heads, queries, dim).transpose(1, 2)
+    out_THD = out_BQHD.reshape(bucket.rows * queries, heads, dim)
+    return out_THD if bucket.take_T is None else out_THD.index_select(0, bucket.take_T)
+
+
+def check_supported(config: PretrainedConfig) -> None:
+    """Raises `EngineFault` for models whose attention or head does more than this engine computes."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        raise EngineFault(f"this engine attends to the whole context; the model has layers of {sorted(kinds)}")
+    for field in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(config, field, None) not in (None, 1, 1.0):
+            raise EngineFault(f"models with {field} are not supported by this engine")
+    if getattr(config, "num_key_value_heads", None) is None:
+        raise EngineFault(f"{config.model_type} models are not supported by this engine")

@@ -1,0 +1,256 @@
+"""The engine: requests in, frames out, one forward pass a step. Synchronous, and used from one thread at a time."""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.generation import Fault, Frame, Generate
+from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.torch.attention import check_supported, plan_pass
+from bombus_inference.backends.torch.cache import Blocks
+from bombus_inference.backends.torch.patching import Patch, apply_patches
+from bombus_inference.backends.torch.pool import KvPool
+from bombus_inference.backends.torch.rows import Rows
+from bombus_inference.backends.torch.sampling import Drawn, draw
+from bombus_inference.backends.torch.scheduler import Scheduler, Work
+from bombus_inference.backends.torch.sequences import Sequence
+from bombus_inference.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one step made for one request. After `done` nothing more comes for this ticket."""
+
+    ticket: int
+    frames: list[Frame]
+    done: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counts since the engine was made, and how full it is now."""
+
+    steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    cached_tokens: int
+    preemptions: int
+    swaps: int
+    running: int
+    waiting: int
+    blocks: int
+    blocks_held: int
+
+
+class Engine:
+    """Serves one policy version at a time. `model` was loaded with the attention of `attention.NAME`.
+
+    Sequences end at the least of the model's limit, `job_tokens` and the settings' `max_model_len`; where that is not
+    set also at what the cache holds: a longer one would make room for itself for ever. Raises `EngineFault` for a model
+    that is not supported, or a cache that does not hold a sequence of `max_model_len`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        settings: EngineSettings,
+        *,
+        run: int,
+        version: int,
+        job_tokens: int | None = None,
+    ) -> None:
+        config = model.config
+        check_supported(config)
+        self.settings = settings
+        self.run = run
+        self.version = version
+        self._model = model
+        self._decoder = model.get_decoder()
+        self._head = model.get_output_embeddings()
+        self._heads = int(config.num_attention_heads)
+        like = next(model.parameters())
+        by_rows = like.device.type == "cpu" and like.dtype == torch.float32
+        pool_bytes = settings.cache_bytes // 2 if by_rows else settings.cache_bytes
+        block_bytes = KvPool.block_bytes(config, settings.block_tokens, like.dtype)
+        count = pool_bytes // block_bytes
+        context = int(config.max_position_embeddings)
+        self.max_model_len = self._longest(settings.length_within(context, job_tokens or context), count, block_bytes)
+        self.limits = Limits(
+            max_model_len=self.max_model_len,
+            vocabulary=int(config.vocab_size),
+            choices_max=settings.choices_max,
+            waiting_max=settings.max_waiting,
+        )
+        self._pool = KvPool(config, count, settings.block_tokens, like)
+        self._rows = Rows(self._pool, settings.cache_bytes - pool_bytes) if by_rows else None
+        self.blocks = Blocks(count, settings.block_tokens)
+        self._scheduler = Scheduler(
+            self.blocks, max_running=settings.max_running, prefill_tokens_max=settings.prefill_tokens_max
+        )
+        self._open: dict[int, list[Sequence]] = {}
+        self._steps = self._prefill_tokens = self._decode_tokens = self._swaps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(
+            steps=self._steps,
+            prefill_tokens=self._prefill_tokens,
+            decode_tokens=self._decode_tokens,
+            cached_tokens=self._scheduler.cached_tokens,
+            preemptions=self._scheduler.preemptions,
+            swaps=self._swaps,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            blocks=self.blocks.count,
+            blocks_held=self.blocks.held,
+        )
+
+    def add(self, ticket: int, request: Generate) -> None:
+        """Queue a request under a ticket of the caller's own. Raises `Refused` for one that cannot be served."""
+        prompt = self.limits.check(request, self.run)
+        if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
+            raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
+        tokens_max = self.limits.tokens_max(request, prompt)
+        sequences = [Sequence(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
+        self._open[ticket] = sequences
+        self._scheduler.waiting.extend(sequences)
+
+    def abort(self, ticket: int) -> None:
+        """Forget a request; one that is over or was never there is no error."""
+        self._scheduler.drop(self._open.pop(ticket, ()))
+
+    def step(self) -> list[Output]:
+        """One forward pass and one token for every sequence whose prompt is through."""
+        work = self._scheduler.next_work()
+        if not work:
+            return []
+        self._steps += 1
+        ready, drawn = self._compute(work)
+        finished: list[Sequence] = []
+        broken: set[int] = set()
+        for sequence, token, logprob, top in zip(ready, drawn.tokens, drawn.logprobs, drawn.tops):
+            if math.isfinite(logprob):
+                sequence.accept(token, logprob, top, self.version)
+                if sequence.finish is not None:
+                    finished.append(sequence)
+            else:
+                broken.add(sequence.ticket)
+        self._scheduler.drop(finished)
+        return self._outputs(ready, broken)
+
+    @torch.no_grad()
+    def swap_weights(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
+        """Serve other weights from the next step on. `state` has the model's own names, types and device.
+
+        Running sequences go on with the keys and values that they have; their tokens from here on carry the new
+        version. Raises `EngineFault`, having changed nothing, when names or shapes are not the model's.
+        """
+        parameters = dict(self._model.named_parameters())
+        missing = [name for name in parameters if name not in state]
+        if missing:
+            raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
+        for name, parameter in parameters.items():
+            if state[name].shape != parameter.shape:
+                raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(parameter.shape)}")
+        for name, parameter in parameters.items():
+            parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
+        self._changed(version, run)
+
+    def patch_weights(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+        """As `swap_weights`, but only what `patches` change. Raises `EngineFault`, having changed nothing."""
+        apply_patches(dict(self._model.named_parameters()), patches)
+        self._changed(version, run)
+
+    def _changed(self, version: int, run: int) -> None:
+        self._scheduler.weights_changed()
+        self.version = version
+        self.run = run
+        self._swaps += 1
+
+    def _compute(self, work: Work) -> tuple[list[Sequence], Drawn]:
+        """The forward pass, and a token for each sequence that has all of its keys and values."""
+        with torch.inference_mode():
+            plan = plan_pass(self._pool, self._rows, [chunk for _, chunk in work], self._heads)
+            hidden_1TD = self._decoder(
+                input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
+            ).last_hidden_state
+            ready: list[Sequence] = []
+            rows: list[int] = []
+            at = -1
+            for number in plan.order:
+                sequence, chunk = work[number]
+                at += len(chunk.tokens)
+                if sequence.started and len(chunk.tokens) == 1:
+                    self._decode_tokens += 1
+                else:
+                    self._prefill_tokens += len(chunk.tokens)
+                if sequence.missing == 0:
+                    ready.append(sequence)
+                    rows.append(at)
+            if not ready:
+                return ready, Drawn([], [], [])
+            hidden_TD = hidden_1TD[0]
+            if len(rows) < hidden_TD.shape[0]:
+                hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
+            return ready, draw(self._head(hidden_TD), [sequence.draw() for sequence in ready])
+
+    def _outputs(self, ready: Iterable[Sequence], broken: set[int]) -> list[Output]:
+        frames: dict[int, list[Frame]] = {}
+        for sequence in ready:
+            made = sequence.take_frames()
+            if made:
+                frames.setdefault(sequence.ticket, []).extend(made)
+        outputs: list[Output] = []
+        for ticket in broken:
+            frames.pop(ticket, None)
+            self.abort(ticket)
+            why = f"the model's logits are not finite at version {self.version}"
+            outputs.append(Output(ticket, [Fault(why=why, code=Code.INTERNAL)], done=True))
+        if broken:
+            self._wipe()
+        for ticket, its_frames in frames.items():
+            done = all(sequence.finish is not None for sequence in self._open[ticket])
+            if done:
+                del self._open[ticket]
+            outputs.append(Output(ticket, its_frames, done))
+        return outputs
+
+    def _wipe(self) -> None:
+        """Masked positions are read too, and NaN times nothing is NaN: it must not lie about in free memory."""
+        self.blocks.forget_all()
+        self._pool.wipe([block for block in range(self.blocks.count) if not self.blocks.holders(block)])
+        if self._rows is not None:
+            self._rows.clear()
+
+    def _longest(self, wanted: int, count: int, block_bytes: int) -> int:
+        """How long one sequence may become, of the `wanted` tokens, when there are `count` blocks."""
+        size = self.settings.block_tokens
+        holds, needed = count * size - 1, wanted // size + 1
+        if wanted <= holds:
+            return wanted
+        if self.settings.max_model_len is not None or holds < 2:
+            raise EngineFault(
+                f"kv_cache_bytes is {self.settings.cache_bytes}, of which {count * block_bytes} are for blocks; one "
+                f"sequence of {wanted} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
+            )
+        log.warning(
+            "sequences end at %d tokens and not at the job's %d: the KV cache of %d MiB holds no longer one; give the "
+            "replica more with --kv-cache-mb",
+            holds,
+            wanted,
+            self.settings.cache_bytes >> 20,
+            extra={"run": self.run},
+        )
+        return holds

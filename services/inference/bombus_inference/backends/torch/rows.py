@@ -1,0 +1,223 @@
+"""A second home for the keys and values of sequences that decode, laid out for the CPU's matrix products.
+
+Gathering a sequence's blocks costs as much as attending to them. So each decoding sequence gets a row, filled once
+from its blocks and then one token longer with each step, and a step attends to all rows at once without a copy. Rows
+of similar length share a lane. The blocks stay complete: a row may be dropped at any time.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bombus_inference.backends.torch.pool import Chunk, KvPool
+
+CAPACITY_MIN = 64
+SPARE_TOKENS = 16  # a new row has at least this much room to grow
+ROWS_MIN = 8
+
+
+@dataclass(slots=True)
+class Lane:
+    """Rows of one capacity: keys [rows, kv_heads, head_dim, capacity] a layer, values with the last two swapped."""
+
+    capacity: int
+    keys: list[Tensor]
+    values: list[Tensor]
+    free: list[int] = field(default_factory=list)  # a heap: low rows are used first, so that few gaps are computed
+    used: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.keys[0].shape[0]
+
+
+@dataclass(slots=True)
+class _Row:
+    lane: Lane
+    number: int
+    filled: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneStep:
+    """The next token of each of a lane's sequences. Rows without one are computed and thrown away.
+
+    `pad_R` maps the rows [0, top) to this step's tokens (None without gaps), `rows_T` the tokens to their rows.
+    """
+
+    first: int
+    tokens: int
+    lane: Lane
+    top: int
+    rows_T: Tensor
+    positions_T: Tensor
+    mask: Tensor  # [top * kv_heads, 1, length]
+    pad_R: Tensor | None
+
+    def write(self, layer: int, key_1HTD: Tensor, value_1HTD: Tensor) -> None:
+        here = slice(self.first, self.first + self.tokens)
+        self.lane.keys[layer][self.rows_T, :, :, self.positions_T] = key_1HTD[0, :, here].transpose(0, 1)
+        self.lane.values[layer][self.rows_T, :, self.positions_T] = value_1HTD[0, :, here].transpose(0, 1)
+
+    def attend(self, query_HTD: Tensor, layer: int, scaling: float) -> Tensor:
+        """[T, H, D]. Query heads that share a key head are the rows of one small matrix product."""
+        keys, values = self.lane.keys[layer], self.lane.values[layer]
+        heads, dim = query_HTD.shape[0], query_HTD.shape[2]
+        batch = self.top * keys.shape[1]
+        length = self.mask.shape[2]
+        query_RHD = query_HTD.transpose(0, 1)
+        if self.pad_R is not None:
+            query_RHD = query_RHD.index_select(0, self.pad_R)
+        query = query_RHD.reshape(batch, -1, dim)
+        keys_flat = keys[: self.top].view(batch, dim, -1)[:, :, :length]
+        scores = torch.baddbmm(self.mask, query, keys_flat, alpha=scaling)
+        shares = torch.softmax(scores, dim=-1)
+        out = torch.bmm(shares, values[: self.top].view(batch, -1, dim)[:, :length])
+        out_RHD = out.view(self.top, heads, dim)
+        return out_RHD if self.pad_R is None else out_RHD.index_select(0, self.rows_T)
+
+
+class Rows:
+    """Gives rows to sequences within `bytes_max`; who gets none is served from its blocks."""
+
+    def __init__(self, pool: KvPool, bytes_max: int) -> None:
+        self._pool = pool
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._lanes: dict[int, Lane] = {}
+        self._rows: dict[object, _Row] = {}
+        self._ends: dict[object, int] = {}  # how far the pass before computed each sequence
+
+    def place(self, chunks: Sequence[Chunk]) -> tuple[dict[int, list[int]], list[int]]:
+        """The numbers of the chunks that have a row, by their lanes' capacity and in the order of rows; the others.
+
+        A row is given with the second single token: blocks that are filled in this very pass cannot be copied yet.
+        Whoever had one and computes no next token in this pass loses it.
+        """
+        ends, self._ends = self._ends, {chunk.owner: chunk.end for chunk in chunks}
+        here = {chunk.owner for chunk in chunks}
+        for owner in [owner for owner in self._rows if owner not in here]:
+            self._leave(owner)
+        by_lane: dict[int, list[int]] = {}
+        rest: list[int] = []
+        for number, chunk in enumerate(chunks):
+            goes_on = len(chunk.tokens) == 1 and ends.get(chunk.owner) == chunk.start
+            row = self._row_for(chunk) if goes_on else None
+            if row is None:
+                rest.append(number)
+            else:
+                by_lane.setdefault(row.lane.capacity, []).append(number)
+        for members in by_lane.values():
+            members.sort(key=lambda number: self._rows[chunks[number].owner].number)
+        return by_lane, rest
+
+    def step(self, capacity: int, chunks: Sequence[Chunk], first: int) -> LaneStep:
+        """The step of a lane for these of its sequences, given in the order of their rows."""
+        lane = self._lanes[capacity]
+        device = lane.keys[0].device
+        numbers = [self._rows[chunk.owner].number for chunk in chunks]
+        top = numbers[-1] + 1
+        size = self._pool.block_tokens
+        length = min((max(chunk.end for chunk in chunks) + size - 1) // size * size, capacity)
+        reach = [0] * top  # a gap sees its first position: nobody reads what comes of it
+        pad = [0] * top
+        for index, (number, chunk) in enumerate(zip(numbers, chunks)):
+            reach[number] = chunk.start
+            pad[number] = index
+        hidden_RL = torch.arange(length, device=device) > torch.tensor(reach, device=device)[:, None]
+        mask_RL = torch.zeros(hidden_RL.shape, device=device).masked_fill_(hidden_RL, -torch.inf)
+        return LaneStep(
+            first=first,
+            tokens=len(chunks),
+            lane=lane,
+            top=top,
+            rows_T=torch.tensor(numbers, device=device),
+            positions_T=torch.tensor([chunk.start for chunk in chunks], device=device),
+            mask=mask_RL.repeat_interleave(self._pool.kv_heads, dim=0)[:, None],
+            pad_R=torch.tensor(pad, device=device) if top > len(chunks) else None,
+        )
+
+    def clear(self) -> None:
+        """Forget all rows and what they held."""
+        self._rows.clear()
+        self._ends.clear()
+        self._lanes.clear()
+        self._bytes = 0
+
+    def _row_for(self, chunk: Chunk) -> _Row | None:
+        row = self._rows.get(chunk.owner)
+        if row is not None and row.filled == chunk.start and chunk.end <= row.lane.capacity:
+            row.filled = chunk.end
+            return row
+        if row is not None:
+            self._leave(chunk.owner)
+        lane = self._lane_with_room(chunk.end + SPARE_TOKENS)
+        if lane is None:
+            return None
+        row = _Row(lane, heapq.heappop(lane.free), chunk.end)
+        lane.used += 1
+        self._rows[chunk.owner] = row
+        self._fill(row, chunk)
+        return row
+
+    def _fill(self, row: _Row, chunk: Chunk) -> None:
+        size = self._pool.block_tokens
+        used = chunk.blocks[: (chunk.start + size - 1) // size]
+        table = torch.tensor(used, dtype=torch.long, device=row.lane.keys[0].device)
+        for layer, (keys, values) in enumerate(zip(row.lane.keys, row.lane.values)):
+            key, value = self._pool.gather(layer, table, rows=1)
+            keys[row.number, :, :, : chunk.start] = key[0, :, : chunk.start].transpose(1, 2)
+            values[row.number, :, : chunk.start] = value[0, :, : chunk.start]
+
+    def _leave(self, owner: object) -> None:
+        row = self._rows.pop(owner)
+        row.lane.used -= 1
+        heapq.heappush(row.lane.free, row.number)
+
+    def _lane_with_room(self, tokens: int) -> Lane | None:
+        capacity = max(CAPACITY_MIN, 1 << (tokens - 1).bit_length())
+        lane = self._lanes.get(capacity)
+        if lane is None or not lane.free:
+            lane = self._widen(capacity, lane)
+        return lane
+
+    def _widen(self, capacity: int, lane: Lane | None) -> Lane | None:
+        """A lane with twice the rows, or None when that is over the limit even without the lanes that nobody uses."""
+        before = 0 if lane is None else lane.rows
+        rows = max(ROWS_MIN, before * 2)
+        wanted = self._lane_bytes(capacity, rows)  # the old rows stay until they are copied
+        if self._bytes + wanted > self._bytes_max:
+            self._drop_unused()
+        if self._bytes + wanted > self._bytes_max:
+            return None
+        wide = Lane(capacity, *self._tensors(capacity, rows))
+        if lane is None:
+            self._lanes[capacity] = lane = wide
+        else:
+            for side, wider in ((lane.keys, wide.keys), (lane.values, wide.values)):
+                for layer, tensor in enumerate(wider):
+                    tensor[:before] = side[layer]
+                    side[layer] = tensor
+        for number in range(before, rows):
+            heapq.heappush(lane.free, number)
+        self._bytes += wanted - self._lane_bytes(capacity, before)
+        return lane
+
+    def _tensors(self, capacity: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
+        pool = self._pool
+        like = pool.layers[0]
+        keys = (rows, pool.kv_heads, pool.head_dim, capacity)
+        values = (rows, pool.kv_heads, capacity, pool.head_dim)
+        return [like.new_zeros(keys) for _ in pool.layers], [like.new_zeros(values) for _ in pool.layers]
+
+    def _drop_unused(self) -> None:
+        for capacity in [capacity for capacity, lane in self._lanes.items() if lane.used == 0]:
+            self._bytes -= self._lane_bytes(capacity, self._lanes.pop(capacity).rows)
+
+    def _lane_bytes(self, capacity: int, rows: int) -> int:
+        pool = self._pool
+        values = 2 * pool.kv_heads * pool.head_dim * capacity * rows
+        return int(values * len(pool.layers) * pool.layers[0].dtype.itemsize)

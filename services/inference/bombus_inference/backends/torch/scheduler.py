@@ -1,0 +1,150 @@
+"""Which sequences compute which tokens in the next forward pass, and which blocks hold them. Pure accounting.
+
+Decoding goes first, oldest first; what is left of the prefill budget goes to prompts. A decoding sequence that
+finds no block takes those of the youngest, which computes them again later and goes on with its own random numbers.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+
+from bombus_inference.backends.torch.cache import Blocks
+from bombus_inference.backends.torch.pool import Chunk
+from bombus_inference.backends.torch.sequences import Sequence
+
+Work = list[tuple[Sequence, Chunk]]
+
+
+class Scheduler:
+    def __init__(self, blocks: Blocks, *, max_running: int, prefill_tokens_max: int) -> None:
+        self.blocks = blocks
+        self.max_running = max_running
+        self.prefill_tokens_max = prefill_tokens_max
+        self.running: list[Sequence] = []  # hold blocks; in order of admission
+        self.waiting: deque[Sequence] = deque()
+        self.preemptions = 0
+        self.cached_tokens = 0
+
+    def next_work(self) -> Work:
+        """The next forward pass, its blocks taken and remembered. Empty only when there is nothing to do."""
+        work: Work = []
+        scheduled: set[Sequence] = set()
+        for sequence in list(self.running):
+            if sequence.missing == 1 and sequence.blocks and self._make_room(sequence, scheduled):
+                work.append((sequence, self._advance(sequence, 1)))
+                scheduled.add(sequence)
+        budget = self.prefill_tokens_max
+        for sequence in self.running:
+            if budget and sequence not in scheduled:
+                budget -= self._prefill(sequence, budget, work)
+        while budget and self.waiting and self._admit(self.waiting[0]):
+            budget -= self._prefill(self.waiting.popleft(), budget, work)
+        if not work and self.running:
+            # Everything that runs is a half-computed prompt and no block is left: the youngest makes room.
+            self._preempt(self.running[-1])
+            return self.next_work()
+        return work
+
+    def drop(self, sequences: Iterable[Sequence]) -> None:
+        """Take these out, wherever they are, and give their blocks back."""
+        gone = set(sequences)
+        for sequence in gone:
+            self._release(sequence)
+        self.running = [sequence for sequence in self.running if sequence not in gone]
+        if any(sequence in gone for sequence in self.waiting):
+            self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
+
+    def weights_changed(self) -> None:
+        """Sequences that have sampled go on with the keys and values that they have, and no one else will find those.
+        Prompts that are not through begin again: none shall mix versions without a token to show for it."""
+        self.blocks.forget_all()
+        for sequence in reversed(self.running):
+            if sequence.started:
+                sequence.parent = None
+            else:
+                self._release(sequence)
+                self.waiting.appendleft(sequence)
+        self.running = [sequence for sequence in self.running if sequence.started]
+
+    def _admit(self, sequence: Sequence) -> bool:
+        if len(self.running) >= self.max_running:
+            return False
+        sequence.parent = self.blocks.root
+        self._extend_from_cache(sequence)
+        room = len(sequence.tokens) // self.blocks.block_tokens + 1 - len(sequence.blocks)
+        # One spare block for each that runs, so that the newcomer is not thrown out again at once.
+        if self.running and self.blocks.available < room + len(self.running):
+            self._release(sequence)
+            return False
+        if sequence.found is None:
+            sequence.found = min(sequence.computed, sequence.prompt_tokens)
+            self.cached_tokens += sequence.found
+        self.running.append(sequence)
+        return True
+
+    def _extend_from_cache(self, sequence: Sequence) -> None:
+        """Take over what is known of its next tokens, all but the last: that one is computed, for its logits."""
+        size = self.blocks.block_tokens
+        while sequence.parent is not None and sequence.computed == sequence.remembered * size:
+            end = sequence.computed + size
+            if end >= len(sequence.tokens):
+                return
+            block = self.blocks.find(sequence.parent, tuple(sequence.tokens[sequence.computed : end]))
+            if block is None:
+                return
+            sequence.blocks.append(block)
+            sequence.parent = self.blocks.name_of(block)
+            sequence.remembered += 1
+            sequence.computed = end
+
+    def _prefill(self, sequence: Sequence, budget: int, work: Work) -> int:
+        """Schedule as much of its prompt as budget and blocks allow; another may have computed some of it meanwhile."""
+        if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
+            self._extend_from_cache(sequence)
+        room = (len(sequence.blocks) + self.blocks.available) * self.blocks.block_tokens - sequence.computed
+        count = min(sequence.missing, budget, room)
+        if count <= 0:
+            return 0
+        while len(sequence.blocks) * self.blocks.block_tokens < sequence.computed + count:
+            sequence.blocks.append(self.blocks.take())
+        work.append((sequence, self._advance(sequence, count)))
+        return count
+
+    def _advance(self, sequence: Sequence, count: int) -> Chunk:
+        """Count these tokens as computed, and remember the blocks that they fill: whoever uses one attends after
+        this pass has written it, even in the same pass."""
+        start, end = sequence.computed, sequence.computed + count
+        sequence.computed = end
+        size = self.blocks.block_tokens
+        while sequence.parent is not None and (sequence.remembered + 1) * size <= end:
+            first = sequence.remembered * size
+            tokens = tuple(sequence.tokens[first : first + size])
+            block = sequence.blocks[sequence.remembered]
+            sequence.parent = self.blocks.remember(block, sequence.parent, tokens)
+            sequence.remembered += 1
+        return Chunk(sequence.tokens[start:end], start, sequence.blocks, sequence.stay)
+
+    def _make_room(self, sequence: Sequence, scheduled: set[Sequence]) -> bool:
+        """A block for its next token, taken from the youngest if need be. False when that was itself."""
+        if len(sequence.blocks) * self.blocks.block_tokens > sequence.computed:
+            return True
+        while not self.blocks.available:
+            victim = next(one for one in reversed(self.running) if one not in scheduled)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.append(self.blocks.take())
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.blocks.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+        sequence.remembered = 0
+        sequence.parent = None
+        sequence.stay = object()

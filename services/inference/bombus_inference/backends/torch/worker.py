@@ -1,0 +1,181 @@
+"""The engine's thread, where torch and HTTP meet: calls go in by a queue, one bundle of answers a step comes out.
+
+The engine belongs to this thread alone. Everything else that wants it says so with `call` and gets its turn between
+two steps.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from torch import Tensor
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.generation import Fault, Generate, encode_frame
+from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure
+from bombus_inference.backends.torch.engine import Engine, Output, Stats
+from bombus_inference.backends.torch.patching import Patch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+def _delivery(output: Output) -> Delivery:
+    body = b"".join(map(encode_frame, output.frames))
+    last = output.frames[-1]
+    return Delivery(output.ticket, body, output.done, last if isinstance(last, Fault) else None)
+
+
+class Worker:
+    """Runs one engine, or none, in a thread of its own. `deliver` is called on the loop that made the worker.
+
+    `failed` is completed with the exception when the engine breaks (out of memory, a bug): nothing runs after that.
+    """
+
+    def __init__(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._engine: Engine | None = None
+        self._open: set[int] = set()
+        self._answers: list[Delivery] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # ---- for the loop -----------------------------------------------------------------------------------------
+
+    def add(self, ticket: int, request: Generate) -> None:
+        self._calls.put(lambda: self._add(ticket, request))
+
+    def abort(self, ticket: int) -> None:
+        self._calls.put(lambda: self._abort(ticket))
+
+    async def install(self, engine: Engine | None, fault: Fault) -> None:
+        """Serve this engine, or nothing; requests that are open on the one before end with `fault`."""
+        await self.call(lambda _: self._install(engine, fault))
+
+    async def swap(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
+        """Other weights for the engine, see `Engine.swap_weights`. Raises `EngineFault` when it does not fit."""
+
+        def swap(engine: Engine | None) -> None:
+            if engine is None:
+                raise EngineFault("there is no engine to give these weights to")
+            engine.swap_weights(state, version, run)
+
+        await self.call(swap)
+
+    async def patch(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+        """Only what changed, see `Engine.patch_weights`. Raises `EngineFault` when it does not fit."""
+
+        def patch(engine: Engine | None) -> None:
+            if engine is None:
+                raise EngineFault("there is no engine to patch")
+            engine.patch_weights(patches, version, run)
+
+        await self.call(patch)
+
+    async def call(self, work: Callable[[Engine | None], T]) -> T:
+        """Do something with the engine between two steps. Raises what `work` raises."""
+        done: asyncio.Future[T] = self._loop.create_future()
+
+        def turn() -> None:
+            try:
+                result = work(self._engine)
+            except Exception as error:  # handed to whoever asked for it
+                self._loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                self._loop.call_soon_threadsafe(_settle, done, result)
+
+        self._calls.put(turn)
+        return await done
+
+    @property
+    def stats(self) -> Stats | None:
+        """Read while the engine may be running: each number is right, all together perhaps not."""
+        engine = self._engine
+        return None if engine is None else engine.stats
+
+    async def stop(self) -> None:
+        """End the thread after its current step. Open requests end with a fault that may be tried elsewhere."""
+        self._calls.put(self._stop)
+        await asyncio.to_thread(self._thread.join)
+
+    # ---- in the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_calls()
+                if self._engine is not None and self._engine.has_work:
+                    self._answers += map(_delivery, self._engine.step())
+                self._hand_over()
+        except Exception as error:  # the thread's end: told to the loop, which brings the process down
+            log.exception("the engine broke")
+            self._drop_all(Fault(why=f"the replica's engine broke: {error}", code=Code.INTERNAL, retry=True))
+            self._hand_over()
+            self._loop.call_soon_threadsafe(_fail, self.failed, error)
+
+    def _take_calls(self) -> None:
+        """Everything that has arrived; waits for the first when there is nothing else to do."""
+        try:
+            if self._engine is None or not self._engine.has_work:
+                self._calls.get()()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            pass
+
+    def _hand_over(self) -> None:
+        """One wake-up of the loop for all that a step made."""
+        if not self._answers:
+            return
+        answers, self._answers = self._answers, []
+        for answer in answers:
+            if answer.done:
+                self._open.discard(answer.ticket)
+        self._loop.call_soon_threadsafe(self._deliver, answers)
+
+    def _add(self, ticket: int, request: Generate) -> None:
+        if self._engine is None:
+            self._answers.append(failure(ticket, NOTHING_LOADED))
+            return
+        try:
+            self._engine.add(ticket, request)
+        except Refused as refused:
+            elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
+            self._answers.append(failure(ticket, Fault(why=refused.why, code=refused.code, retry=elsewhere)))
+        else:
+            self._open.add(ticket)
+
+    def _abort(self, ticket: int) -> None:
+        self._open.discard(ticket)
+        if self._engine is not None:
+            self._engine.abort(ticket)
+
+    def _install(self, engine: Engine | None, fault: Fault) -> None:
+        self._drop_all(fault)
+        self._engine = engine
+
+    def _drop_all(self, fault: Fault) -> None:
+        self._answers += [failure(ticket, fault) for ticket in self._open]
+        self._open.clear()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self._install(None, STOPPING)
+
+
+def _settle(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""vLLM's own server as a child process, with weights updated in place."""

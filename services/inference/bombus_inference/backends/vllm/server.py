@@ -1,0 +1,266 @@
+"""vLLM's own server as a child process: started, watched until it is ready, read out, and ended with all it started.
+
+It listens on a unix socket in a folder that only our user can enter. Its development routes, which load any weights
+from any path, are therefore nobody's but ours.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import httpx
+
+from bombus.errors import EngineFault, Refused
+from bombus.host.hardware import gpu_environment
+from bombus.host.hive_keys import KEY_VARIABLES
+from bombus.weights.adapters import read_adapter_config
+from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
+from bombus_inference.backends.protocol import Tell
+from bombus_inference.backends.vllm import keeper as vllm_keeper
+from bombus_inference.settings import EngineSettings, VllmSettings
+
+log = logging.getLogger(__name__)
+
+LINES_KEPT = 500
+LINE_BYTES_MAX = 1 << 20
+POLL_S = 0.2
+TELL_EVERY_S = 10.0
+STOP_S = vllm_keeper.GRACE_S + 5.0
+REASON_CHARS_MAX = 400
+MODEL, ADAPTER = "policy", "adapter"  # what vLLM calls them
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be told
+EXTENSION = Path(__file__).with_name("adapter_swap.py")
+# Ours would lead the child to our packages instead of its own.
+NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
+
+_bad_news = re.compile(r"\b(ERROR|CRITICAL)\b")
+_whose_line = re.compile(r"^\(.*? pid=\d+\) (?:(?:ERROR|CRITICAL) .*?\] )?")
+_an_exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
+
+
+def vllm_command(
+    python: Path,
+    model: Path,
+    socket: Path,
+    engine: EngineSettings,
+    vllm: VllmSettings,
+    max_model_len: int,
+    adapter: Path | None = None,
+) -> list[str]:
+    """What starts vLLM's server for `model`, with exactly sampled tokens and their own logprobs.
+
+    An `adapter` on it is named `ADAPTER`, and can be exchanged by `adapter_swap`. Raises `EngineFault` when vLLM
+    cannot take it.
+    """
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    options: dict[str, object] = {
+        "model": model,
+        "served-model-name": MODEL,
+        "uds": socket,
+        "dtype": engine.precision,
+        "max-model-len": max_model_len,
+        "max-num-seqs": engine.max_running,
+        "tensor-parallel-size": vllm.tensor_parallel,
+        "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
+        "max-logprobs": TOP_LOGPROBS_MAX + 1,
+        "generation-config": "vllm",  # none: the model's own would change what is sampled
+    }
+    if engine.kv_cache_bytes is not None or engine.device == "cpu":  # on a GPU it sees for itself what is free
+        options["kv-cache-memory-bytes"] = engine.cache_bytes
+    if vllm.gpu_memory_utilization is not None:
+        options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
+    if adapter is not None:
+        options |= {
+            "max-lora-rank": _lora_rank_max(read_adapter_config(adapter).r),
+            "max-loras": 1,
+            "lora-modules": f"{ADAPTER}={adapter}",
+            "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
+        }
+    for name, value in options.items():
+        command += [f"--{name}", str(value)]
+    flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details", "skip-tokenizer-init"]
+    flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
+    flags += ["enable-lora"] if adapter is not None else []
+    return command + [f"--{flag}" for flag in flags]
+
+
+def _lora_rank_max(rank: int) -> int:
+    """The least of vLLM's steps that takes adapters of this rank."""
+    for step in LORA_RANKS:
+        if rank <= step:
+            return step
+    raise EngineFault(
+        f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and this one has {rank}: train with a lower "
+        "trainer.lora_rank, or start the trainer with --weights-lora merged"
+    )
+
+
+def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, str]:
+    """The child's variables: development routes on, nothing sent anywhere, its inner ports at this machine alone.
+
+    On `cuda:N` it has that GPU, or those from N on for as many as share the model. Raises `EngineFault` when they are
+    not there to be had.
+    """
+    variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    variables |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if engine.device == "cpu":
+        # By itself it pins its threads to cores, and trainers need those too. One core is left for its other processes,
+        # and threads that wait for each other must not burn what those need.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        variables["OMP_NUM_THREADS"] = str(engine.threads or max(1, (os.cpu_count() or 1) - 1))
+        variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    elif ":" in engine.device:
+        first = int(engine.device.partition(":")[2])
+        try:
+            variables |= gpu_environment(range(first, first + vllm.tensor_parallel))
+        except Refused as error:
+            raise EngineFault(f"vLLM cannot start on {engine.device}: {error.why}") from error
+    return variables
+
+
+class VllmServer:
+    """One life of the child. `ended` is set when it is over, whoever ended it."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self._folder = Path(tempfile.mkdtemp(prefix="bombus-vllm-"))
+        self.socket = self._folder / "engine.sock"
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=None))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://vllm", timeout=None)
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self._process: asyncio.subprocess.Process | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Of the keeper, whose child it is."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, command: Sequence[str], variables: Mapping[str, str], start_s: float, tell: Tell) -> None:
+        """Returns once it answers. Raises `EngineFault` with its last words when it does not, having ended it."""
+        keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
+        log.debug("starting %s", " ".join(command))
+        try:
+            await self._spawn([*keeper, *command], variables)
+            async with asyncio.timeout(start_s):
+                await self._until_ready(tell)
+            self._lines.clear()
+        except TimeoutError:
+            await self.stop()
+            raise EngineFault(
+                f"vLLM was not ready within {start_s:.0f} s; its last words: {self.last_words()}"
+            ) from None
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+
+    async def _spawn(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+        modules = self._folder / "modules"
+        modules.mkdir()
+        shutil.copy(EXTENSION, modules)
+        variables = {**variables, "PYTHONPATH": str(modules), "TMPDIR": str(self._folder)}
+        # A pipe of our own: with one of asyncio's the end of the process is only told once all have let go of it.
+        ours, theirs = os.pipe()
+        output = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(ours, "rb", buffering=0)
+        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *words, env=variables, cwd=self._folder, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+        finally:
+            os.close(theirs)
+        self._watching = asyncio.create_task(self._watch(self._process, output))
+
+    async def stop(self) -> None:
+        """End it and all that it started. Returns when nothing of it is left."""
+        process = self._process
+        if process is not None:
+            if process.returncode is None:
+                process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(STOP_S):
+                        await process.wait()
+            _kill_group(process.pid)
+            if self._watching is not None:
+                await self._watching
+        await self.client.aclose()
+        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def last_words(self) -> str:
+        """Why it died, as far as it said: the first exception (the others follow from it), or its last line.
+
+        What it only warned of does not count, nor, once it is ready, what it said before.
+        """
+        lines = [_whose_line.sub("", line) for line in self._lines]
+        first = next((at for at, line in enumerate(lines) if _an_exception.match(line)), len(lines) - 1)
+        more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
+        return " ".join([*lines[first : first + 1], *map(str.strip, more)])[:REASON_CHARS_MAX] or "nothing"
+
+    async def _until_ready(self, tell: Tell) -> None:
+        loop = asyncio.get_running_loop()
+        began = told = loop.time()
+        await tell("starting vLLM")
+        while not await self.is_well():
+            if self.ended.is_set():
+                raise EngineFault(f"vLLM did not start; its last words: {self.last_words()}")
+            if loop.time() - told >= TELL_EVERY_S:
+                told = loop.time()
+                log.info("vLLM is starting, %.0f s so far", told - began)
+                await tell(f"starting vLLM: {told - began:.0f} s so far")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self.ended.wait()
+
+    async def is_well(self) -> bool:
+        """Whether it answers, and says that its engine runs."""
+        try:
+            return (await self.client.get("/health", timeout=5.0)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    async def _watch(self, process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
+        reading = asyncio.create_task(self._read(output))
+        await process.wait()
+        _kill_group(process.pid)  # should the keeper itself have been killed
+        await reading
+        self.ended.set()
+
+    async def _read(self, output: asyncio.StreamReader) -> None:
+        """Its lines go into our log until all who write them are gone."""
+        while True:
+            try:
+                line = await output.readline()
+            except ValueError:  # longer than a line can be
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            if text:
+                self._lines.append(text)
+                log.log(logging.WARNING if _bad_news.search(text) else logging.DEBUG, "vLLM: %s", text)
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)

@@ -1,0 +1,157 @@
+"""The policy loss and its parts: plain functions of one-dimensional tensors over N trained tokens.
+
+Three policies meet here, and two different ratios:
+
+- the sampler (`sampler_logprobs_N`): what the inference engine recorded when it drew the tokens;
+- the old policy (`old_logprobs_N`): the trainer's own model before the first update on this batch;
+- the current policy (`logprobs_N`): the trainer's model now, with gradient.
+
+current / old is the PPO ratio, which is clipped and carries the gradient. old / sampler is what is left between two
+implementations of the same weights: a constant weight, see `corrections`. With one update for each batch the old
+policy is the current one, detached: the PPO ratio is 1 and never clips. The loss importance_sampling alone has one
+ratio for both, current / sampler.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bombus.config.algorithms import Loss
+from bombus_trainer.algorithms.corrections import LOG_BOUND, line_means, off_policy_sequences, sampler_correction
+from bombus_trainer.algorithms.kl import KL_ESTIMATES
+from bombus_trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """N tokens of S sequences. `weights_N` is the aggregation (see `aggregation`): over all the tokens of an update
+    the losses, and gradients, of its micro-batches are simply added.
+
+    `lines_N` numbers the sequence that each token belongs to, below `lines` (S); each is here with all its trained
+    tokens. The reference's logprobs are wanted for a KL term, the entropies (with gradient) for an entropy bonus.
+    """
+
+    logprobs_N: Tensor
+    old_logprobs_N: Tensor
+    sampler_logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    lines_N: Tensor
+    lines: int
+    reference_logprobs_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """`loss` is a scalar with gradient; the others are detached, one entry for each token.
+
+    `capped_N`: the importance weight met a bound. `masked_N`: a mask left the token's surrogate out.
+    """
+
+    loss: Tensor
+    ratio_N: Tensor
+    clipped_N: Tensor
+    importance_N: Tensor
+    capped_N: Tensor
+    masked_N: Tensor
+    kl_reference_N: Tensor | None
+
+
+def token_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
+    """pi / pi_old at each token [N]."""
+    return torch.exp((logprobs_N - old_logprobs_N.detach()).clamp(-LOG_BOUND, LOG_BOUND))
+
+
+def sequence_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lines_N: Tensor, lines: int) -> Tensor:
+    """(pi(y) / pi_old(y))^(1/|y|) of each token's sequence [N], its gradient spread over the sequence's tokens.
+
+    GSPO (Zheng et al. 2025, arXiv:2507.18071), equation 14: s_t = sg(s) pi_t / sg(pi_t). Where the tokens of a
+    sequence share an advantage this has the gradient of s itself.
+    """
+    mean_S = line_means((logprobs_N - old_logprobs_N).detach(), lines_N, lines)
+    return torch.exp((logprobs_N - logprobs_N.detach() + mean_S[lines_N]).clamp(-LOG_BOUND, LOG_BOUND))
+
+
+def clipped_surrogate(
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) for each token [N]; below A = 0 at most -dual_clip A.
+
+    Schulman et al. 2017, arXiv:1707.06347, equation 7; the two bounds may differ (DAPO, arXiv:2503.14476). The third
+    is that of Ye et al. 2020, arXiv:1912.09729; 0 is none.
+    """
+    bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    surrogate_N = -torch.minimum(ratio_N * advantages_N, bounded_N * advantages_N)
+    if dual_clip > 0.0:
+        capped_N = torch.minimum(surrogate_N, -dual_clip * advantages_N)
+        surrogate_N = torch.where(advantages_N < 0.0, capped_N, surrogate_N)
+    return surrogate_N
+
+
+def cispo_surrogate(
+    logprobs_N: Tensor, ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
+) -> Tensor:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi for each token [N].
+
+    CISPO (MiniMax 2025, arXiv:2506.13585), equation 4: the weight is clipped, and every token keeps its gradient.
+    """
+    return -ratio_N.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N * logprobs_N
+
+
+def surrogate(inputs: LossInputs, settings: TrainerSettings) -> tuple[Tensor, Tensor, Tensor]:
+    """The surrogate that the settings name, the ratio that it took, and where a bound changed it: [N] each.
+
+    The loss importance_sampling is -r A without a bound, r = current / sampler: off-policy policy gradient (Degris et
+    al. 2012, arXiv:1205.4839, per token), and Tinker's loss of that name. A correction takes over the part old /
+    sampler of it, within its bounds; what is left is r = current / old.
+    """
+    logprobs_N, old_N, advantages_N = inputs.logprobs_N, inputs.old_logprobs_N, inputs.advantages_N
+    low, high = settings.clip_low, settings.clip_high
+    if settings.loss == Loss.IMPORTANCE_SAMPLING and not settings.corrects:
+        old_N = inputs.sampler_logprobs_N
+    if settings.loss == Loss.GSPO:
+        ratio_N = sequence_ratio(logprobs_N, old_N, inputs.lines_N, inputs.lines)
+    else:
+        ratio_N = token_ratio(logprobs_N, old_N)
+    plain_N = -ratio_N * advantages_N
+    if settings.loss == Loss.CISPO:
+        outside_N = (ratio_N < 1.0 - low) | (ratio_N > 1.0 + high)
+        return cispo_surrogate(logprobs_N, ratio_N, advantages_N, low, high), ratio_N, outside_N
+    if settings.loss == Loss.IMPORTANCE_SAMPLING:
+        return plain_N, ratio_N, torch.zeros_like(plain_N, dtype=torch.bool)
+    surrogate_N = clipped_surrogate(ratio_N, advantages_N, low, high, settings.dual_clip)
+    return surrogate_N, ratio_N, surrogate_N.detach() != plain_N.detach()
+
+
+def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
+    """sum_n w_n (i_n s_n + kl_coef k_n - entropy_coef h_n): the surrogate s, the importance weight i (0 where a
+    mask leaves the token out), the KL to the reference k and the entropy h of each token."""
+    surrogate_N, ratio_N, clipped_N = surrogate(inputs, settings)
+    old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N
+    lines_N, lines = inputs.lines_N, inputs.lines
+    low, high = settings.importance_floor, settings.importance_cap
+    weights = sampler_correction(old_N, sampler_N, lines_N, lines, settings.correction, low, high)
+    importance_N, masked_N = weights.importance_N, weights.masked_N
+    if settings.use_opsm:
+        far_N = off_policy_sequences(
+            inputs.logprobs_N, sampler_N, inputs.advantages_N, lines_N, lines, settings.opsm_delta
+        )
+        importance_N, masked_N = torch.where(far_N, 0.0, importance_N), masked_N | far_N
+    terms_N = importance_N * surrogate_N
+    kl_N = None
+    if inputs.reference_logprobs_N is not None and settings.kl_coef > 0.0:
+        kl_N = KL_ESTIMATES[settings.kl_estimator](inputs.logprobs_N, inputs.reference_logprobs_N)
+        terms_N = terms_N + settings.kl_coef * kl_N
+    if inputs.entropy_N is not None and settings.entropy_coef > 0.0:
+        terms_N = terms_N - settings.entropy_coef * inputs.entropy_N
+    return PolicyLoss(
+        loss=(inputs.weights_N * terms_N).sum(),
+        ratio_N=ratio_N.detach(),
+        clipped_N=clipped_N,
+        importance_N=importance_N,
+        capped_N=weights.capped_N,
+        masked_N=masked_N,
+        kl_reference_N=None if kl_N is None else kl_N.detach(),
+    )

@@ -1,0 +1,1 @@
+"""What computes a step: the torch backend, and verl's engine."""

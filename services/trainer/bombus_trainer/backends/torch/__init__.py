@@ -1,0 +1,1 @@
+"""The embedded backend: transformers' models on packed tries, on one device."""

@@ -1,0 +1,202 @@
+"""Runs training steps: the one place where model, optimizer and batches meet. Knows nothing of the bus."""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bombus.errors import EngineFault
+from bombus.faults import Point, reached
+from bombus.weights.models import load_tokenizer_files
+from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
+from bombus_trainer.backend import Interrupted
+from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
+from bombus_trainer.backends.torch.model import PolicyModel, Scored
+from bombus_trainer.backends.torch.optim import Optimizer, learning_rate
+from bombus_trainer.data.batch import Group, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import Bin, Item, pack
+from bombus_trainer.data.sequences import Floats
+from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.settings import TrainerSettings
+
+T = TypeVar("T")
+PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
+
+
+def loss_of_terms(scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings) -> PolicyLoss:
+    """What N trained tokens add to the loss of their update, whoever computed their logprobs."""
+    inputs = LossInputs(
+        logprobs_N=scored.logprobs_N,
+        old_logprobs_N=old_N,
+        sampler_logprobs_N=scored.terms["sampler_logprobs_N"],
+        advantages_N=scored.terms["advantages_N"],
+        weights_N=scored.terms["weights_N"],
+        lines_N=scored.terms["lines_N"],
+        lines=scored.lines,
+        reference_logprobs_N=reference_N,
+        entropy_N=scored.entropy_N,
+    )
+    return policy_loss(inputs, settings)
+
+
+class Executor:
+    """The torch backend: one model in this process. See `backend.Backend`."""
+
+    def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
+        """Load the model in `folder` as step 0; `files` are its tokenizer's, where they are not in `folder`.
+
+        Raises `EngineFault` when it cannot be loaded or trained.
+        """
+        torch.manual_seed(settings.seed)
+        self.settings = settings
+        self.files = load_tokenizer_files(folder) if files is None else dict(files)
+        self.model = PolicyModel.load(folder, settings)
+        self.optimizer = Optimizer(self.model.trainable(), settings)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    # ---- steps ------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        """See `Backend.train_step`."""
+        tally = Tally()
+        with tally.phase("merge"):
+            batch = prepare(groups, self.settings, self.model.vocab_size)
+        old = self._old_logprobs(batch, step, tally, interrupted)
+        rate = learning_rate(step, self.settings)
+        for epoch in range(self.settings.ppo_epochs):
+            for items in mini_batches(batch, self.settings, step, epoch):
+                self._update(items, rate, old, tally, interrupted)
+        return {
+            **tally.metrics(self.model.peak_flops),
+            "lr": rate,
+            "bin_tokens": float(self.settings.bin_tokens),
+            "torch_threads": float(torch.get_num_threads()),
+            **batch_metrics(groups, batch),
+            **staleness(batch, step),
+        }
+
+    def _update(
+        self,
+        items: list[Item],
+        rate: float,
+        old: Floats | None,
+        tally: Tally,
+        interrupted: Callable[[], bool],
+    ) -> None:
+        self.optimizer.zero_grad()
+        loss = 0.0
+        for packed in self._bins(items, tally, interrupted):
+            with tally.phase("forward_backward"):
+                loss += self._forward_backward(packed, old, tally)
+            tally.note_flops(self.model.flops(packed, backward=True))
+            reached(Point.TRAINER_BIN_DONE)
+        with tally.phase("optimizer"):
+            norm = self.optimizer.step(rate)
+        tally.note_update(loss, norm)
+        reached(Point.TRAINER_UPDATE_DONE)
+
+    def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
+        """Add a bin's gradients to the others of its update and return its share of the loss."""
+        settings, device = self.settings, self.model.device
+        scored = self.model.score(packed)
+        old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
+        reference_N = self.model.score_reference(packed) if settings.kl_coef > 0.0 else None
+        result = loss_of_terms(scored, old_N, reference_N, settings)
+        loss = float(result.loss.detach())
+        if not isfinite(loss):
+            self.optimizer.zero_grad()
+            raise EngineFault(f"the loss is not finite ({loss})")
+        result.loss.backward()  # type: ignore[no-untyped-call]
+        tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
+        return loss
+
+    def _old_logprobs(
+        self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
+    ) -> Floats | None:
+        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        parts = mini_batches(batch, self.settings, step, epoch=0)
+        if len(parts) * self.settings.ppo_epochs <= 1:
+            return None
+        old = np.zeros(batch.terms, dtype=np.float32)
+        items = [item for part in parts for item in part]
+        for packed in self._bins(items, None, interrupted):
+            with tally.phase("old_logprobs"), torch.no_grad():
+                old[packed.terms.ids_N] = self.model.score(packed).logprobs_N.cpu().numpy()
+            tally.note_flops(self.model.flops(packed, backward=False))
+        return old
+
+    def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
+        settings = self.settings
+        tokens_max = settings.bin_tokens if settings.packing else 1  # a bin for each: none fits beside another
+        share = settings.packing and settings.share_prefixes
+        bins = pack(items, tokens_max, share, settings.shared_tokens_min)
+        if tally is not None:
+            tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
+        for packed in bins:
+            if interrupted():
+                raise Interrupted
+            yield packed
+
+    # ---- what outlives the process ----------------------------------------------------------------------------
+
+    def save(self, root: Path, facts: Facts) -> Saved:
+        """Write a checkpoint below `root`; see `checkpoint.save`."""
+        return checkpoint.save(root, facts, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that `load_tensors` wants: parameters, the optimizer's state, not copied, the random generator's."""
+        tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
+        tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
+        tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
+        return tensors
+
+    def restore(self, path: Path, digest: str) -> None:
+        """Go on from a checkpoint; see `checkpoint.load`."""
+        self.load_tensors(checkpoint.load(path, digest).tensors)
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `tensors` gave. Raises `EngineFault` when it is of another model."""
+        self.model.restore(_under(PARAMETER, tensors))
+        self.optimizer.restore(_under(MOMENT, tensors))
+        self.optimizer.zero_grad()
+        torch.set_rng_state(tensors[RNG])
+
+    def outline(self, part: Part = Part.MODEL) -> Outline:
+        if part == Part.ADAPTER:
+            return adapter_outline(self.model.adapter_config(), self.model.adapter_weights())
+        return Outline(self.model.export_dtype, self.model.dense_shapes())
+
+    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+        """See `Backend.read_weights`."""
+        if part == Part.ADAPTER:
+            return use(self.model.adapter_weights())
+        return use(self.model.dense_weights(merged=part == Part.MODEL))
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
+    return {
+        **reward_metrics(groups),
+        "groups": float(len(groups)),
+        "groups_without_signal": float(sum(not group.signal for group in batch.groups)),
+        "episodes": float(sum(len(group.episodes) for group in groups)),
+        "episodes_left_out": float(len(batch.left_out)),
+        "episodes_cut": float(batch.cut),
+        "calls": float(batch.calls),
+        "merged_share": batch.merged_calls / max(batch.calls, 1),
+        "tokens_trained": float(batch.terms),
+    }

@@ -1,0 +1,98 @@
+"""How many floating point operations a step takes, and what share of the device's that is (model FLOPs utilization).
+
+Counted is what the model needs, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): what
+activation checkpointing computes twice counts once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from bombus_trainer.data.packing import Segment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Dense bfloat16 FLOP/s by what CUDA calls the device, from their makers' data sheets. The first that fits counts.
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What decides a dense transformer's FLOPs.
+
+    `matrices` are the elements of its layers' matrices, `head` those of the output matrix, `attention` is layers x
+    heads x head size. `trained`: whether the matrices themselves get gradients.
+    """
+
+    matrices: int
+    head: int
+    attention: int
+    trained: bool
+
+    @property
+    def of_attention(self) -> float:
+        """A sequence of T tokens costs about as much as T + this x T^2 tokens without attention.
+
+        Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward both as much again.
+        """
+        return self.attention / self.matrices
+
+
+def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
+    """The cost of a causal language model of transformers, before it has adapters."""
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return Cost(
+        matrices=sum(linear.weight.numel() for linear in linears),
+        head=head.weight.numel(),
+        attention=config.num_hidden_layers * config.num_attention_heads * size,
+        trained=trained,
+    )
+
+
+def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:
+    """FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs to attend.
+
+    Forward is 2 for each element of a matrix and row, and 4 (keys, values) for each pair and element of a head.
+    Backward is as much for the rows' gradients, and as much again for the matrices' where they are trained; of
+    attention it is twice the forward.
+    """
+    multiplied = 2.0 * (cost.matrices * tokens + cost.head * heads)
+    attended = 4.0 * cost.attention * pairs
+    if not backward:
+        return multiplied + attended
+    return multiplied * (3.0 if cost.trained else 2.0) + attended * 3.0
+
+
+def attention_pairs(segments: Iterable[Segment]) -> int:
+    """Query-key pairs of a row: each token sees the tokens before it on its path, and itself."""
+    return sum(segment.length * segment.depth + segment.length * (segment.length + 1) // 2 for segment in segments)
+
+
+def peak_of(device: torch.device) -> float | None:
+    """What a device can do in bfloat16 a second; None on a CPU, and for one that we do not know."""
+    return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Of a CUDA device, dense in bfloat16; None for one that we do not know."""
+    return next((peak for name, peak in PEAKS.items() if name in device_name), None)

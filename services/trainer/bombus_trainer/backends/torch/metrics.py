@@ -1,0 +1,107 @@
+"""Adds up what is reported of a step: sums over trained tokens, turned into means at the end."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from bombus_trainer.algorithms.kl import kl_k3
+from bombus_trainer.algorithms.losses import PolicyLoss
+from bombus_trainer.data.batch import Group
+from bombus_trainer.data.packing import Bin
+
+MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
+
+
+class Tally:
+    """One step's. Nothing in here has any part in what is trained."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._sums = dict.fromkeys(MEANS, 0.0)
+        self._terms = 0
+        self._updates: list[tuple[float, float]] = []  # loss, norm
+        self._tokens = [0, 0, 0]  # computed, without sharing, padded
+        self._sequences = 0
+        self._bins = 0
+        self._flops = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
+
+    def note_bins(self, bins: list[Bin], longest: int) -> None:
+        """`longest` is the length that all sequences would be padded to."""
+        sequences = sum(packed.sequences for packed in bins)
+        computed = sum(len(packed.tokens_T) for packed in bins)
+        self.note_tokens(len(bins), sequences, computed, sum(packed.sequence_tokens for packed in bins), longest)
+
+    def note_tokens(self, bins: int, sequences: int, computed: int, unshared: int, longest: int) -> None:
+        self._sequences += sequences
+        self._bins += bins
+        self._tokens[0] += computed
+        self._tokens[1] += unshared
+        self._tokens[2] += sequences * longest
+
+    def note_flops(self, flops: float) -> None:
+        self._flops += flops
+
+    def note_terms(self, loss: PolicyLoss, old_N: Tensor, sampler_N: Tensor, entropy_N: Tensor) -> None:
+        columns = {
+            "kl_sampler": kl_k3(sampler_N, old_N),
+            "kl_sampler_abs": (old_N - sampler_N).abs(),
+            "clip_fraction": loss.clipped_N,
+            "importance_capped": loss.capped_N,
+            "masked_share": loss.masked_N,
+            "entropy": entropy_N,
+        }
+        if loss.kl_reference_N is not None:
+            columns["kl_reference"] = loss.kl_reference_N
+        self._terms += len(old_N)
+        for name, values_N in columns.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
+
+    def note_update(self, loss: float, norm: float) -> None:
+        self._updates.append((loss, norm))
+
+    def add(self, other: "Tally") -> None:
+        """Take in what another rank has counted of the same step; its times and updates are everybody's."""
+        self._terms += other._terms
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums.get(name, 0.0) + total
+
+    def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
+        """`tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded.
+
+        `mfu` is the share of `peak_flops`, the device's, where that is known.
+        """
+        per_s = self._flops / max(sum(self.seconds.values()), 1e-9)
+        updates = max(len(self._updates), 1)
+        computed, unshared, padded = self._tokens
+        return {
+            "loss": sum(loss for loss, _ in self._updates) / updates,
+            "grad_norm": sum(norm for _, norm in self._updates) / updates,
+            "updates": float(len(self._updates)),
+            **{name: total / max(self._terms, 1) for name, total in self._sums.items()},
+            "sequences": float(self._sequences),
+            "bins": float(self._bins),
+            "model_flops_per_s": per_s,
+            **({"mfu": per_s / peak_flops} if peak_flops else {}),
+            "tokens_computed": float(computed),
+            "tokens_unshared": float(unshared),
+            "tokens_padded": float(padded),
+            **{f"seconds_{name}": seconds for name, seconds in self.seconds.items()},
+        }
+
+
+def reward_metrics(groups: list[Group]) -> dict[str, float]:
+    rewards = torch.tensor([episode.reward for group in groups for episode in group.episodes])
+    if not len(rewards):
+        return {"reward_mean": 0.0, "reward_std": 0.0}
+    return {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std(correction=0))}

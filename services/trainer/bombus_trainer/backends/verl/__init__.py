@@ -1,0 +1,1 @@
+"""verl's FSDP engine as a backend, on any number of ranks."""

@@ -1,0 +1,1 @@
+"""From call records to batches: sequences, packing, sharding, and samples in files."""

@@ -1,0 +1,210 @@
+"""From the groups of a batch to what is computed: sequences with an advantage and a weight for each trained token."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bombus.config.algorithms import Aggregation, Overlong
+from bombus.errors import LogCorrupted
+from bombus.hive.records import CallRecord
+from bombus_trainer.algorithms.advantages import call_advantages, whitening
+from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
+from bombus_trainer.algorithms.overlong import penalties, was_cut
+from bombus_trainer.data.packing import Item, Terms
+from bombus_trainer.data.sequences import Floats, MergedEpisode, Sequence, merge_calls
+from bombus_trainer.settings import TrainerSettings
+
+
+@dataclass(frozen=True)
+class EpisodeCalls:
+    """An episode as the batch names it, its calls read from the log. See `merge_calls` for `context`."""
+
+    episode: str
+    reward: float
+    records: tuple[CallRecord, ...]
+    call_rewards: tuple[float, ...] | None = None
+    context: tuple[CallRecord, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    task: str
+    episodes: tuple[EpisodeCalls, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One sequence with its advantages [T] and the number of its first term in the batch."""
+
+    sequence: Sequence
+    advantages_T: Floats
+    first_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedGroup:
+    """`signal`: some trained token has an advantage. `tokens` counts each episode's trained tokens."""
+
+    lines: tuple[Line, ...]
+    tokens: dict[str, int]
+    signal: bool
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedBatch:
+    groups: tuple[PreparedGroup, ...]
+    terms: int
+    calls: int
+    merged_calls: int
+    left_out: tuple[str, ...]  # episodes whose records cannot be trained: an infra failure each
+    cut: int = 0  # episodes one of whose calls was cut at a limit of the job
+
+
+def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
+    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together or this model."""
+    merged = merge_calls(episode.episode, episode.records, episode.context)
+    if episode.call_rewards is not None and len(episode.call_rewards) != len(episode.records):
+        raise LogCorrupted(
+            f"episode {episode.episode}: {len(episode.call_rewards)} call rewards for {len(episode.records)} calls"
+        )
+    for sequence in merged.sequences:
+        if sequence.tokens_T.min() < 0 or sequence.tokens_T.max() >= vocab_size:
+            raise LogCorrupted(f"episode {episode.episode}: a token is outside the vocabulary of {vocab_size}")
+    return merged
+
+
+def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
+    """Merge and give advantages. An episode that is corrupted leaves its group before anything is computed of it."""
+    prepared: list[PreparedGroup] = []
+    left_out: list[str] = []
+    terms = calls = merged_calls = cut = 0
+    for group in groups:
+        kept: list[tuple[EpisodeCalls, MergedEpisode]] = []
+        for episode in group.episodes:
+            try:
+                kept.append((episode, check_episode(episode, vocab_size)))
+            except LogCorrupted:
+                left_out.append(episode.episode)
+        prepared.append(_prepare_group(kept, terms, settings))
+        terms += sum(prepared[-1].tokens.values())
+        calls += sum(merged.calls for _, merged in kept)
+        merged_calls += sum(merged.merged_calls for _, merged in kept)
+        cut += sum(was_cut(episode.records, settings) for episode, _ in kept)
+    if settings.estimator.over_batch:
+        prepared = _whitened(prepared)
+    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
+
+
+def episode_advantages(episodes: SequenceOf[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
+    """One advantage for each call of each episode of a group, overlong calls punished if the settings say so.
+
+    Of an estimator that normalises over the batch this is what goes into that.
+    """
+    lost = [penalties(episode.records, settings) for episode in episodes]
+    return call_advantages(
+        [episode.reward + min(less, default=0.0) for episode, less in zip(episodes, lost, strict=True)],
+        [
+            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, less, strict=True)]
+            for each, less in zip(episodes, lost, strict=True)
+        ],
+        [[record.completion_tokens() for record in episode.records] for episode in episodes],
+        settings.estimator,
+        settings.normalise_std,
+    )
+
+
+def _prepare_group(
+    kept: SequenceOf[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
+) -> PreparedGroup:
+    advantages = episode_advantages([episode for episode, _ in kept], settings)
+    lines: list[Line] = []
+    tokens: dict[str, int] = {}
+    for (episode, merged), of_calls in zip(kept, advantages, strict=True):
+        masked = settings.overlong == Overlong.MASK and was_cut(episode.records, settings)
+        tokens[episode.episode] = 0 if masked else merged.trained_tokens
+        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
+        for sequence in () if masked else merged.sequences:
+            lines.append(Line(sequence, table[sequence.calls_T], first_id))
+            first_id += int(sequence.loss_mask_T.sum())
+    return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
+
+
+def _signal(lines: SequenceOf[Line]) -> bool:
+    return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines)
+
+
+def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
+    """The groups with the advantages of all their trained tokens normalised together."""
+    parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
+    mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
+    found = []
+    for group in groups:
+        lines = tuple(
+            replace(line, advantages_T=np.where(line.sequence.calls_T >= 0, (line.advantages_T - mean) * scale, 0.0))
+            for line in group.lines
+        )
+        found.append(replace(group, lines=lines, signal=_signal(lines)))
+    return found
+
+
+def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
+    """How many policy versions older than this step's the trained tokens are: step k trains version k - 1.
+
+    `stale_share` is the share of tokens that are older at all.
+    """
+    parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
+    if not parts:
+        return {"staleness_mean": 0.0, "staleness_max": 0.0, "stale_share": 0.0}
+    ages_N = step - 1 - np.concatenate(parts)
+    return {
+        "staleness_mean": float(ages_N.mean()),
+        "staleness_max": float(ages_N.max()),
+        "stale_share": float((ages_N > 0).mean()),
+    }
+
+
+def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[Item]]:
+    """Deal the groups of a batch out to its updates, anew in each of its epochs; groups stay whole.
+
+    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
+    are not computed, unless a KL term or an entropy bonus pulls on them too.
+    """
+    everywhere = settings.pulls_everywhere
+    computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]
+    silent = [group for group in batch.groups if not (group.signal or everywhere)]
+    parts = min(settings.mini_batch_num, len(computed))
+    if parts > 1:
+        order = np.random.default_rng([settings.seed, step, epoch]).permutation(len(computed))
+        computed = [computed[index] for index in order]
+    return [_items(computed[part::parts], silent[part::parts], settings) for part in range(parts)]
+
+
+def _items(
+    computed: SequenceOf[PreparedGroup], silent: SequenceOf[PreparedGroup], settings: TrainerSettings
+) -> list[Item]:
+    tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
+    if settings.aggregation == Aggregation.EPISODE:
+        weights = episode_weights(tokens)
+    elif settings.aggregation == Aggregation.TOKEN:
+        weights = token_weights(tokens)
+    else:
+        weights = constant_weights(tokens, settings.response_tokens_max)
+    return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
+
+
+def _item(line: Line, weight: float) -> Item:
+    sequence = line.sequence
+    positions_N = np.flatnonzero(sequence.loss_mask_T)
+    return Item(
+        tokens_T=sequence.tokens_T,
+        positions_N=positions_N,
+        terms=Terms(
+            ids_N=np.arange(line.first_id, line.first_id + len(positions_N)),
+            targets_N=sequence.tokens_T[positions_N],
+            temperatures_N=sequence.temperatures_T[positions_N],
+            sampler_logprobs_N=sequence.logprobs_T[positions_N],
+            advantages_N=line.advantages_T[positions_N],
+            weights_N=np.full(len(positions_N), weight, dtype=np.float32),
+        ),
+    )

@@ -1,0 +1,108 @@
+"""Reads the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bombus.bus import Bus
+from bombus.errors import LogCorrupted
+from bombus.hive.events import BatchEpisode, BatchReady
+from bombus.hive.records import CallRecord, CallRef, decode_record
+from bombus_trainer.data.batch import EpisodeCalls, Group
+
+ANCESTORS_MAX = 4096
+
+
+class Calls(Protocol):
+    """Where call records are read from: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
+
+    async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
+        """The records of these references, in their order, each checked. Raises `LogCorrupted`."""
+        ...
+
+
+class BusCalls:
+    """The calls of a hive that runs."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
+        stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
+        return [decode_record(message.data, ref) for ref, message in zip(refs, stored, strict=True)]
+
+
+@dataclass(frozen=True)
+class ReadBatch:
+    """`lost` says of each episode that could not be read why, `stale` of each that is too old how old it is."""
+
+    groups: tuple[Group, ...]
+    lost: dict[str, str]
+    stale: dict[str, int]
+
+
+async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
+    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`.
+
+    Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
+    """
+    try:
+        refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
+        known = await _read(calls, refs)
+    except LogCorrupted:
+        known = {}  # one of them is bad: read episode by episode to see which
+    groups: list[Group] = []
+    lost: dict[str, str] = {}
+    stale: dict[str, int] = {}
+    for group in batch.groups:
+        kept: list[EpisodeCalls] = []
+        for episode in group.episodes:
+            try:
+                read = await _episode(calls, episode, known)
+            except LogCorrupted as error:
+                lost[episode.episode] = str(error)
+                continue
+            age = _age(read, batch.step)
+            if max_staleness is not None and age > max_staleness:
+                stale[episode.episode] = age
+            else:
+                kept.append(read)
+        groups.append(Group(group.task, tuple(kept)))
+    return ReadBatch(tuple(groups), lost, stale)
+
+
+def _age(episode: EpisodeCalls, step: int) -> int:
+    """Of its oldest sampled token, in versions: step k trains version k - 1 (R14)."""
+    spans = (span for record in episode.records for choice in record.choices for span in choice.spans)
+    return step - 1 - min((span.version for span in spans if span.end > span.start), default=step - 1)
+
+
+async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
+    missing = [ref for ref in episode.calls if ref not in known]
+    found = known | await _read(calls, missing) if missing else known
+    records = tuple(found[ref] for ref in episode.calls)
+    return EpisodeCalls(
+        episode=episode.episode,
+        reward=episode.reward,
+        records=records,
+        call_rewards=episode.call_rewards,
+        context=await _ancestors(calls, records),
+    )
+
+
+async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
+    """Parents that do not belong to the episode (cut off, or late), and theirs."""
+    have = {record.id for record in records}
+    context: list[CallRecord] = []
+    frontier: Sequence[CallRecord] = records
+    while wanted := {record.parent for record in frontier if record.parent and record.parent.id not in have}:
+        if len(context) + len(wanted) > ANCESTORS_MAX:
+            raise LogCorrupted(f"an episode has more than {ANCESTORS_MAX} parents that are not its own calls")
+        frontier = list((await _read(calls, sorted(wanted, key=lambda ref: ref.seq))).values())
+        context += frontier
+        have |= {record.id for record in frontier}
+    return tuple(context)
+
+
+async def _read(calls: Calls, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
+    return dict(zip(refs, await calls.records(refs), strict=True))

@@ -1,0 +1,58 @@
+"""Samples in files: `.pt` as slime's debug rollout data, `.parquet` for everything that reads tables."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from bombus.errors import EngineFault
+from bombus_trainer.data.samples import Sample
+
+SUFFIXES = (".pt", ".parquet")
+
+
+def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
+    """Write a file by its suffix; it appears when it is whole. Raises `EngineFault` without what it needs."""
+    if path.suffix not in SUFFIXES:
+        raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    os.close(descriptor)
+    draft = Path(name)
+    try:
+        if path.suffix == ".pt":
+            torch.save({"rollout_id": step, "samples": [sample.to_dict() for sample in samples]}, draft)
+        else:
+            _write_parquet(draft, samples)
+        draft.chmod(0o644)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def load_samples(path: str | Path) -> list[Sample]:
+    """The samples of a `.pt` file. Nothing in it can run code: it is loaded with `weights_only=True`."""
+    return [Sample.from_dict(values) for values in torch.load(path, weights_only=True)["samples"]]
+
+
+def _write_parquet(path: Path, samples: Sequence[Sample]) -> None:
+    """One row for each sample. `metadata` is JSON: no two clients' have the same columns."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise EngineFault("writing .parquet needs pyarrow: pip install 'bombus[parquet]', or write a .pt") from None
+    numbers = {
+        "tokens": pyarrow.list_(pyarrow.int32()),
+        "loss_mask": pyarrow.list_(pyarrow.int8()),
+        "rollout_log_probs": pyarrow.list_(pyarrow.float32()),
+        "weight_versions": pyarrow.list_(pyarrow.string()),
+        "label": pyarrow.string(),
+    }
+    rows = [sample.to_dict() | {"metadata": msgspec.json.encode(sample.metadata).decode()} for sample in samples]
+    names = list(Sample.__dataclass_fields__)
+    columns = {name: pyarrow.array([row[name] for row in rows], type=numbers.get(name)) for name in names}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)

@@ -1,0 +1,1 @@
+"""What a step leaves behind: checkpoints, and weights for the replicas."""

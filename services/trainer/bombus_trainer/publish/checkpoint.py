@@ -1,0 +1,185 @@
+"""Checkpoints of step attempts: written beside their place, made durable, renamed there, and verified when read (R11).
+
+A checkpoint is a folder `step-<step>-epoch-<trainer epoch>-attempt-<attempt>` with a `manifest.json`, whose sha256 is
+the checkpoint's digest. The manifest names the sha256 of all else: of `state.safetensors`, which the torch backend
+writes, or of each of the files that the ranks of another backend have written.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bombus.errors import EngineFault
+from bombus.faults import Point, reached
+from bombus.weights.deltas import file_sha256
+from bombus_trainer.publish.directories import draft_in, durable_folder, fsync_folder
+from bombus_trainer.publish.tensorfile import Shape, write_tensors
+
+MANIFEST = "manifest.json"
+STATE = "state.safetensors"
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the attempt is about to publish, and what training goes on from.
+
+    `machine` is what else decides the last bits of a sum: see `machine.this_machine`.
+    """
+
+    engine: str
+    run: int
+    step: int
+    trainer_epoch: int
+    attempt: int
+    config_digest: str
+    metrics: dict[str, float]
+    machine: str = ""
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """What a file of a checkpoint has to be."""
+
+    bytes: int
+    sha256: str
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Format 1 is one file of tensors; format 2 the files of a backend's `ranks` processes, by their path in it."""
+
+    format: int
+    facts: Facts
+    state_bytes: int = 0
+    state_sha256: str = ""
+    backend: str = "torch"
+    ranks: int = 1
+    files: dict[str, Seal] = {}
+
+
+class Saved(msgspec.Struct, frozen=True):
+    path: str
+    digest: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    facts: Facts
+    tensors: dict[str, Tensor]
+
+
+def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
+    """Write a checkpoint under `root` and return only when it would survive a power cut."""
+
+    def fill(draft: Path) -> _Manifest:
+        shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        written = write_tensors(draft / STATE, shapes, tensors.items(), durable=True)
+        return _Manifest(format=1, facts=facts, state_bytes=written.bytes, state_sha256=written.sha256)
+
+    return _save(root, facts, fill)
+
+
+def save_files(
+    root: Path, facts: Facts, backend: str, ranks: int, write: Callable[[Path], Mapping[str, Seal]]
+) -> Saved:
+    """The same of a folder that `write` fills, durably, saying what each of its files has to be."""
+
+    def fill(draft: Path) -> _Manifest:
+        return _Manifest(format=2, facts=facts, backend=backend, ranks=ranks, files=dict(write(draft)))
+
+    return _save(root, facts, fill)
+
+
+def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
+    durable_folder(root)
+    place = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
+    draft = draft_in(root, facts.trainer_epoch)
+    try:
+        reached(Point.TRAINER_CHECKPOINT_BEGUN)
+        manifest = msgspec.json.encode(fill(draft))
+        with (draft / MANIFEST).open("wb") as file:
+            file.write(manifest)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_folder(draft)
+        reached(Point.TRAINER_CHECKPOINT_WRITTEN)
+        if place.exists():  # of a log that is no more: on one log no attempt comes twice
+            shutil.rmtree(place)
+        draft.rename(place)
+        fsync_folder(root)
+        reached(Point.TRAINER_CHECKPOINT_RENAMED)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Saved(str(place), sha256(manifest).hexdigest())
+
+
+def load(path: Path, digest: str) -> Checkpoint:
+    """Read back the checkpoint of that digest. Raises `EngineFault` when it is missing, damaged or another one."""
+    manifest = _read_manifest(path, digest)
+    _check_backend(path, manifest, "torch", 1)
+    try:
+        if file_sha256(path / STATE) != manifest.state_sha256:
+            raise EngineFault(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
+        return Checkpoint(manifest.facts, load_file(path / STATE))
+    except (OSError, SafetensorError) as error:
+        raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def verify_files(path: Path, digest: str, backend: str, ranks: int, mine: Callable[[str], bool]) -> None:
+    """Compare the files of a checkpoint for which `mine` holds with its manifest: each rank looks at its own.
+
+    Raises `EngineFault` when one is missing or damaged, or when another backend or number of ranks wrote them.
+    """
+    manifest = _read_manifest(path, digest)
+    _check_backend(path, manifest, backend, ranks)
+    for name, seal in manifest.files.items():
+        try:
+            if mine(name) and file_sha256(path / name) != seal.sha256:
+                raise EngineFault(f"the checkpoint {path} is damaged: {name} does not match its manifest")
+        except OSError as error:
+            raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
+
+
+def seal_files(folder: Path, mine: Callable[[str], bool]) -> dict[str, Seal]:
+    """Make the files below `folder` for which `mine` holds durable, and say what they are, by their path in it."""
+    seals: dict[str, Seal] = {}
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        name = file.relative_to(folder).as_posix()
+        if mine(name):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+            seals[name] = Seal(file.stat().st_size, file_sha256(file))
+    for place in (each for each in folder.rglob("*") if each.is_dir()):
+        fsync_folder(place)
+    return seals
+
+
+def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) -> None:
+    if manifest.backend != backend:
+        raise EngineFault(f"the checkpoint {path} is the {manifest.backend} backend's: it cannot go on with {backend}")
+    if manifest.ranks != ranks:
+        raise EngineFault(
+            f"the checkpoint {path} was written by {manifest.ranks} ranks, and this trainer has {ranks}: "
+            f"start it with {manifest.ranks}"
+        )
+
+
+def read_facts(path: Path, digest: str) -> Facts:
+    """What the checkpoint of that digest says of its step, without its tensors. Raises `EngineFault` as `load` does."""
+    return _read_manifest(path, digest).facts
+
+
+def _read_manifest(path: Path, digest: str) -> _Manifest:
+    try:
+        body = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise EngineFault(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+    if sha256(body).hexdigest() != digest:
+        raise EngineFault(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
+    try:
+        return msgspec.json.decode(body, type=_Manifest)
+    except msgspec.MsgspecError as error:
+        raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error

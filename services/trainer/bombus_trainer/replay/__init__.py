@@ -1,0 +1,1 @@
+"""`bombus replay batch` and `train`: steps made again from the log."""

@@ -1,0 +1,93 @@
+"""`bombus replay batch`: a step's batch out of the log, as a file that needs no bombus to be read."""
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+
+from bombus.bus import BlobMissing
+from bombus.errors import BombusError, LogCorrupted
+from bombus.replay.source import Source, add_source_arguments, open_source
+from bombus_trainer.data.batch import prepare
+from bombus_trainer.data.reading import read_batch
+from bombus_trainer.data.sample_files import SUFFIXES, write
+from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
+from bombus_trainer.replay.logged_run import LoggedRun, read_run, said_of
+from bombus_trainer.settings import TrainerSettings
+
+VOCABULARY_MAX = 2**31 - 1  # of a model whose configuration is not on the log: any token that fits a record
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    parser.add_argument("step", type=int, metavar="STEP", help="the optimizer step that trained the batch")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help=f"to be written: {' or '.join(SUFFIXES)}"
+    )
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", metavar="NAME", help="needed on a hive that has several")
+    parser.add_argument("--run", type=int, metavar="R", help="which run of the engine (default: the newest)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.out.suffix not in SUFFIXES:
+        print(f"bombus replay batch: --out takes a file ending in {' or '.join(SUFFIXES)}", file=sys.stderr)
+        return 2
+    try:
+        return asyncio.run(_run(arguments))
+    except BombusError as error:
+        print(f"bombus replay batch: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    async with open_source(arguments) as source:
+        logged = await read_run(source, arguments.engine, arguments.run)
+        samples = await batch_samples(source, logged, arguments.step)
+    write(arguments.out, arguments.step, samples)
+    trained = sum(sum(sample.loss_mask) for sample in samples)
+    episodes = len({sample.metadata["bombus"]["episode"] for sample in samples})
+    rewards = sum(sample.reward for sample in samples) / max(len(samples), 1)
+    print(
+        f"{arguments.out}: step {arguments.step} of run {logged.run}, engine {logged.engine}: {len(samples)} samples "
+        f"of {episodes} episodes, {trained} trained tokens, mean reward {rewards:.3f}"
+    )
+    return 0
+
+
+async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[Sample]:
+    """The samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
+    step = logged.step(number)
+    files = await _tokenizer(source, logged.tokenizer)
+    read = await read_batch(source, step.batch, logged.job.to_collection().trained_staleness)
+    for episode, why in read.lost.items():
+        print(f"episode {episode} is left out: {why}", file=sys.stderr)
+    for episode, age in read.stale.items():
+        print(f"episode {episode} is left out: it is {age} versions old", file=sys.stderr)
+    if read.lost and not any(group.episodes for group in read.groups):
+        raise LogCorrupted(f"the calls of step {number} are not on the log any more: {next(iter(read.lost.values()))}")
+    config = json.loads(files.get("config.json", b"{}"))
+    vocabulary = int(config.get("vocab_size", VOCABULARY_MAX))
+    prepared = prepare(read.groups, TrainerSettings.of_job(logged.job), vocabulary)
+    decode = None
+    if "tokenizer.json" in files:
+        try:
+            decode = text_of(files["tokenizer.json"])
+        except ValueError as error:
+            print(f"the samples have no texts: {error}", file=sys.stderr)
+    origin = Origin(logged.engine, logged.run, number)
+    return samples_of(origin, read.groups, prepared, decode, await said_of(source, step))
+
+
+async def _tokenizer(source: Source, name: str) -> dict[str, bytes]:
+    try:
+        return msgspec.msgpack.decode(await source.blob(name), type=dict[str, bytes])
+    except BlobMissing as error:
+        print(f"the samples have no texts: {error}", file=sys.stderr)
+        return {}

@@ -1,0 +1,56 @@
+"""The job setting `save_debug_rollout_data`: a file of samples for each step, written by the trainer as it goes."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from bombus.errors import BombusError, EngineFault
+from bombus_trainer.backend import Backend
+from bombus_trainer.data.batch import Group, prepare
+from bombus_trainer.data.sample_files import write
+from bombus_trainer.data.samples import Decode, Origin, samples_of, text_of
+
+log = logging.getLogger(__name__)
+
+ROLLOUT_ID = "{rollout_id}"
+FAILED = "debug_rollouts_failed"
+
+
+def allowed_template(asked: str, run_folder: Path, root: Path | None) -> str:
+    """Where the files may lie: below the run's folder, or else below what the trainer's operator allows.
+
+    Raises `EngineFault` for any other place: whoever sends a job does not choose files on this machine.
+    """
+    place = Path(os.path.normpath(run_folder / asked))
+    allowed = [run_folder] if root is None else [run_folder, root]
+    if not any(place.resolve().is_relative_to(folder.resolve()) for folder in allowed):
+        others = "start the trainer with --debug-root to allow others" if root is None else f"or one below {root}"
+        raise EngineFault(
+            f"trainer.save_debug_rollout_data = {asked!r} is refused: it takes a path below the run's folder; {others}"
+        )
+    return str(place)
+
+
+class DebugRollouts:
+    """Writes the samples of each step of a run to `template`, `{rollout_id}` being the step."""
+
+    def __init__(self, template: str, backend: Backend) -> None:
+        self._template = template
+        self._backend = backend
+        self._decode: Decode | None = None
+        try:
+            self._decode = text_of(backend.files["tokenizer.json"])
+        except ValueError as error:
+            log.warning("debug rollout data has no texts: %s", error)
+
+    def save(self, origin: Origin, groups: Sequence[Group]) -> dict[str, float]:
+        """Write a step's file, and say in a metric whether that failed: it is no reason to lose the step."""
+        path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
+        try:
+            prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)
+            write(path, origin.step, samples_of(origin, groups, prepared, self._decode))
+        except (OSError, RuntimeError, BombusError) as error:  # torch's own writer raises RuntimeError
+            log.error("step %d: the debug rollout data could not be written to %s: %s", origin.step, path, error)
+            return {FAILED: 1.0}
+        return {FAILED: 0.0}

@@ -1,0 +1,119 @@
+"""A run as its log has it: the job, the batch of each step, what came of it, and the policy versions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from bombus.config.job import RunConfig
+from bombus.hive import events as ev
+from bombus.hive.state import Hive
+from bombus.replay.source import NotOnLog, Source
+
+
+class LoggedStep(msgspec.Struct):
+    """`seq` is the event that sealed the batch. `done` is missing while the step has not been made."""
+
+    batch: ev.BatchReady
+    seq: int
+    done: ev.StepCompleted | None = None
+
+
+class LoggedRun(msgspec.Struct, kw_only=True):
+    """`checkpoints` has also the step before the first batch that is kept, on a log that was compacted."""
+
+    engine: str
+    run: int
+    job: RunConfig
+    steps: dict[int, LoggedStep] = {}
+    checkpoints: dict[int, ev.StepCompleted] = {}
+    weights: dict[int, ev.Weights] = {}
+
+    def step(self, number: int) -> LoggedStep:
+        """Raises `NotOnLog`."""
+        found = self.steps.get(number)
+        if found is None:
+            have = f"it has {min(self.steps)} to {max(self.steps)}" if self.steps else "no batch was sealed in it"
+            raise NotOnLog(f"run {self.run} of engine {self.engine} has no batch for step {number} on this log; {have}")
+        return found
+
+    @property
+    def tokenizer(self) -> str:
+        """The object that holds the tokenizer; "" when no weights were published."""
+        return next((weights.tokenizer for weights in self.weights.values()), "")
+
+
+async def read_run(source: Source, engine: str | None = None, run: int | None = None) -> LoggedRun:
+    """A run of an engine: by default the newest, of the only one. Raises `NotOnLog`, `LogCorrupted`."""
+    hive, position = await source.base()
+    runs = {(found.engine, found.run): found for found in _of_state(hive, position)}
+    configured = {name: state.configured for name, state in hive.engines.items()}
+    current = {found.engine: found for found in runs.values()}
+    async for entry in source.events(position):
+        event = entry.event
+        if isinstance(event, ev.EngineConfigured):
+            configured[event.engine] = event
+        elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
+            job = RunConfig.from_json(config.config)
+            current[event.engine] = runs[event.engine, event.run] = LoggedRun(
+                engine=event.engine, run=event.run, job=job
+            )
+        elif event.engine in current:
+            _note(current[event.engine], entry.seq, event)
+    return _choose(source, runs, engine, run)
+
+
+def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
+    """What the state before a compacted log's first event says of the runs that went on."""
+    found = []
+    for engine in hive.engines.values():
+        if engine.active is None:
+            continue
+        logged = LoggedRun(engine=engine.name, run=engine.run, job=RunConfig.from_json(engine.active.config))
+        for event in (engine.weights_before, engine.weights, engine.step_done, engine.batch):
+            if event is not None:
+                _note(logged, position, event)
+        found.append(logged)
+    return found
+
+
+def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
+    match event:
+        case ev.BatchReady():
+            logged.steps[event.step] = LoggedStep(event, seq)
+        case ev.StepCompleted():
+            logged.checkpoints[event.step] = event
+            if event.step in logged.steps:
+                logged.steps[event.step].done = event
+        case ev.WeightsReady():
+            logged.weights[event.version] = event.weights
+
+
+def _choose(
+    source: Source, runs: Mapping[tuple[str, int], LoggedRun], engine: str | None, run: int | None
+) -> LoggedRun:
+    engines = sorted({name for name, _ in runs})
+    if not engines:
+        raise NotOnLog(f"no engine was started on {source.title}")
+    if engine is None and len(engines) > 1:
+        raise NotOnLog(f"{source.title} has several engines: choose one of {', '.join(engines)} with --engine")
+    name = engines[0] if engine is None else engine
+    numbers = [number for each, number in runs if each == name]
+    if not numbers:
+        raise NotOnLog(f"{source.title} has no engine {name}, but {', '.join(engines)}")
+    number = max(numbers) if run is None else run
+    if number not in numbers:
+        raise NotOnLog(f"{source.title} has no run {number} of engine {name}, but {', '.join(map(str, numbers))}")
+    return runs[name, number]
+
+
+async def said_of(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
+    """What clients said of a batch's episodes when they ended them: their `metadata`, by episode."""
+    wanted = {episode.episode for group in step.batch.groups for episode in group.episodes}
+    said: dict[str, dict[str, Any]] = {}
+    async for entry in source.events(0, step.seq):
+        event = entry.event
+        if isinstance(event, ev.EpisodeEnded) and event.run == step.batch.run:
+            outcomes = [outcome for outcome in event.outcomes if outcome.episode in wanted]
+            said |= {outcome.episode: outcome.metadata for outcome in outcomes}
+    return said

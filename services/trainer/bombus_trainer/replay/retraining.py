@@ -1,0 +1,125 @@
+"""Trains logged batches again, with no inference: from a checkpoint that was kept, or from the model as loaded."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from bombus.config.job import RunConfig
+from bombus.errors import EngineFault, LogCorrupted
+from bombus.hive.events import StepCompleted, Weights
+from bombus.replay.source import Source
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.data.reading import read_batch
+from bombus_trainer.loading import load_executor
+from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import Checkpoint
+from bombus_trainer.publish.export import Part, digest_like, digest_of
+from bombus_trainer.replay.logged_run import LoggedRun
+from bombus_trainer.settings import TrainerSettings
+
+Say = Callable[[str], None]
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """A step that was made again. `logged` are the metrics that the log has of it, `sha256` is of the weights."""
+
+    step: int
+    metrics: dict[str, float]
+    logged: dict[str, float]
+    sha256: str
+    logged_sha256: str
+
+    @property
+    def agrees(self) -> bool:
+        return self.sha256 == self.logged_sha256
+
+
+class Retraining:
+    """An executor at some step of a logged run."""
+
+    def __init__(self, source: Source, logged: LoggedRun, executor: Executor) -> None:
+        self.step = 0  # the newest that is contained in the weights
+        self.executor = executor
+        self._source = source
+        self._logged = logged
+
+    @classmethod
+    async def at(
+        cls, source: Source, logged: LoggedRun, step: int, settings: TrainerSettings, allow_download: bool, say: Say
+    ) -> "Retraining":
+        """Stand as near before or at `step` as a checkpoint allows; `say` is told from where that is.
+
+        Raises `EngineFault` without the model.
+        """
+        executor = await asyncio.to_thread(load_executor, logged.job, settings, allow_download)
+        made = cls(source, logged, executor)
+        saved = await asyncio.to_thread(_newest_kept, logged, step, say)
+        if saved is not None:
+            executor.load_tensors(saved.tensors)
+            made.step = saved.facts.step
+            say(f"starting from the checkpoint of step {made.step}")
+            return made
+        say("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
+        version = logged.weights.get(0)
+        if version is not None and not await asyncio.to_thread(_begins_as, executor, version):
+            say("the model as loaded here has other weights than version 0 of the run: nothing behind it can agree")
+        return made
+
+    async def make(self, step: int) -> Trained:
+        """Make the next step. Raises `LogCorrupted` when calls of its batch are gone that the run has trained."""
+        assert step == self.step + 1
+        logged = self._logged.step(step)
+        recorded = logged.done.metrics if logged.done is not None else {}
+        read = await read_batch(self._source, logged.batch, self._logged.job.to_collection().trained_staleness)
+        left_out = int(recorded.get("episodes_left_out", 0))
+        if len(read.lost) > left_out:
+            why = next(iter(read.lost.values()))
+            raise LogCorrupted(f"step {step} cannot be made again: calls of it are not on the log any more ({why})")
+        executor = self.executor
+        metrics = await asyncio.to_thread(executor.train_step, list(read.groups), step)
+        weights = self._logged.weights.get(step)
+        seal = await asyncio.to_thread(digest_like, executor, weights)
+        self.step = step
+        return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
+
+    async def branch(self, job: RunConfig, settings: TrainerSettings, allow_download: bool) -> None:
+        """Go on with another job's settings. Raises `EngineFault` when they make another model of it."""
+        tensors = self.executor.tensors()
+        self.executor = await asyncio.to_thread(load_executor, job, settings, allow_download)
+        if self.step:
+            self.executor.load_tensors(tensors)
+
+
+def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSettings:
+    """The settings that the run's trainer had at a step: the job's, and how large its micro-batches were."""
+    done = logged.step(step).done
+    bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
+    return TrainerSettings.of_job(logged.job, device, bins)
+
+
+def _begins_as(executor: Executor, version: Weights) -> bool:
+    base = version.adapter_of
+    on_same = base is None or digest_of(executor, part=Part.BASE) == base.sha256
+    return on_same and digest_like(executor, version) == version.sha256
+
+
+def _newest_kept(logged: LoggedRun, step: int, say: Say) -> Checkpoint | None:
+    for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
+        done: StepCompleted = logged.checkpoints[number]
+        if not Path(done.checkpoint).is_dir():
+            continue  # only the newest two are kept
+        try:
+            return checkpoint.load(Path(done.checkpoint), done.checkpoint_digest)
+        except EngineFault as error:
+            say(f"{error}: it is passed over")
+    return None
+
+
+def logged_machine(done: StepCompleted) -> str:
+    """What the trainer ran on, if the step's checkpoint is still there to say so; else ""."""
+    try:
+        return checkpoint.read_facts(Path(done.checkpoint), done.checkpoint_digest).machine
+    except EngineFault:
+        return ""

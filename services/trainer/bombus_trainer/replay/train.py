@@ -1,0 +1,215 @@
+"""`bombus replay train`: a step made again from the log, compared byte for byte; or a branch with other settings."""
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from bombus.config.flags import made_of_flags
+from bombus.config.job import RunConfig, validated
+from bombus.errors import BombusError, Code, Refused
+from bombus.replay.source import Source, add_source_arguments, open_source
+from bombus_trainer.machine import this_machine
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.publish.export import export
+from bombus_trainer.replay.batch import add_run_arguments
+from bombus_trainer.replay.logged_run import LoggedRun, read_run
+from bombus_trainer.replay.retraining import Retraining, Trained, logged_machine, logged_settings
+from bombus_trainer.settings import TrainerSettings
+
+METRICS = "metrics.json"
+WEIGHTS = "model"
+SHOWN = ("loss", "grad_norm", "reward_mean", "importance_capped")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source_arguments(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--step", type=int, metavar="N", help="make this step again and compare its weights with the log")
+    what.add_argument("--from", type=int, metavar="A", dest="first", help="train a branch from step A on")
+    parser.add_argument("--to", type=int, metavar="B", dest="last", help="with --from: the branch's last step")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a trainer setting of the branch, such as lr"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the branch's weights and metrics go")
+    add_run_arguments(parser)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        default=0,
+        help="of torch on the CPU; 0: as many as the log says (default: %(default)s)",
+    )
+    parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    disable_progress_bar()
+    try:
+        return asyncio.run(_run(arguments))
+    except Refused as refused:
+        print(f"bombus replay train: {refused.why}", file=sys.stderr)
+        return 2
+    except BombusError as error:
+        print(f"bombus replay train: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    async with open_source(arguments) as source:
+        logged = await read_run(source, arguments.engine, arguments.run)
+        if arguments.step is not None:
+            return await again(source, logged, arguments.step, arguments)
+        return await branch(source, logged, arguments)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    asked = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
+    made_of_flags(TrainerOptions, asked, {})  # what a trainer would not be started with
+    if arguments.step is not None:
+        if arguments.last is not None or arguments.set or arguments.out is not None:
+            raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: give --from in place of --step")
+        return
+    if arguments.last is None or arguments.out is None:
+        raise Refused(Code.MALFORMED, "a branch needs --from A --to B --out DIR")
+    if not 1 <= arguments.first <= arguments.last:
+        raise Refused(Code.MALFORMED, f"there are no steps from {arguments.first} to {arguments.last}")
+    if arguments.out.exists() and (not arguments.out.is_dir() or any(arguments.out.iterdir())):
+        raise Refused(Code.MALFORMED, f"{arguments.out} is not empty: name another --out, or remove it")
+
+
+# ---- a step again -----------------------------------------------------------------------------------------------
+
+
+async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
+    """0 when the bytes agree, 1 when they do not."""
+    settings = _prepare(logged, step, arguments)
+    replay = await Retraining.at(source, logged, step - 1, settings, arguments.allow_download, _say)
+    while replay.step < step:
+        trained = await replay.make(replay.step + 1)
+        _say(_line(trained) + _verdict(trained))
+    if not trained.logged_sha256:
+        _say(f"the log has no weights of version {step} to compare with")
+        return 1
+    if trained.agrees:
+        _say(f"step {step} agrees: its weights are the bytes of version {step}, sha256 {trained.sha256}")
+        return 0
+    _say(f"step {step} does not agree: version {step} is sha256 {trained.logged_sha256}, here it is {trained.sha256}")
+    _say(_explanation(logged, trained, settings.device))
+    return 1
+
+
+def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> TrainerSettings:
+    """As many threads as the trainer had: they decide in which order sums are made."""
+    done = logged.step(step).done
+    recorded = int(done.metrics.get("torch_threads", 0)) if done is not None else 0
+    if arguments.threads or recorded:
+        torch.set_num_threads(arguments.threads or recorded)
+    return logged_settings(logged, step, arguments.device)
+
+
+def _verdict(trained: Trained) -> str:
+    if not trained.logged_sha256:
+        return ""
+    return "; the same bytes as the log" if trained.agrees else "; other bytes than the log"
+
+
+def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
+    """Why the bytes may differ without anything being wrong, as far as that can be known."""
+    here = this_machine(device)
+    done = logged.step(trained.step).done
+    there = logged_machine(done) if done is not None else ""
+    threads = int(trained.logged.get("torch_threads", 0))
+    if there and there != here:
+        return f"it was made on another machine ({there}; this is {here}): sums in another order have other last bits"
+    if there:
+        return f"the machine is the same ({here}): a difference here means that the model, the log or the code changed"
+    if threads and threads != torch.get_num_threads():
+        return (
+            f"it was made with {threads} threads, here with {torch.get_num_threads()}: run it with --threads {threads}"
+        )
+    return (
+        f"this is {here}; what the step was made on is not known, its checkpoint is gone. On another machine, or with "
+        "another version of torch, the last bits differ"
+    )
+
+
+# ---- a branch ---------------------------------------------------------------------------------------------------
+
+
+async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespace) -> int:
+    first, last = arguments.first, arguments.last
+    job = changed(logged.job, arguments.set)
+    for step in range(first, last + 1):
+        logged.step(step)
+    settings = _prepare(logged, first, arguments)
+    replay = await Retraining.at(source, logged, first - 1, settings, arguments.allow_download, _say)
+    while replay.step < first - 1:
+        trained = await replay.make(replay.step + 1)
+        _say(f"on the way: {_line(trained)}{_verdict(trained)}")
+    theirs = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
+    await replay.branch(job, theirs, arguments.allow_download)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    steps: list[Trained] = []
+    for step in range(first, last + 1):
+        steps.append(await replay.make(step))
+        _say(_line(steps[-1]))
+        _write_metrics(arguments.out / METRICS, logged, arguments.set, steps)
+    weights = export(replay.executor, arguments.out, last, trainer_epoch=0)
+    Path(weights.where).rename(arguments.out / WEIGHTS)
+    _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
+    _say(f"metrics beside those of the log: {arguments.out / METRICS}")
+    return 0
+
+
+def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
+    """The job with some of its trainer's settings changed, and what follows from them.
+
+    Raises `Refused` for one that does not exist or fit.
+    """
+    tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
+    names: dict[str, str] = {}  # what a refusal calls them
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        group, _, field = name.rpartition(".")
+        if not equals or group not in ("", "trainer"):
+            raise Refused(Code.BAD_CONFIG, f"--set {assignment} is refused: it takes trainer settings, such as lr=1e-4")
+        tree["trainer"][field] = _value(text)
+        names[f"trainer.{field}"] = f"--set {name}"
+    return validated(tree, names)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _write_metrics(path: Path, logged: LoggedRun, assignments: list[str], steps: list[Trained]) -> None:
+    rows = [{"step": each.step, "branch": each.metrics, "log": each.logged, "sha256": each.sha256} for each in steps]
+    report = {"engine": logged.engine, "run": logged.run, "set": assignments, "steps": rows}
+    path.write_text(json.dumps(report, indent=2))
+
+
+# ---- words ------------------------------------------------------------------------------------------------------
+
+
+def _line(trained: Trained) -> str:
+    """`step 3: loss 0.01 (log 0.02), grad_norm 0.5`: what the log has, where it is something else."""
+    parts = []
+    for name in SHOWN:
+        here, there = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
+        parts.append(f"{name} {here}" if here == there else f"{name} {here} (log {there})")
+    return f"step {trained.step}: {', '.join(parts)}"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,125 @@
+"""Follows a hive's events and keeps their fold: how every service but the coordinator knows the state."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import msgspec
+
+from bombus.bus import TRACEPARENT, Bus, Reader, Stored, snapshots
+from bombus.errors import BusUnavailable, LogCorrupted
+from bombus.hive.events import AnyEvent, decode_event
+from bombus.hive.state import Hive, evolve
+
+log = logging.getLogger(__name__)
+
+Predicate = Callable[[Hive], bool]
+
+
+class Follower:
+    """`hive` is the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
+
+    `on_event(position, event)` is called after each event has been folded in, and must not block. Whoever gives
+    `on_start` wants every event that is kept: it is told the position and the state that they follow. All others begin
+    at the newest snapshot.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        on_event: Callable[[int, AnyEvent], None] | None = None,
+        on_start: Callable[[int, Hive], None] | None = None,
+    ) -> None:
+        self.hive = Hive()
+        self.position = 0
+        self._bus = bus
+        self._on_event = on_event
+        self._on_start = on_start
+        self._newest: Stored | None = None
+        self._waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+
+    @property
+    def traceparent(self) -> str:
+        """The trace of the event that was folded last, "" when nobody traces."""
+        return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
+
+    async def run(self) -> None:
+        """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
+        while True:
+            await self._start()
+            async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
+                while self._fold(await reader.read()):
+                    self._wake()
+            log.warning("the log was compacted beyond event %d: going on from a snapshot", self.position)
+
+    async def _start(self) -> None:
+        """Take the state that the first event to be read follows. A bus that is away is waited for."""
+        while True:
+            try:
+                start = await snapshots.start_of(self._bus, whole=self._on_start is not None)
+                break
+            except BusUnavailable as error:
+                if self._bus.is_closed:
+                    raise
+                log.warning("the state waits for the bus: %s", error)
+        self.hive, self.position = start.hive, start.position
+        if self._on_start is not None:
+            self._on_start(start.position, deepcopy(start.hive))
+
+    def _fold(self, group: Sequence[Stored]) -> bool:
+        """False when events between our position and these are gone."""
+        for stored in group:
+            if stored.seq != self.position + 1:
+                return False
+            event = read_event(stored)
+            evolve(self.hive, event)
+            self.position = stored.seq
+            self._newest = stored
+            if self._on_event is not None:
+                self._on_event(stored.seq, event)
+        return True
+
+    def _wake(self) -> None:
+        still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        for holds, future in self._waiting:
+            if future.done():
+                continue
+            if holds():
+                future.set_result(None)
+            else:
+                still.append((holds, future))
+        self._waiting = still
+
+    async def wait_for(self, predicate: Predicate, timeout_s: float | None = None) -> None:
+        """Return once `predicate(hive)` holds. Raises `TimeoutError`."""
+        await self._wait(lambda: predicate(self.hive), timeout_s)
+
+    async def wait_position(self, position: int, timeout_s: float | None = 5.0) -> None:
+        """Return once the fold has reached `position`. Raises `TimeoutError`."""
+        await self._wait(lambda: self.position >= position, timeout_s)
+
+    async def caught_up(self, timeout_s: float | None = 60.0) -> None:
+        """Return once the fold holds everything that was on the log when this was called."""
+        last = await self._bus.last(self._bus.subjects.events_stream)
+        if last is not None:
+            await self.wait_position(last.seq, timeout_s)
+
+    async def _wait(self, holds: Callable[[], bool], timeout_s: float | None) -> None:
+        if holds():
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((holds, future))
+        async with asyncio.timeout(timeout_s):
+            await future
+
+
+def read_event(stored: Stored) -> AnyEvent:
+    """The event of a message. Raises `LogCorrupted` for one that this version cannot read."""
+    try:
+        return decode_event(stored.data)
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(
+            f"event {stored.seq} on {stored.subject} cannot be read by this version ({error}): if a newer bombus has "
+            "written it, upgrade this service"
+        ) from error

@@ -1,0 +1,117 @@
+"""Snapshots of a hive's state in the object store: recovery is the newest good one, then the log behind it.
+
+A snapshot names the event that it ends at by sequence and message id. One whose event is not on the log (a log that
+was made anew, or lost its end in a power cut) is ahead of it and is not used (R6).
+"""
+
+import logging
+
+import msgspec
+
+from bombus.bus import Bus
+from bombus.bus.headers import MSG_ID
+from bombus.errors import LogCorrupted
+from bombus.hive.state import FOLD, Hive
+
+log = logging.getLogger(__name__)
+
+KEPT = 2  # verification starts at the older one (R12)
+_PREFIX = "snapshot-"
+_MAGIC = b"bombus snapshot\n"
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """`hive` is the fold of all events up to `position`, by version `fold` of `evolve`.
+
+    `event_id` is that event's message id, `answered` the inbox sequence that it answers.
+    """
+
+    fold: int
+    position: int
+    event_id: str
+    answered: int
+    hive: Hive
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Snapshot)
+
+
+def encode(snapshot: Snapshot) -> bytes:
+    return _MAGIC + _encoder.encode(snapshot)
+
+
+def decode(body: bytes) -> Snapshot:
+    """Raises `LogCorrupted` when the bytes are no snapshot that this version can read."""
+    if not body.startswith(_MAGIC):
+        raise LogCorrupted("this is no snapshot of a hive")
+    try:
+        return _decoder.decode(memoryview(body)[len(_MAGIC) :])
+    except msgspec.MsgspecError as error:
+        raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
+
+
+async def save(bus: Bus, body: bytes, position: int) -> None:
+    """Store an encoded snapshot, then remove those that are older than the newest `KEPT`."""
+    await bus.put_blob(_name(position), body)
+    for old in (await positions(bus))[:-KEPT]:
+        await bus.delete_blob(_name(old))
+
+
+async def positions(bus: Bus) -> list[int]:
+    """Where the log's snapshots end, oldest first, the damaged ones too."""
+    return sorted(int(name.removeprefix(_PREFIX)) for name in await bus.blob_names(_PREFIX))
+
+
+async def load(bus: Bus, position: int) -> Snapshot:
+    """The snapshot that ends at `position`. Raises `LogCorrupted` when it is gone, damaged or not of this log."""
+    snapshot = decode(await bus.get_blob(_name(position)))
+    stream = bus.subjects.events_stream
+    state = await bus.state(stream)
+    if snapshot.position != position:
+        raise LogCorrupted(f"it is one of event {snapshot.position}")
+    if position > state.last_seq:
+        raise LogCorrupted(f"it is ahead of the log, which ends at {state.last_seq}")
+    if position < state.first_seq - 1:
+        raise LogCorrupted(f"the log begins at {state.first_seq}, too far behind it")
+    if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
+        raise LogCorrupted(f"event {position} is another one on this log")
+    return snapshot
+
+
+async def start_of(bus: Bus, whole: bool = False) -> Snapshot:
+    """The state to fold on from: the newest snapshot that fits this log; an empty one when there is none.
+
+    With `whole`, the state before the first event that is kept. A snapshot by another version of the fold is used
+    only when the log does not reach back to its beginning. Raises `LogCorrupted` when the log begins behind all
+    snapshots that can be read, `BusUnavailable`.
+    """
+    begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
+    compacted = begins_at > 1
+    nothing = Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
+    if whole and not compacted:
+        return nothing
+    of_other_fold: Snapshot | None = None
+    found = await positions(bus)
+    for position in found if whole else reversed(found):
+        try:
+            snapshot = await load(bus, position)
+        except LogCorrupted as error:
+            log.warning("the snapshot at event %d is passed over: %s", position, error)
+            continue
+        if snapshot.fold == FOLD:
+            return snapshot
+        of_other_fold = of_other_fold or snapshot
+    if not compacted:
+        return nothing
+    if of_other_fold is None:
+        raise LogCorrupted(
+            f"the event log of hive {bus.subjects.hive} begins at {begins_at}, and no snapshot of what was before can "
+            "be read: restore the bus's data from a backup"
+        )
+    log.warning("the snapshot at event %d was made by another version of bombus", of_other_fold.position)
+    return of_other_fold
+
+
+def _name(position: int) -> str:
+    return f"{_PREFIX}{position:016d}"

@@ -1,0 +1,214 @@
+"""A cluster file: the processes of a whole deployment, and the job of each engine. `bombus up --config` starts it."""
+
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType, UnionType
+from typing import Any, Union, get_args, get_origin
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from bombus.config import xorl
+from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
+from bombus.config.flags import typed
+from bombus.config.groups import allowed, shown
+from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
+from bombus.errors import Code, Refused
+from bombus.hive.subjects import check_name
+
+
+class EnginePart(Part):
+    """`job` is a file beside this one, or a job's document; with it the engine is configured and started.
+
+    Without `trainer` or `inference` it is trained or served from elsewhere.
+    """
+
+    job: str | Tree = Field(default="", description="a job's file, or its document")
+    trainer: TrainerPart | None = None
+    inference: tuple[InferencePart, ...] = Field(default=(), max_length=PROCESSES_MAX)
+
+    @property
+    def replicas(self) -> int:
+        return sum(part.count for part in self.inference)
+
+
+class Cluster(Part):
+    """`nats` is the URL of an external server or cluster, empty starts our own. `data_dir` is as seen from here."""
+
+    hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
+    nats: str = Field(default="", max_length=4096)
+    data_dir: str = Field(default=".bombus", min_length=1, max_length=4096)
+    gateway: GatewayPart = GatewayPart()
+    coordinator: CoordinatorPart = CoordinatorPart()
+    engines: dict[str, EnginePart] = Field(min_length=1, max_length=PROCESSES_MAX)
+
+    @model_validator(mode="after")
+    def _names_are_names(self) -> "Cluster":
+        check_name(self.hive, "hive")
+        for name in self.engines:
+            check_name(name, "engine")
+        return self
+
+
+Jobs = dict[str, RunConfig]  # by engine
+ON_ONE: Mapping[str, int] = MappingProxyType({})
+
+
+def is_cluster(tree: Mapping[str, Any]) -> bool:
+    """Whether a document is a cluster file and not a job. Raises `Refused(BAD_CONFIG)` when it is both."""
+    ours = [key for key in tree if key in Cluster.model_fields]
+    jobs = [key for key in tree if key in BLOCKS or key in xorl.KEYS]
+    if ours and jobs:
+        raise _refusal(f"{ours[0]} is of a cluster file and {jobs[0]} of a job: put the job below engines.NAME.job")
+    return bool(ours)
+
+
+def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+    """The deployment that a document describes, and its jobs; their files are looked for from `folder`.
+
+    All is as it stands there: flags may change it before trainers and jobs are `agreed`. Raises `Refused(BAD_CONFIG)`
+    with one sentence.
+    """
+    cluster = validated_cluster(tree)
+    jobs: Jobs = {}
+    for name, part in cluster.engines.items():
+        if part.job:
+            try:
+                jobs[name] = parse_job(read_job_file(folder / part.job) if isinstance(part.job, str) else part.job)
+            except Refused as error:
+                raise _refusal(f"engines.{name}.job: {error.why}") from error
+    return cluster, jobs
+
+
+def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
+    """`flag_of` has the flag that gave the value of a place, where one did. Raises `Refused(BAD_CONFIG)`."""
+    try:
+        return Cluster.model_validate_json(json.dumps(tree))
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ValidationError):
+            raise _refusal(_sentence(error, flag_of)) from error
+        raise _refusal(f"the cluster file is not plain data: {error}") from error
+
+
+def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -> tuple[Cluster, Jobs]:
+    """Trainers and jobs that say the same of backend and processes: what one leaves open is taken from the other.
+
+    `machines` is how many an engine's trainer runs on, if not one: its part is that of each, and its job's processes
+    are those of all. Raises `Refused(BAD_CONFIG)` where they differ.
+    """
+    engines, settled = dict(cluster.engines), dict(jobs)
+    for name, engine in cluster.engines.items():
+        if engine.trainer is None:
+            continue
+        job = jobs.get(name)
+        trainer = _agreed_trainer(name, engine.trainer, job, machines.get(name, 1))
+        engines[name] = engine.model_copy(update={"trainer": trainer})
+        if job and trainer.backend != job.trainer.backend:
+            changed = job.trainer.model_copy(update={"backend": trainer.backend})
+            settled[name] = job.model_copy(update={"trainer": changed})
+    return cluster.model_copy(update={"engines": engines}), settled
+
+
+def _agreed_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
+    where = f"engines.{name}.trainer"
+    asked: Tree = {} if job is None else job.trainer.model_dump(include={"backend", "processes"}, exclude_unset=True)
+    values: Tree = {"backend": part.backend, "processes": part.processes}
+    if "processes" not in part.model_fields_set and part.devices:
+        values["processes"] = len(part.devices)
+    if asked.get("processes"):
+        total = asked["processes"]
+        here, rest = divmod(total, machines)
+        if rest:
+            raise _refusal(f"{where}: its job's trainer.processes is {total}, which {machines} machines cannot share")
+        if here > PROCESSES_MAX:
+            raise _refusal(
+                f"{where}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
+                "start it on more machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
+            )
+        asked["processes"] = here
+    for field, value in asked.items():
+        if value and field in part.model_fields_set and values[field] != value:
+            each = f" on each of {machines} machines" if field == "processes" and machines > 1 else ""
+            total = value * machines if field == "processes" else value
+            raise _refusal(f"{where}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
+        values[field] = value or values[field]
+    return _refusing(TrainerPart, {**part.model_dump(exclude_unset=True), **values}, where)
+
+
+def _refusing(part: type[TrainerPart], values: Tree, name: str) -> TrainerPart:
+    try:
+        return part.model_validate(values)
+    except ValidationError as error:
+        raise _refusal(f"{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+
+
+# ---- what is wrong, in words -------------------------------------------------------------------------------------
+
+
+def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
+    problem = error.errors(include_url=False)[0]
+    where, found = _at(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        stem, _, last = where.rpartition(".")
+        holder = found if isinstance(found, type) else Cluster
+        close = difflib.get_close_matches(last, holder.model_fields, n=1)
+        return f"{stem}{'.' if stem else ''}{last} is unknown" + (f"; did you mean {close[0]}?" if close else "")
+    if where == "engines" and problem["type"] in ("missing", "too_short"):
+        return "engines is missing: name at least one engine"
+    if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or part_of(found.annotation) is not None:
+        words = problem["msg"].removeprefix("Value error, ")
+        return f"{where}: {words}" if where else words
+    flag = flag_of(where)
+    said = f"{flag} {typed(problem['input'])}" if flag else f"{where} = {shown(problem['input'])}"
+    return f"{said} is refused: {allowed(found)}"
+
+
+def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:
+    """A place's name, and the field there; for an unknown field the model that lacks it."""
+    names: list[str] = []
+    model: type[Part] | None = Cluster
+    found: FieldInfo | None = None
+    for part in location:
+        if isinstance(part, int):
+            names[-1] += f"[{part}]"
+        elif model is None:
+            break  # the member of a union that was tried
+        elif part in model.model_fields and not (found is not None and _is_mapping(found.annotation)):
+            names.append(part)
+            found = model.model_fields[part]
+            model = part_of(found.annotation) if not _is_mapping(found.annotation) else model
+        elif found is not None and _is_mapping(found.annotation):
+            names.append(str(part))  # the name of an engine
+            model, found = part_of(found.annotation), None
+        else:
+            return ".".join([*names, str(part)]), model
+    return ".".join(names), found
+
+
+def _is_mapping(kind: Any) -> bool:
+    return get_origin(kind) is dict
+
+
+def part_of(kind: Any) -> type[Part] | None:
+    """The model in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
+    if isinstance(kind, type) and issubclass(kind, Part):
+        return kind
+    if get_origin(kind) in (tuple, dict, Union, UnionType):
+        return next((found for found in map(part_of, get_args(kind)) if found is not None), None)
+    return None
+
+
+def parts() -> Iterator[tuple[str, type[Part]]]:
+    """Every part of a cluster file with the path to it, for the page that describes them."""
+    yield "", Cluster
+    yield "gateway", GatewayPart
+    yield "coordinator", CoordinatorPart
+    yield "engines.NAME", EnginePart
+    yield "engines.NAME.trainer", TrainerPart
+    yield "engines.NAME.inference[]", InferencePart
+
+
+def _refusal(why: str) -> Refused:
+    return Refused(Code.BAD_CONFIG, why)

@@ -1,0 +1,303 @@
+"""Reads a job's document: AgentJet's YAML (`ajet:`), xorl's flat keys and our own block (`bombus:`), and writes it.
+
+What is wrong with one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from bombus.config import xorl
+from bombus.config.groups import Tree, shown
+from bombus.config.job import GROUPS, RolloutConfig, RunConfig, validated
+from bombus.config.slime import from_slime
+from bombus.errors import Code, Refused
+
+__all__ = [
+    "AJET_KEYS",
+    "LENGTHS",
+    "PASSED_ON",
+    "RunConfig",
+    "Tree",
+    "derive_lengths",
+    "own_groups",
+    "parse_job",
+    "read_document",
+    "read_job_file",
+    "to_yaml",
+]
+
+JOB_BYTES_MAX = 256 << 10
+IGNORED_MAX = 200
+
+# Where AgentJet keeps what we know too: its key below `ajet.` and our own.
+AJET_KEYS: dict[str, str] = {
+    "project_name": "experiment.project_name",
+    "experiment_name": "experiment.experiment_name",
+    "experiment_dir": "experiment.dir",
+    "model.path": "model.path",
+    "data.train_batch_size": "collection.batch_size",
+    "data.max_prompt_length": "rollout.max_prompt_length",
+    "data.max_response_length": "rollout.max_response_length",
+    "rollout.num_repeat": "rollout.num_repeat",
+    "rollout.max_env_worker": "rollout.max_env_worker",
+    "rollout.max_response_length_in_one_turn": "rollout.max_response_length_in_one_turn",
+    "rollout.max_model_len": "rollout.max_model_len",
+    "rollout.temperature": "rollout.temperature",
+    "rollout.ppo_max_token_len_per_gpu": "trainer.max_tokens_per_bin",
+    "swarm_mode_sample_collection_method": "collection.method",
+    "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
+    "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
+    "trainer_common.mini_batch_num": "trainer.mini_batch_num",
+    "trainer_common.ppo_epochs": "trainer.ppo_epochs",
+    "trainer_common.kl_loss_coef": "trainer.kl_coef",
+    "trainer_common.optim.lr": "trainer.lr",
+    "trainer_common.optim.weight_decay": "trainer.weight_decay",
+    "trainer_common.optim.betas": "trainer.betas",
+    "trainer_common.optim.grad_clip": "trainer.grad_clip",
+    "trainer_common.optim.lr_scheduler_type": "trainer.lr_schedule",
+    "trainer_common.optim.lr_warmup_steps": "trainer.warmup_steps",
+    "trainer_common.optim.total_training_steps": "trainer.total_steps",
+    "lora.lora_rank": "trainer.lora_rank",
+    "lora.lora_alpha": "trainer.lora_alpha",
+    "lora.target_modules": "trainer.target_modules",
+}
+# What `Job` says beside them, for a reader that expects all of AgentJet's keys; they mean nothing here.
+PASSED_ON: dict[str, object] = {
+    "trainer_common.logger": "tensorboard",
+    "trainer_common.n_gpus_per_node": 8,
+    "enable_swarm_mode": True,
+    "backbone": "verl",
+    "lora.load_format": "auto",
+    "rollout.gpu_memory_utilization": 0.85,
+}
+BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # what a document may have at its top; the last two are Hydra's
+_KL_SWITCH = "trainer_common.use_kl_loss"  # the coefficient counts only while this is not off
+_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
+LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
+
+
+def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
+    """The configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
+
+    Keys below `ajet` are AgentJet's; a document without them may have xorl's at its top; the groups below `bombus`
+    are ours, by our names, and win; in `trainer` slime's names are understood too. Of the four lengths any may be
+    given: the rest follows. Raises `Refused(BAD_CONFIG)`.
+    """
+    tree = read_document(document) if isinstance(document, str) else document
+    given: Tree = {}
+    names: dict[str, str] = {}  # our path -> as the document has it
+    ignored: list[str] = []
+    kl_is_on = True
+    for path, value in _leaves(tree.get("ajet"), "ajet"):
+        target = AJET_KEYS.get(path)
+        unset = target in _MINUS_ONE_IS_UNSET and value == -1
+        nothing = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
+        if path == _KL_SWITCH:
+            kl_is_on = value is not False
+        elif target is None and not nothing:
+            ignored.append(f"ajet.{path}")
+        elif target is not None and value is not None and not unset:
+            group, _, field = target.partition(".")
+            given.setdefault(group, {})[field] = value
+            names[target] = f"ajet.{path}"
+    if not kl_is_on:
+        given.get("trainer", {}).pop("kl_coef", None)
+    ignored += [str(key) for key in tree if key not in BLOCKS] if "ajet" in tree else []
+    flat, flat_names, without_effect = xorl.read(_flat_keys(tree))
+    xorl.put(flat, given)
+    names |= flat_names
+    ignored += without_effect
+    _check_model_is_named(flat, tree.get("bombus"))
+    for group, fields in _own_block(tree.get("bombus")).items():
+        plain = {field: (value, field) for field, value in fields.items()}
+        for field, (value, option) in (from_slime(fields) if group == "trainer" else plain).items():
+            given.setdefault(group, {})[field] = value
+            names[f"{group}.{field}"] = f"bombus.{group}.{option}"
+    _derive_lengths(given.setdefault("rollout", {}))
+    config = validated(given, names)
+    return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+
+
+def _flat_keys(tree: Mapping[str, Any]) -> Tree:
+    """xorl's keys at the top of a document; there are none beside AgentJet's block."""
+    return {} if "ajet" in tree else {str(key): value for key, value in tree.items() if key not in BLOCKS}
+
+
+def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
+    """xorl has no model that is meant when none is named."""
+    named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
+    if flat and "model.path" not in flat and not named:
+        raise Refused(Code.BAD_CONFIG, "model_path is missing: it names the model that is trained")
+
+
+def own_groups(tree: Mapping[str, Any]) -> Tree:
+    """A document's own block, with xorl's flat keys as its fields. Raises `Refused(BAD_CONFIG)`."""
+    groups: Tree = {}
+    xorl.put(xorl.read(_flat_keys(tree))[0], groups)
+    for group, fields in _own_block(tree.get("bombus")).items():
+        groups.setdefault(group, {}).update(fields)
+    return groups
+
+
+def read_document(text: str, name: str = "the job") -> Tree:
+    """The mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
+
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both say `name`.
+    """
+    if len(text) > JOB_BYTES_MAX:
+        raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
+    try:
+        tree = _json_or_yaml(text, name)
+    except (ValueError, RecursionError) as error:  # a date that is none, or brackets in brackets without end
+        raise Refused(Code.BAD_CONFIG, f"{name}: it cannot be read as YAML: {error}") from error
+    if not isinstance(tree, dict):
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"{name} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
+            "a cluster file has `engines:`",
+        )
+    return tree
+
+
+def _json_or_yaml(text: str, name: str) -> object:
+    if text.lstrip().startswith("{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass  # a flow mapping of YAML may begin like that too
+    try:
+        import yaml
+    except ImportError:
+        raise Refused(
+            Code.BAD_CONFIG, "reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON"
+        ) from None
+    try:
+        return cast(object, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise Refused(Code.BAD_CONFIG, _broken(text, name, error)) from error
+
+
+def _broken(text: str, name: str, error: Exception) -> str:
+    """Where a text stops being YAML, and why: PyYAML says it in up to eight lines."""
+    mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None:  # a character that YAML has not
+        before = text[: getattr(error, "position", 0)]
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        why = f"the character {text[len(before) : len(before) + 1]!r} is not allowed"
+    else:
+        line, column = mark.line + 1, mark.column + 1
+    why = str(why).replace("'<stream end>'", "the end")
+    if "<block " in why:  # PyYAML's word for lines that are indented alike
+        why = "this line does not fit the indentation of those above it"
+    return f"{name}, line {line}, column {column}: {why}"
+
+
+def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
+    """The keys of AgentJet's block, as dotted paths. A subtree without anything we know comes as one leaf."""
+    if tree is None:
+        return
+    if not isinstance(tree, Mapping):
+        raise Refused(Code.BAD_CONFIG, f"{name} must be a mapping, not {shown(tree)}")
+    inner = {".".join(key.split(".")[:depth]) for key in AJET_KEYS for depth in range(1, key.count(".") + 1)}
+    todo: list[tuple[str, Mapping[object, object]]] = [("", tree)]
+    while todo:
+        stem, branch = todo.pop()
+        for key, value in branch.items():
+            path = f"{stem}{key}"
+            if path in inner and isinstance(value, Mapping):
+                todo.append((f"{path}.", value))
+            elif path in inner and value is not None:
+                raise Refused(Code.BAD_CONFIG, f"{name}.{path} must be a mapping, not {shown(value)}")
+            else:
+                yield path, value
+
+
+def _own_block(tree: object) -> dict[str, Mapping[str, object]]:
+    if tree is None:
+        return {}
+    if not isinstance(tree, Mapping):
+        raise Refused(Code.BAD_CONFIG, f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
+    block: dict[str, Mapping[str, object]] = {}
+    for group, fields in tree.items():
+        if group not in GROUPS:
+            raise Refused(Code.BAD_CONFIG, f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
+        if not isinstance(fields, Mapping):
+            raise Refused(Code.BAD_CONFIG, f"bombus.{group} must be a mapping, not {shown(fields)}")
+        block[group] = fields
+    return block
+
+
+def _derive_lengths(rollout: Tree) -> None:
+    """Fill in, from the lengths that were given, those that were not."""
+    given = {name: rollout[name] for name in LENGTHS if type(rollout.get(name)) is int}
+    if not given or any(name in rollout and name not in given for name in LENGTHS):
+        return
+    rollout.update(derive_lengths(given))
+
+
+def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
+    """All four lengths: those `given` as they are, the rest from `base` (the defaults) as far as it fits.
+
+    What does not fit at all is left for the configuration to refuse.
+    """
+    base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
+    turn = given.get("max_response_length_in_one_turn")
+    prompt = given.get("max_prompt_length")
+    response = given.get("max_response_length")
+    total = given.get("max_model_len")
+    if total is not None:
+        if prompt is None:
+            room = total - response if response is not None else total // 2
+            prompt = min(base["max_prompt_length"], room)
+        if response is None:
+            response = total - prompt
+    else:
+        prompt = base["max_prompt_length"] if prompt is None else prompt
+        response = max(base["max_response_length"], turn or 0) if response is None else response
+        total = prompt + response
+    if turn is None:
+        turn = min(base["max_response_length_in_one_turn"], response)
+    return dict(zip(LENGTHS, (prompt, response, turn, total), strict=True))
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+_PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-9_]*\Z")
+
+
+def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
+    """YAML of nested mappings of scalars and short lists, without a library."""
+    lines = []
+    for key, value in tree.items():
+        head = " " * indent + (key if _PLAIN_KEY.match(key) else _scalar(key)) + ":"
+        if isinstance(value, Mapping) and value:
+            lines.append(head + "\n" + to_yaml(value, indent + 2))
+        else:
+            lines.append(f"{head} {_scalar(value)}\n")
+    return "".join(lines)
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, float):  # YAML 1.1 takes an exponent for a number only behind a decimal point
+        text = json.dumps(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_scalar(item) for item in value) + "]"
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in text)
+
+
+def read_job_file(path: str | Path) -> Tree:
+    """The document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: there is no such file") from error
+    except OSError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: it cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise Refused(Code.BAD_CONFIG, f"{path}: it is not text in UTF-8 (byte {error.start})") from error
+    return read_document(text, str(path))

@@ -1,0 +1,220 @@
+"""What one engine trains, and how: a run's whole configuration, checked at birth."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Literal, cast
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+
+from bombus.config.algorithms import Overlong
+from bombus.config.groups import Float, Group, Tree, allowed, shown
+from bombus.config.trainer import TrainerConfig
+from bombus.errors import Code, Refused
+from bombus.hive.events import Collection, Method
+from bombus.hive.records import digest
+
+SHORT_METHOD_PREFIX = "rollout_until_"
+METHODS = frozenset(method.value for method in Method)
+LIST_MAX = 64
+
+
+def _method(value: object) -> object:
+    """`enough_tasks` and `finish_enough_tasks` are short for `rollout_until_finish_enough_tasks`."""
+    if isinstance(value, str):
+        for name in (value, SHORT_METHOD_PREFIX + value, f"{SHORT_METHOD_PREFIX}finish_{value}"):
+            if name in METHODS:
+                return name
+    return value
+
+
+CollectionMethod = Annotated[Method, BeforeValidator(_method)]
+
+
+class ModelConfig(Group):
+    """`path` is `tiny`, `smollm2`, a folder or a hub's name; `tokenizer` the same, where it is not in the model's.
+
+    `seed` is that of fresh weights and of sampling.
+    """
+
+    path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
+    tokenizer: str = Field(default="", max_length=1024)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    seed: int = Field(default=0, ge=0, lt=2**63)
+
+
+class RolloutConfig(Group):
+    """Lengths are in tokens. `temperature` is that of calls that give none."""
+
+    num_repeat: int = Field(default=4, ge=1, le=4096)
+    max_env_worker: int = Field(default=128, ge=1, le=100_000)
+    max_prompt_length: int = Field(default=3000, ge=1, le=1 << 22)
+    max_response_length: int = Field(default=15000, ge=1, le=1 << 22)
+    max_response_length_in_one_turn: int = Field(default=4096, ge=1, le=1 << 22)
+    max_model_len: int = Field(default=18000, ge=2, le=1 << 23)
+    temperature: Float = Field(default=1.0, ge=0, le=2)
+    allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
+
+    @model_validator(mode="after")
+    def _lengths_fit(self) -> "RolloutConfig":
+        if self.max_prompt_length + self.max_response_length > self.max_model_len:
+            raise ValueError(
+                f"max_prompt_length {self.max_prompt_length} + max_response_length "
+                f"{self.max_response_length} is over max_model_len {self.max_model_len}"
+            )
+        if self.max_response_length_in_one_turn > self.max_response_length:
+            raise ValueError(
+                f"max_response_length_in_one_turn {self.max_response_length_in_one_turn} "
+                f"is over max_response_length {self.max_response_length}"
+            )
+        return self
+
+
+class CollectionConfig(Group):
+    """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions.
+
+    With `max_staleness` above 0 episodes go on while a step is made (docs/asynchronous.md).
+    With the methods in which clients agree, weights are synced for at least `agreed_sync_s`: a client of the swarm
+    contract that has agreed looks for that phase every 5 s, and would wait for ever for one that it missed.
+    Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
+    """
+
+    method: CollectionMethod = Method.ENOUGH_TASKS
+    batch_size: int = Field(default=32, ge=1, le=65_536)
+    max_cached_episodes: int = Field(default=9999, ge=1, le=1_000_000)
+    max_pool_bytes: int = Field(default=2 << 30, ge=1 << 16, le=1 << 40)
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    max_carry_staleness: int = Field(default=1, ge=0, le=64)
+    drain_s: Float = Field(default=300.0, gt=0, le=86_400)
+    sync_s: Float = Field(default=600.0, gt=0, le=86_400)
+    agreed_sync_s: Float = Field(default=6.0, ge=0, le=3600)
+    boot_s: Float = Field(default=1800.0, gt=0, le=86_400)
+    max_step_failures: int = Field(default=3, ge=1, le=100)
+    replay_steps: int = Field(default=1000, ge=0, le=10_000)
+
+
+class ExperimentConfig(Group):
+    """`dir` is where checkpoints go; `auto` leaves it to the trainer's settings."""
+
+    project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
+    experiment_name: str = Field(default="read_yaml_name", min_length=1, max_length=256)
+    dir: str = Field(default="auto", min_length=1, max_length=4096)
+
+
+class RunConfig(Group):
+    """Everything that a run is configured with. `ignored` lists keys that were given and mean nothing here."""
+
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    collection: CollectionConfig = CollectionConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    experiment: ExperimentConfig = ExperimentConfig()
+    ignored: tuple[str, ...] = Field(default=(), exclude=True)
+
+    @model_validator(mode="after")
+    def _overlong_buffer_fits(self) -> "RunConfig":
+        room, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
+        if self.trainer.overlong == Overlong.PENALTY and buffer > room:
+            raise ValueError(
+                f"bombus.trainer.overlong_buffer {buffer} is over bombus.rollout.max_response_length_in_one_turn {room}"
+            )
+        return self
+
+    def to_collection(self) -> Collection:
+        """What the coordinator needs of this job."""
+        rules = self.collection
+        return Collection(
+            method=rules.method,
+            batch_size=rules.batch_size,
+            num_repeat=self.rollout.num_repeat,
+            max_open_claims=self.rollout.max_env_worker,
+            max_pool_episodes=rules.max_cached_episodes,
+            max_pool_bytes=rules.max_pool_bytes,
+            max_staleness=rules.max_staleness,
+            max_carry_staleness=rules.max_carry_staleness,
+            drain_s=rules.drain_s,
+            boot_s=rules.boot_s,
+            sync_s=rules.sync_s,
+            agreed_sync_s=rules.agreed_sync_s,
+            max_step_failures=rules.max_step_failures,
+            replay_steps=rules.replay_steps,
+        )
+
+    def to_yaml_mapping(self) -> Tree:
+        """A document that `parse_job` reads back as this very configuration."""
+        return {"bombus": self.model_dump(mode="json")}
+
+    def to_json(self) -> str:
+        """Canonical: keys sorted, no spaces. What `engine.configured` carries."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(text: str) -> "RunConfig":
+        """Read `to_json` back. Raises `Refused(BAD_CONFIG)`."""
+        return validated(json.loads(text), {})
+
+    @property
+    def digest(self) -> str:
+        return digest(self.to_json().encode()).hex()
+
+
+GROUPS = tuple(name for name in RunConfig.model_fields if name != "ignored")
+
+
+def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
+    for group, fields in given.items():
+        for field, value in fields.items() if isinstance(fields, Mapping) else ():
+            _check_plain(_name(f"{group}.{field}", names), value)
+    try:
+        return RunConfig.model_validate_json(json.dumps(given))
+    except ValidationError as error:
+        raise Refused(Code.BAD_CONFIG, _sentence(error, names)) from error
+
+
+def _check_plain(name: str, value: object) -> None:
+    """Only scalars and short lists of scalars: nothing that could blow up when it is written out."""
+    items = value if isinstance(value, list) else [value]
+    plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
+    if not plain or len(items) > LIST_MAX:
+        raise Refused(Code.BAD_CONFIG, f"{name} must be a plain value, not {shown(value)}")
+
+
+def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
+    # A default that would have come from a field that is wrong is no second fault.
+    found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
+    sentences = []
+    for problem in found[:3]:
+        ours = ".".join(str(part) for part in problem["loc"][:2])
+        name = _name(ours, names)
+        field = _field(ours)
+        if problem["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(ours, _all_paths(), n=1)
+            sentences.append(f"{name} is unknown" + (f"; did you mean bombus.{close[0]}?" if close else ""))
+        elif field is None:
+            sentences.append(f"{name}: {problem['msg'].removeprefix('Value error, ')}".removeprefix(": "))
+        elif problem["type"] == "value_error":
+            why = problem["msg"].removeprefix("Value error, ")
+            sentences.append(f"{name} = {shown(problem['input'])} is refused: {why}")
+        else:
+            sentences.append(f"{name} = {shown(problem['input'])} is refused: {allowed(field)}")
+    more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+    return "; ".join(sentences) + more
+
+
+def _name(ours: str, names: Mapping[str, str]) -> str:
+    """What a document calls one of our paths."""
+    return names.get(ours, f"bombus.{ours}" if ours else "")
+
+
+def _all_paths() -> list[str]:
+    return [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields]
+
+
+def _group(name: str) -> type[Group]:
+    return cast(type[Group], RunConfig.model_fields[name].annotation)
+
+
+def _field(path: str) -> FieldInfo | None:
+    group, _, name = path.partition(".")
+    return _group(group).model_fields.get(name) if group in GROUPS else None

@@ -1,0 +1,167 @@
+"""How a batch becomes an optimizer step: the part of a job that is the trainer's."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+
+from bombus.config.algorithms import (
+    CRITIC_ESTIMATORS,
+    Aggregation,
+    Correction,
+    Estimator,
+    KlEstimator,
+    Loss,
+    Name,
+    Overlong,
+    named,
+)
+from bombus.config.groups import Beta, Float, Group, Tree
+
+
+def _aggregation(value: object) -> object:
+    return (named(Aggregation, value) if isinstance(value, str) else None) or value
+
+
+def _kl_estimator(value: object) -> object:
+    return (named(KlEstimator, value) if isinstance(value, str) else None) or value
+
+
+def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
+    """The name as we have it. Raises `ValueError` for one that the torch backend does not know; verl may."""
+    if info.data.get("backend") != "torch":
+        return name
+    found = named(kind, name)
+    if found is None:
+        raise ValueError(f"it takes one of {', '.join(kind)}; with backend verl, any name that verl knows")
+    return found.value
+
+
+def _own_aggregation(given: Tree) -> Aggregation:
+    """That of the estimator, where the job gives none."""
+    dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
+    return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
+
+
+def _own_clip_low(given: Tree) -> float:
+    return _loss(given).clip_range[0]
+
+
+def _own_clip_high(given: Tree) -> float:
+    return _loss(given).clip_range[1]
+
+
+def _own_correction(given: Tree) -> Correction:
+    """The ratio of importance_sampling is to the sampler as it is: nothing is left to correct."""
+    return Correction.NONE if _loss(given) is Loss.IMPORTANCE_SAMPLING else Correction.TOKEN_TIS
+
+
+def _loss(given: Tree) -> Loss:
+    return named(Loss, given["loss"]) or Loss.CLIPPED  # one that is verl's has verl's own defaults, which are these
+
+
+class TrainerConfig(Group):
+    """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
+
+    Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
+    in verl. `processes` train together, 0: as many as the trainer was started with. `clip_low`, `clip_high` and
+    `correction` follow from `loss` where they are not given, `loss_aggregation` from `adv_estimator`. `tis_clip` bounds
+    the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning
+    rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are
+    trained. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
+    `sample_packing_sequence_len`), on a CPU 4096 at most unless the trainer's `--bin-tokens` says more, and without
+    `enable_packing` one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's
+    machine: below the run's folder, or where its operator allows.
+    """
+
+    backend: Literal["torch", "verl"] = "torch"
+    processes: int = Field(default=0, ge=0, le=4096)
+    adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
+    normalise_by_std: bool = True
+    lr: Float = Field(default=1e-6, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    total_steps: int = Field(default=0, ge=0, le=10_000_000)
+    weight_decay: Float = Field(default=0.01, ge=0, le=1)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    grad_clip: Float = Field(default=1.0, gt=0, le=1000)
+    loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
+    clip_low: Float = Field(default_factory=_own_clip_low, ge=0, le=1)
+    clip_high: Float = Field(default_factory=_own_clip_high, ge=0, le=10)
+    dual_clip: Float = Field(default=0.0, ge=0, le=100)
+    correction: Correction = Field(default_factory=_own_correction)
+    tis_clip: Float = Field(default=2.0, ge=0, le=100)
+    tis_clip_low: Float = Field(default=0.0, ge=0, le=100)
+    use_opsm: bool = False
+    opsm_delta: Float = Field(default=1e-4, ge=0, le=100)
+    kl_coef: Float = Field(default=0.0, ge=0, le=10)
+    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3
+    entropy_coef: Float = Field(default=0.0, ge=0, le=10)
+    overlong: Overlong = Overlong.KEEP
+    overlong_buffer: int = Field(default=0, ge=0, le=1 << 22)
+    overlong_penalty: Float = Field(default=1.0, ge=0, le=1000)
+    mini_batch_num: int = Field(default=1, ge=1, le=1024)
+    ppo_epochs: int = Field(default=1, ge=1, le=64)
+    loss_aggregation: Annotated[Aggregation, BeforeValidator(_aggregation)] = Field(default_factory=_own_aggregation)
+    max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
+    enable_packing: bool = True
+    gradient_checkpointing: bool = False
+    enable_lora: bool | None = None  # none: as lora_rank says
+    lora_rank: int = Field(default=0, ge=0, le=1024)
+    lora_alpha: int = Field(default=16, ge=1, le=65_536)
+    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
+    save_debug_rollout_data: str = Field(
+        default="",
+        max_length=1024,
+        pattern=r"^$|\{rollout_id\}.*\.pt$",
+        description="a path like DIR/rollout_{rollout_id}.pt",
+    )
+
+    def own_choices(self) -> Tree:
+        """The algorithms' names, and the fields that are not as they would be with these alone."""
+        names: Tree = {"backend": self.backend, "adv_estimator": self.adv_estimator, "loss": self.loss}
+        followed = TrainerConfig(**names).model_dump(mode="json")
+        return names | {name: value for name, value in self.model_dump(mode="json").items() if value != followed[name]}
+
+    @field_validator("adv_estimator")
+    @classmethod
+    def _estimator_is_known(cls, name: str, info: ValidationInfo) -> str:
+        if name.lower() in CRITIC_ESTIMATORS:
+            raise ValueError(
+                "it needs a critic, which bombus does not train: use verl's own trainer for it, or one of "
+                f"{', '.join(Estimator)}"
+            )
+        return _known(Estimator, name, info)
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_is_known(cls, name: str, info: ValidationInfo) -> str:
+        return _known(Loss, name, info)
+
+    @model_validator(mode="after")
+    def _settings_fit(self) -> "TrainerConfig":
+        if self.backend == "torch" and self.processes > 1:
+            raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
+        if self.enable_lora and not self.lora_rank:
+            raise ValueError("enable_lora needs a lora_rank of at least 1")
+        if self.enable_lora is False and self.lora_rank:
+            raise ValueError(f"enable_lora is false, but lora_rank is {self.lora_rank}: give only one of them")
+        if 0 < self.dual_clip <= 1:
+            raise ValueError(f"dual_clip {self.dual_clip} is refused: it takes 0 (none) or more than 1")
+        if self.dual_clip and self.loss != Loss.CLIPPED and self.backend == "torch":
+            raise ValueError(f"dual_clip belongs to the loss clipped, not to {self.loss}")
+        given = self.model_fields_set
+        bounded = self.tis_clip > 0 and bool(given & {"tis_clip", "tis_clip_low"})
+        if bounded and self.correction == Correction.NONE and "correction" not in given:
+            raise ValueError(
+                f"tis_clip bounds a correction, and the loss {self.loss} has none unless it is named: give correction "
+                "token_tis too, or leave tis_clip out"
+            )
+        if self.tis_clip and self.tis_clip_low > self.tis_clip:
+            raise ValueError(f"tis_clip_low {self.tis_clip_low} is over tis_clip {self.tis_clip}")
+        if self.correction == Correction.ICEPOP and not self.tis_clip_low * self.tis_clip:
+            raise ValueError(
+                "correction icepop needs a tis_clip_low and a tis_clip above 0; its paper takes 0.5 and 5.0"
+            )
+        if self.overlong == Overlong.PENALTY and not self.overlong_buffer:
+            raise ValueError("overlong penalty needs an overlong_buffer of at least 1 token")
+        return self

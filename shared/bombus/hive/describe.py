@@ -1,0 +1,180 @@
+"""Events in a person's words: one line for each, behind the screen and `bombus replay timeline`."""
+
+from collections.abc import Iterable
+from functools import singledispatch
+
+from bombus.hive import events as ev
+from bombus.hive.events import Event
+from bombus.hive.status import byte_size, one_line
+
+
+def line_of(event: Event) -> str:
+    """What happened, in one line that is safe for a terminal. Raises `TypeError` for an event of no known kind."""
+    return one_line(_text(event))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _some(names: Iterable[str]) -> str:
+    """One name, or the first and how many more there are."""
+    all_names = list(names)
+    if not all_names:
+        return "nothing"
+    return all_names[0] if len(all_names) == 1 else f"{all_names[0]} and {len(all_names) - 1} more"
+
+
+@singledispatch
+def _text(event: Event) -> str:
+    raise TypeError(f"no words for {type(event).__name__}: add them to describe.py")
+
+
+@_text.register
+def _(event: ev.EpochOpened) -> str:
+    return f"epoch {event.epoch} opened by {event.leader}"
+
+
+@_text.register
+def _(event: ev.StorageFilled) -> str:
+    return f"no room for new work: {event.why}"
+
+
+@_text.register
+def _(event: ev.StorageFreed) -> str:
+    return f"room again: {byte_size(event.size - event.used)} of {event.what}"
+
+
+@_text.register
+def _(event: ev.EngineConfigured) -> str:
+    return f"configured: {event.model}, {event.collection.method}, configuration {event.config_digest[:8]}"
+
+
+@_text.register
+def _(event: ev.EngineStarted) -> str:
+    return f"run {event.run} started with configuration {event.config_digest[:8]}"
+
+
+@_text.register
+def _(event: ev.EngineProgressed) -> str:
+    return f"boot: {event.stage}"
+
+
+@_text.register
+def _(event: ev.EngineBooted) -> str:
+    return f"run {event.run} booted"
+
+
+@_text.register
+def _(event: ev.EngineStopped) -> str:
+    return f"run {event.run} stopped"
+
+
+@_text.register
+def _(event: ev.EngineFailed) -> str:
+    return f"run {event.run} failed: {event.reason}"
+
+
+@_text.register
+def _(event: ev.RollingStarted) -> str:
+    return f"rolling on version {event.version}"
+
+
+@_text.register
+def _(event: ev.RollingClosed) -> str:
+    return "no new episodes: the batch is complete"
+
+
+@_text.register
+def _(event: ev.SyncingStarted) -> str:
+    return "syncing weights"
+
+
+@_text.register
+def _(event: ev.SyncAgreed) -> str:
+    return f"{event.client} agrees to sync"
+
+
+@_text.register
+def _(event: ev.EpisodeClaimed) -> str:
+    task = f", task {event.task_hint}" if event.task_hint else ""
+    return f"{event.client} claimed {_some(event.episodes)} ({event.type}{task})"
+
+
+@_text.register
+def _(event: ev.CallsNoted) -> str:
+    tokens = sum(call.completion_tokens for call in event.calls)
+    late = sum(call.late for call in event.calls)
+    text = f"{_count(len(event.calls), 'call')}, {_count(tokens, 'token')} sampled"
+    return f"{text}, {late} too late to count" if late else text
+
+
+@_text.register
+def _(event: ev.EpisodeEnded) -> str:
+    if not event.outcomes:
+        return f"{event.client} ended nothing"
+    mean = sum(outcome.reward for outcome in event.outcomes) / len(event.outcomes)
+    kind = "held-out reward" if event.type == ev.EpisodeType.EVAL else "reward"
+    tasks = _some(dict.fromkeys(outcome.task for outcome in event.outcomes))
+    return f"{_some(outcome.episode for outcome in event.outcomes)} ended, {kind} {mean:.3f}, task {tasks}"
+
+
+@_text.register
+def _(event: ev.EpisodeAborted) -> str:
+    detail = f" ({event.detail})" if event.detail else ""
+    return f"{_some(event.episodes)} aborted: {event.reason}{detail}"
+
+
+@_text.register
+def _(event: ev.GroupDropped) -> str:
+    what = f"{_count(len(event.episodes), 'episode')} of {_count(len(event.tasks), 'task')}"
+    return f"{what} dropped untrained: {event.reason}"
+
+
+@_text.register
+def _(event: ev.PoolCleared) -> str:
+    return f"pool cleared: {event.reason}, {_count(event.episodes, 'episode')}, {byte_size(event.bytes)}"
+
+
+@_text.register
+def _(event: ev.BatchReady) -> str:
+    episodes = sum(len(group.episodes) for group in event.groups)
+    return f"batch of step {event.step}: {_count(len(event.groups), 'group')}, {_count(episodes, 'episode')}"
+
+
+@_text.register
+def _(event: ev.TrainerOpened) -> str:
+    return f"trainer {event.trainer} opened epoch {event.trainer_epoch}"
+
+
+@_text.register
+def _(event: ev.StepCompleted) -> str:
+    shown = [f"{name} {event.metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in event.metrics]
+    return ", ".join([f"step {event.step} completed", *shown])
+
+
+@_text.register
+def _(event: ev.StepFailed) -> str:
+    return f"step {event.step} failed ({_count(event.failures, 'time')}): {event.reason}"
+
+
+@_text.register
+def _(event: ev.WeightsReady) -> str:
+    weights = event.weights
+    changed = f", of which {byte_size(weights.delta_bytes)} changed" if weights.delta_bytes else ""
+    return f"version {event.version} is ready, {byte_size(weights.bytes)}{changed}"
+
+
+@_text.register
+def _(event: ev.WeightsLoaded) -> str:
+    return f"{event.replica} serves version {event.version}"
+
+
+@_text.register
+def _(event: ev.ReplicaJoined) -> str:
+    return f"replica {event.replica} joined at {event.url}, room for {event.capacity}"
+
+
+@_text.register
+def _(event: ev.ReplicaLeft) -> str:
+    return f"replica {event.replica} left{': ' + event.reason if event.reason else ''}"

@@ -1,0 +1,386 @@
+"""The facts of a hive, in the past tense. The state of everything is the fold of these.
+
+An event is only ever added to: a new field gets a default, and no field is renamed or given another meaning.
+Logs of every released shape lie in tests/logs and must fold for ever.
+"""
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from bombus.hive.records import CallRef, CallStatus
+
+HIVE = "_hive"  # the engine token of events that belong to no engine
+
+
+class EpisodeType(StrEnum):
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class AbortReason(StrEnum):
+    CLIENT = "client"
+    IDLE = "idle"
+    UNCONFIRMED = "unconfirmed"  # the claim's answer never reached a live connection
+    ENGINE_STOPPED = "engine_stopped"
+    SUPERSEDED = "superseded"  # the drain deadline passed
+    INFRA = "infra"  # a failure of infrastructure: no reward, not part of its group's statistics
+
+
+class DropReason(StrEnum):
+    NO_SIGNAL = "no_signal"
+    STALE = "stale"
+    OVERFLOW = "overflow"
+
+
+class Method(StrEnum):
+    """When a batch is complete. The short names are accepted without their prefix in a job."""
+
+    ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
+    ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
+    ENOUGH_NON_DUMMY_TASKS = "rollout_until_finish_enough_non_dummy_tasks"
+    ANY_CLIENT_AGREES = "rollout_until_any_client_agree_sync_weight"
+    ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
+
+    @property
+    def is_by_agreement(self) -> bool:
+        """Whether clients say when a batch is complete."""
+        return self in (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
+
+
+class Collection(msgspec.Struct, frozen=True, kw_only=True):
+    """What the coordinator needs of a job: how episodes are handed out and made into batches."""
+
+    method: Method = Method.ENOUGH_TASKS
+    batch_size: int = 32
+    num_repeat: int = 4
+    max_open_claims: int = 128
+    max_pool_episodes: int = 9999
+    max_pool_bytes: int = 2 << 30
+    max_staleness: int = 0
+    max_carry_staleness: int = 1
+    drain_s: float = 300.0
+    boot_s: float = 1800.0
+    sync_s: float = 600.0
+    agreed_sync_s: float = 6.0  # at least, with the methods in which clients agree
+    max_step_failures: int = 3
+    replay_steps: int = 1000  # whose calls are kept for replay, while there is room for them (R12)
+
+    @property
+    def episode_target(self) -> int:
+        return self.batch_size * self.num_repeat
+
+    @property
+    def trained_staleness(self) -> int | None:
+        """Over which age no token is trained (R14). None: of a synchronous run the coordinator alone sees to it."""
+        return self.max_staleness or None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
+    """`at_ns` is the time of the inbox message that was decided (R5); it never goes backwards."""
+
+    at_ns: int = 0
+    engine: str = HIVE
+
+
+class EpochOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="epoch.opened"):
+    epoch: int
+    leader: str
+
+
+class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.configured"):
+    config: str  # the whole job as canonical JSON
+    config_digest: str
+    collection: Collection
+    model: str
+    command: str = ""
+
+
+class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
+    run: int
+    config_digest: str
+    command: str = ""
+
+
+class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
+    """A stage of booting, for `engine_status_detail`."""
+
+    run: int
+    stage: str
+
+
+class EngineBooted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.booted"):
+    run: int
+
+
+class EngineStopped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.stopped"):
+    run: int
+    command: str = ""
+
+
+class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.failed"):
+    run: int
+    reason: str
+
+
+class RollingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.started"):
+    run: int
+    version: int
+
+
+class RollingClosed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.closed"):
+    run: int
+
+
+class SyncingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="syncing.started"):
+    run: int
+
+
+class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync.agreed"):
+    run: int
+    client: str
+
+
+class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
+    """One claim: one episode, or a whole group. `version` is the policy's at the claim."""
+
+    run: int
+    claim: str
+    client: str
+    episodes: tuple[str, ...]
+    type: EpisodeType = EpisodeType.TRAIN
+    discard_timeout_s: float = 240.0
+    version: int = 0
+    task_hint: str = ""
+
+
+class NotedCall(msgspec.Struct, frozen=True, array_like=True):
+    """`oldest` and `newest` are the policy versions of its sampled tokens."""
+
+    episode: str
+    ref: CallRef
+    prompt_tokens: int
+    completion_tokens: int
+    oldest: int
+    newest: int
+    status: CallStatus = CallStatus.COMPLETE
+    late: bool = False
+    merged: bool = False  # it extended an earlier call of its episode token for token
+
+
+class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="calls.noted"):
+    run: int
+    calls: tuple[NotedCall, ...]
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How an episode ended, in its client's words, and the calls that belong to it for ever (R7).
+
+    `call_rewards`, when given, has one reward for each of `calls`, in their order; `reward` is then their mean.
+    """
+
+    episode: str
+    task: str
+    reward: float
+    digest: bytes
+    call_rewards: tuple[float, ...] | None = None
+    is_success: bool | None = None
+    metadata: dict[str, Any] = {}
+    log_metrics: dict[str, float] = {}
+    calls: tuple[CallRef, ...] = ()
+    completion_tokens: int = 0
+    oldest: int = 0
+
+
+class EpisodeEnded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.ended"):
+    run: int
+    client: str
+    type: EpisodeType = EpisodeType.TRAIN
+    version: int = 0
+    outcomes: tuple[Outcome, ...]
+
+
+class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.aborted"):
+    run: int
+    episodes: tuple[str, ...]
+    reason: AbortReason
+    detail: str = ""
+
+
+class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="group.dropped"):
+    """Episodes that leave the pool untrained, by task."""
+
+    run: int
+    reason: DropReason
+    tasks: tuple[str, ...]
+    episodes: tuple[str, ...]
+
+
+class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="pool.cleared"):
+    run: int
+    reason: DropReason
+    episodes: int
+    bytes: int
+
+
+class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    episode: str
+    reward: float
+    calls: tuple[CallRef, ...]
+    call_rewards: tuple[float, ...] | None = None
+
+
+class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
+    task: str
+    episodes: tuple[BatchEpisode, ...]
+
+
+class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
+    """The groups of optimizer step `step`, which trains policy version step - 1 into version step."""
+
+    run: int
+    step: int
+    groups: tuple[BatchGroup, ...]
+    config_digest: str
+
+
+class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
+    run: int
+    trainer: str
+    trainer_epoch: int
+    command: str = ""
+
+
+class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.completed"):
+    """The one attempt of this step that counts (R11)."""
+
+    run: int
+    step: int
+    trainer_epoch: int
+    checkpoint: str
+    checkpoint_digest: str
+    metrics: dict[str, float] = {}
+
+
+class StepFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.failed"):
+    run: int
+    step: int
+    trainer_epoch: int
+    reason: str
+    failures: int
+
+
+OBJECTS = "object:"
+
+
+class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a policy version lies: a folder, or `object:` and the beginning of objects' names (R15).
+
+    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is an object's name. Of format
+    `safetensors-delta` only what has changed since version `base` lies there, in a file of `delta_bytes` and
+    `delta_sha256`. Of format `safetensors-lora` it is an adapter's file, on top of the full copy `adapter_of`.
+    """
+
+    where: str
+    format: str = "safetensors"
+    bytes: int = 0
+    sha256: str = ""
+    tokenizer: str = ""
+    base: int = -1
+    delta_bytes: int = 0
+    delta_sha256: str = ""
+    adapter_of: "Weights | None" = None
+
+    @property
+    def objects(self) -> str:
+        """How the names of its objects begin; empty when it lies in a folder."""
+        return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
+
+
+class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.ready"):
+    run: int
+    version: int
+    weights: Weights
+
+
+class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
+    run: int
+    version: int
+    replica: str
+
+
+class ReplicaJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.joined"):
+    replica: str
+    url: str
+    capacity: int = 64
+
+
+class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.left"):
+    replica: str
+    reason: str = ""
+
+
+class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
+    """Less than the reserve of `what` (a stream, or the disk) is left: new work is refused until `storage.freed`."""
+
+    what: str
+    used: int
+    size: int
+    why: str
+
+
+class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.freed"):
+    what: str
+    used: int
+    size: int
+
+
+AnyEvent = (
+    EpochOpened
+    | EngineConfigured
+    | EngineStarted
+    | EngineProgressed
+    | EngineBooted
+    | EngineStopped
+    | EngineFailed
+    | RollingStarted
+    | RollingClosed
+    | SyncingStarted
+    | SyncAgreed
+    | EpisodeClaimed
+    | CallsNoted
+    | EpisodeEnded
+    | EpisodeAborted
+    | GroupDropped
+    | PoolCleared
+    | BatchReady
+    | TrainerOpened
+    | StepCompleted
+    | StepFailed
+    | WeightsReady
+    | WeightsLoaded
+    | ReplicaJoined
+    | ReplicaLeft
+    | StorageFilled
+    | StorageFreed
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
+
+
+def kind_of(event: Event) -> str:
+    """The event's name on the wire, such as `episode.claimed`."""
+    kind = event.__struct_config__.tag
+    assert isinstance(kind, str)
+    return kind
+
+
+def encode_event(event: Event) -> bytes:
+    return _encoder.encode(event)
+
+
+def decode_event(body: bytes) -> AnyEvent:
+    """Raises `msgspec.MsgspecError` when the bytes are no event of this version or an older one."""
+    return _decoder.decode(body)

@@ -1,0 +1,105 @@
+"""What a gateway asks of an inference replica, and what comes back: token ids in, token ids out.
+
+`POST /generate` takes a msgpack `Generate` and answers with frames, each a little-endian uint32 length and a msgpack
+`Tokens`, `Finished` or `Fault`. Closing the connection aborts the request.
+"""
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+
+from bombus.hive.records import SamplingParams
+
+CONTENT_TYPE = "application/x-bombus-frames"
+FRAME_BYTES_MAX = 64 << 20
+
+
+class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`prompt` is int32 token ids. With `stream` false each choice comes in as few frames as its versions allow.
+
+    `traceparent` carries the trace (W3C trace context). `run` guards against a replica of another run.
+    """
+
+    id: str
+    engine: str
+    run: int
+    prompt: bytes
+    sampling: SamplingParams
+    n: int = 1
+    stream: bool = False
+    episode: str = ""
+    traceparent: str = ""
+
+
+class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):
+    """Tokens of one choice, all sampled under one policy version.
+
+    `top` is given when alternatives were asked for: for each token its most likely [(id, logprob), ...].
+    """
+
+    choice: int = 0
+    version: int
+    tokens: bytes  # int32
+    logprobs: bytes  # float32, of the distribution that was sampled from
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
+    """`reason` is `stop` (a stop token, which is the last one reported) or `length`."""
+
+    choice: int = 0
+    reason: str
+    cached_prompt_tokens: int = 0
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="fault", tag_field="kind"):
+    """The whole request failed. `retry` says whether another replica may succeed."""
+
+    why: str
+    code: str = "internal"
+    retry: bool = False
+
+
+Frame = Tokens | Finished | Fault
+
+_header = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+_frames: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_requests = msgspec.msgpack.Decoder(Generate)
+
+
+def encode_request(request: Generate) -> bytes:
+    return _encoder.encode(request)
+
+
+def decode_request(body: bytes) -> Generate:
+    return _requests.decode(body)
+
+
+def encode_frame(frame: Frame) -> bytes:
+    body = _encoder.encode(frame)
+    return _header.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream back into frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that `data` completes. Raises `ValueError` on a frame over the limit."""
+        self._buffer += data
+        start = 0
+        while len(self._buffer) - start >= _header.size:
+            (length,) = _header.unpack_from(self._buffer, start)
+            if length > FRAME_BYTES_MAX:
+                raise ValueError(f"a frame of {length} bytes is over the limit of {FRAME_BYTES_MAX}")
+            end = start + _header.size + length
+            if len(self._buffer) < end:
+                break
+            yield _frames.decode(memoryview(self._buffer)[start + _header.size : end])
+            start = end
+        if start:
+            del self._buffer[:start]

@@ -1,0 +1,156 @@
+"""How far ahead of training episodes are handed out when `max_staleness` is above 0 (R14).
+
+Step s trains version s - 1: a token of version v is trained at the age s - 1 - v. Before an episode that is claimed now
+come the batches whose weights no call has yet, and as many as the pool and the open episodes can make. Their number is
+the age that its samples will have, unless it dawdles.
+"""
+
+from collections import Counter
+
+import msgspec
+
+from bombus.hive.collection import has_signal, pick, tasks
+from bombus.hive.events import Collection, EpisodeType, Method
+from bombus.hive.state import EngineState, Episode, Replica
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes before an episode that is claimed now, and why it has to wait ("" when it has not)."""
+
+    unfinished: int  # batches that were sealed and whose weights the replicas do not serve yet
+    sealable: int  # at most so many more can be made of the pool and of the open episodes
+    max_staleness: int
+    waits: str
+
+
+def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
+    """The replicas that may answer a call: with weights of this run, at most `max_staleness` older than the newest.
+
+    For a call of an open episode, none is older than what was served when that was claimed.
+    """
+    oldest = max(0, engine.version - engine.collection.max_staleness)
+    claimed = engine.open.get(episode)
+    if claimed is not None:
+        oldest = max(oldest, claimed.version)
+    return {
+        name: replica
+        for name, replica in engine.replicas.items()
+        if replica.run == engine.run and replica.version >= oldest
+    }
+
+
+def served(engine: EngineState) -> int | None:
+    """The oldest policy version that a call of a new episode may be answered with; None when nobody can answer."""
+    return min((replica.version for replica in fitting(engine).values()), default=None)
+
+
+def oldest_usable(engine: EngineState) -> int:
+    """The policy version behind which a token is too old for the next batch, and for all after it."""
+    return engine.step - engine.collection.max_staleness
+
+
+def last_chances(engine: EngineState) -> int:
+    """How many open episodes can be in the next batch and in none behind it: a complete batch waits for them.
+
+    One without a recorded call may have one in flight, as old as its claim.
+    """
+    last = oldest_usable(engine)
+    return sum(
+        min((call.oldest for call in episode.trainable_calls()), default=episode.version) == last
+        for episode in engine.open.values()
+        if episode.type == EpisodeType.TRAIN and episode.version <= last
+    )
+
+
+def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
+    """For a claim of `count` training episodes; None where training is synchronous: there the phases pace.
+
+    Nothing waits for ever. When no episode is open, what the pool can make has been sealed; once that is trained the
+    next claim is granted, whatever its size.
+    """
+    bound = engine.collection.max_staleness
+    if bound == 0:
+        return None
+    version = served(engine)
+    unfinished = engine.step - (engine.version if version is None else version)
+    sealable = most_batches(engine, count - 1, task_hint)
+    waits = ""
+    if version is None:
+        waits = f"no inference replica serves version {engine.version} or one of the {bound} before it"
+    elif unfinished + sealable > bound and not _is_idle(engine):
+        waits = (
+            f"unfinished batches ({unfinished}) and those under way ({sealable}) are over collection.max_staleness "
+            f"({bound}), so its samples would be too old when they are trained"
+        )
+    return Pace(unfinished=unfinished, sealable=sealable, max_staleness=bound, waits=waits)
+
+
+def _is_idle(engine: EngineState) -> bool:
+    """Whether nothing is trained and nobody is at work on the next batch."""
+    if engine.version < engine.step:
+        return False
+    return not any(episode.type == EpisodeType.TRAIN for episode in engine.open.values())
+
+
+def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
+    """How many whole batches the pool, the open training episodes and `more` of them can make at most.
+
+    An episode that is open counts for the task that its claim has named, or for the one where it helps most. What can
+    never be used does not count: episodes with a token that is too old, and full groups whose rewards are all equal
+    where these are left out of batches.
+    """
+    rules = engine.collection
+    if (len(engine.pool) + len(engine.open) + more) < rules.episode_target:
+        return 0
+    named = _pooled(engine)
+    hints = _usable(engine)
+    hints[task_hint] += more
+    unnamed = hints.pop("", 0)
+    named.update(hints)
+    most = (sum(named.values()) + unnamed) // rules.episode_target
+    if rules.method == Method.ENOUGH_EPISODES:
+        return most
+    sizes = Counter(named.values())
+    return next((made for made in range(most) if not _can_make(made + 1, sizes, unnamed, rules)), most)
+
+
+def _pooled(engine: EngineState) -> Counter[str]:
+    """The pool's episodes by task. Those that are too old have left it when this is asked."""
+    size = engine.collection.num_repeat
+    if engine.collection.method == Method.ENOUGH_NON_DUMMY_TASKS:
+        groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
+        return Counter({group[0].task: len(group) for group in groups})
+    return Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
+
+
+def _usable(engine: EngineState) -> Counter[str]:
+    """The open training episodes by the task that was named, those that are not too old."""
+    bound = oldest_usable(engine)
+    return Counter(
+        episode.task_hint
+        for episode in engine.open.values()
+        if episode.type == EpisodeType.TRAIN and (episode.version >= bound or not _has_older(episode, bound))
+    )
+
+
+def _has_older(episode: Episode, bound: int) -> bool:
+    return any(call.oldest < bound for call in episode.trainable_calls())
+
+
+def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
+    """Whether so many batches can be made of tasks with episodes and of those of any task; `sizes` counts the tasks.
+
+    A task has one group in a batch. The groups that lack least are filled first, then new ones are begun.
+    """
+    repeat = rules.num_repeat
+    whole = sum(count * min(batches, size // repeat) for size, count in sizes.items())
+    lacking = max(0, batches * rules.batch_size - whole)
+    begun = Counter[int]()
+    for size, count in sizes.items():
+        if size % repeat and size // repeat < batches:
+            begun[repeat - size % repeat] += count
+    for missing, groups in [*sorted(begun.items()), (repeat, lacking)]:
+        filled = min(lacking, groups)
+        lacking -= filled
+        unnamed -= filled * missing
+    return unnamed >= 0

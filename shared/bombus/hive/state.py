@@ -1,0 +1,520 @@
+"""The state of a hive: the fold of its events, and nothing else.
+
+Every service folds the same log with the same function, so they agree without asking each other. `evolve` never
+refuses: what is on the log has happened.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, NotedCall
+from bombus.hive.records import CallRef, CallStatus
+
+FOLD = 1  # grows when `evolve` gives another state for an old log: snapshots of the one before are then not used
+OUTCOMES_KEPT = 100_000  # how many ended episodes of a run can still be asked about
+COMMANDS_KEPT = 1_000
+EVALS_KEPT = 256
+STEPS_NEEDED = 2  # at most so many are not contained in the older of a trainer's two checkpoints
+BOOTED = "booted"  # the stage of an engine that has booted and does not roll yet
+
+
+class Phase(StrEnum):
+    """The engine's phase, in the swarm contract's spelling."""
+
+    OFFLINE = "ENGINE.OFFLINE"
+    BOOTING = "ENGINE.BOOTING"
+    ROLLING = "ENGINE.ROLLING"
+    ROLLING_POST = "ENGINE.ROLLING_POST"
+    WEIGHT_SYNCING = "ENGINE.WEIGHT_SYNCING"
+
+
+ARROWS: dict[Phase, frozenset[Phase]] = {
+    Phase.OFFLINE: frozenset({Phase.BOOTING}),
+    Phase.BOOTING: frozenset({Phase.ROLLING, Phase.OFFLINE}),
+    Phase.ROLLING: frozenset({Phase.ROLLING_POST, Phase.OFFLINE}),
+    Phase.ROLLING_POST: frozenset({Phase.WEIGHT_SYNCING, Phase.OFFLINE}),
+    Phase.WEIGHT_SYNCING: frozenset({Phase.ROLLING, Phase.OFFLINE}),
+}
+
+
+class Episode(msgspec.Struct, kw_only=True):
+    """An episode that is open: claimed, and neither ended nor aborted."""
+
+    id: str
+    claim: str
+    client: str
+    type: EpisodeType
+    discard_timeout_s: float
+    claimed_ns: int
+    version: int
+    task_hint: str = ""
+    calls: list[NotedCall] = []
+    calls_from: int = 0  # no call of it lies before this sequence of the `calls` stream (retention.py says why)
+    last_call_ns: int = 0
+
+    def trainable_calls(self) -> list[NotedCall]:
+        return [call for call in self.calls if call.status == CallStatus.COMPLETE]
+
+
+class Completed(msgspec.Struct, kw_only=True, frozen=True):
+    """An ended training episode that waits in the pool."""
+
+    episode: str
+    task: str
+    client: str
+    reward: float
+    call_rewards: tuple[float, ...] | None
+    calls: tuple[CallRef, ...]
+    oldest: int
+    bytes: int
+    ended_ns: int
+    calls_from: int = 0
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True):
+    """What became of an episode: the digest of its outcome, or why it was aborted."""
+
+    client: str
+    outcome: bytes = b""
+    aborted: AbortReason | None = None
+
+
+class Replica(msgspec.Struct, kw_only=True):
+    url: str
+    capacity: int
+    joined_ns: int
+    run: int = 0
+    version: int = -1
+
+
+class EvalStats(msgspec.Struct):
+    """Evaluation episodes that ran on one policy version."""
+
+    episodes: int = 0
+    reward_sum: float = 0.0
+    successes: int = 0
+
+    @property
+    def mean(self) -> float:
+        return self.reward_sum / self.episodes if self.episodes else 0.0
+
+
+class Counters(msgspec.Struct):
+    """Since the run began."""
+
+    claimed: int = 0
+    ended: int = 0
+    aborted: int = 0
+    trained: int = 0
+    dropped: int = 0
+    calls: int = 0
+    calls_merged: int = 0
+    calls_late: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class EngineState(msgspec.Struct, kw_only=True):
+    name: str
+    phase: Phase = Phase.OFFLINE
+    phase_since_ns: int = 0
+    stage: str = ""  # while booting: what is being waited for
+    failure: str = ""  # why the last run ended, when it was not stopped
+    configured: ev.EngineConfigured | None = None  # the latest
+    active: ev.EngineConfigured | None = None  # that of the run
+    run: int = 0
+    version: int = -1  # of the newest weights that are ready
+    step: int = 0  # the newest batch that was sealed
+    next_episode: int = 1
+    open: dict[str, Episode] = {}
+    claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
+    pool: dict[str, Completed] = {}  # in order of completion
+    by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
+    pool_bytes: int = 0
+    newest_call: int = 0  # sequence of the call that was noted last, in any run
+    batch: ev.BatchReady | None = None  # sealed, its step not completed
+    steps_from: list[int] = []  # `calls_from` of the newest steps that were sealed, in any run: the replay window's
+    step_failures: int = 0
+    step_done: ev.StepCompleted | None = None
+    trainer: str = ""
+    trainer_epoch: int = 0
+    openings: dict[str, int] = {}  # commands by which trainers opened this run, with their epoch
+    weights: ev.WeightsReady | None = None
+    weights_before: ev.WeightsReady | None = None
+    loaded: set[str] = set()  # replicas that serve `weights`
+    replicas: dict[str, Replica] = {}
+    agreed: set[str] = set()
+    rewarded_ns: dict[str, int] = {}  # when each client last ended an episode
+    closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
+    commands: dict[str, int] = {}  # configure, start and stop commands that were carried out, with their run
+    evals: dict[int, EvalStats] = {}
+    counters: Counters = msgspec.field(default_factory=Counters)
+
+    @property
+    def collection(self) -> Collection:
+        """The rules of the running job (those of the configured one before the first start)."""
+        source = self.active or self.configured
+        return source.collection if source is not None else Collection()
+
+    @property
+    def rolling(self) -> bool:
+        return self.phase in (Phase.ROLLING, Phase.ROLLING_POST)
+
+    @property
+    def global_step(self) -> int:
+        return max(self.version, 0)
+
+    def episode_number(self, episode: str) -> int | None:
+        """The number in an episode id of this engine's current run, None for any other id."""
+        stem, _, number = episode.rpartition("-")
+        if stem != f"{self.name}-{self.run}" or not number.isdigit():
+            return None
+        return int(number)
+
+    def is_over(self, episode: str) -> bool:
+        """Whether this fold knows that the episode is no longer open. False for one it has not heard of yet."""
+        number = self.episode_number(episode)
+        if number is None:
+            return True
+        return number < self.next_episode and episode not in self.open
+
+
+def episode_id(engine: str, run: int, number: int) -> str:
+    return f"{engine}-{run}-{number}"
+
+
+class Hive(msgspec.Struct, kw_only=True):
+    epoch: int = 0
+    now_ns: int = 0
+    engines: dict[str, EngineState] = {}
+    full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
+
+    @property
+    def refusing(self) -> str:
+        """Why no new work is taken, "" while there is room for it."""
+        return " ".join(filled.why for filled in self.full.values())
+
+    def engine(self, name: str) -> EngineState:
+        """The engine's state; a blank one, which is not kept, when no event has named it yet."""
+        return self.engines.get(name) or EngineState(name=name)
+
+
+E_ = TypeVar("E_", bound=Event)
+_handlers: dict[type[Event], Callable[[EngineState, Event], None]] = {}
+
+
+def evolve(hive: Hive, event: Event) -> None:
+    """Fold one event into the state, in place."""
+    if event.at_ns > hive.now_ns:
+        hive.now_ns = event.at_ns
+    if isinstance(event, ev.EpochOpened):
+        hive.epoch = event.epoch
+        return
+    if isinstance(event, ev.StorageFilled):
+        hive.full[event.what] = event
+        return
+    if isinstance(event, ev.StorageFreed):
+        hive.full.pop(event.what, None)
+        return
+    engine = hive.engines.get(event.engine)
+    if engine is None:
+        engine = hive.engines[event.engine] = EngineState(name=event.engine)
+    _handlers[type(event)](engine, event)
+
+
+def _on(kind: type[E_]) -> Callable[[Callable[[EngineState, E_], None]], Callable[[EngineState, E_], None]]:
+    def register(handler: Callable[[EngineState, E_], None]) -> Callable[[EngineState, E_], None]:
+        _handlers[kind] = handler  # type: ignore[assignment]  # looked up by the event's own type
+        return handler
+
+    return register
+
+
+def _enter(engine: EngineState, phase: Phase, at_ns: int) -> None:
+    engine.phase = phase
+    engine.phase_since_ns = at_ns
+
+
+def _remember(engine: EngineState, command: str) -> None:
+    if command:
+        engine.commands[command] = engine.run
+        trim(engine.commands, COMMANDS_KEPT)
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def trim(kept: dict[K, V], limit: int) -> None:
+    """Drop the oldest entries beyond `limit`, an eighth of them at a time.
+
+    Not one by one: a dict whose front is emptied again and again is searched through what was deleted.
+    """
+    if len(kept) > limit + limit // 8:
+        for key in list(islice(kept, len(kept) - limit)):
+            del kept[key]
+
+
+# ---- the engine's life ----------------------------------------------------------------------------------------
+
+
+@_on(ev.EngineConfigured)
+def _configured(engine: EngineState, event: ev.EngineConfigured) -> None:
+    engine.configured = event
+    _remember(engine, event.command)
+
+
+@_on(ev.EngineStarted)
+def _started(engine: EngineState, event: ev.EngineStarted) -> None:
+    """A run begins: left of the one before are replicas, what was answered, and which calls are kept (R8, R12)."""
+    fresh = EngineState(
+        name=engine.name,
+        configured=engine.configured,
+        active=engine.configured,
+        run=event.run,
+        replicas=engine.replicas,
+        commands=engine.commands,
+        newest_call=engine.newest_call,
+        steps_from=engine.steps_from,
+        stage="waiting for a trainer",
+    )
+    for field in EngineState.__struct_fields__:
+        setattr(engine, field, getattr(fresh, field))
+    _enter(engine, Phase.BOOTING, event.at_ns)
+    _remember(engine, event.command)
+
+
+@_on(ev.EngineProgressed)
+def _progressed(engine: EngineState, event: ev.EngineProgressed) -> None:
+    engine.stage = event.stage
+
+
+@_on(ev.EngineBooted)
+def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
+    engine.stage = BOOTED
+
+
+@_on(ev.EngineStopped)
+def _stopped(engine: EngineState, event: ev.EngineStopped) -> None:
+    engine.stage = ""
+    _enter(engine, Phase.OFFLINE, event.at_ns)
+    _remember(engine, event.command)
+
+
+@_on(ev.EngineFailed)
+def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
+    engine.stage = ""
+    engine.failure = event.reason
+    _enter(engine, Phase.OFFLINE, event.at_ns)
+
+
+@_on(ev.RollingStarted)
+def _rolling_started(engine: EngineState, event: ev.RollingStarted) -> None:
+    engine.stage = ""
+    engine.agreed = set()
+    _enter(engine, Phase.ROLLING, event.at_ns)
+
+
+@_on(ev.RollingClosed)
+def _rolling_closed(engine: EngineState, event: ev.RollingClosed) -> None:
+    _enter(engine, Phase.ROLLING_POST, event.at_ns)
+
+
+@_on(ev.SyncingStarted)
+def _syncing_started(engine: EngineState, event: ev.SyncingStarted) -> None:
+    _enter(engine, Phase.WEIGHT_SYNCING, event.at_ns)
+
+
+@_on(ev.SyncAgreed)
+def _sync_agreed(engine: EngineState, event: ev.SyncAgreed) -> None:
+    engine.agreed.add(event.client)
+
+
+# ---- episodes -------------------------------------------------------------------------------------------------
+
+
+@_on(ev.EpisodeClaimed)
+def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
+    for episode in event.episodes:
+        engine.open[episode] = Episode(
+            id=episode,
+            claim=event.claim,
+            client=event.client,
+            type=event.type,
+            discard_timeout_s=event.discard_timeout_s,
+            claimed_ns=event.at_ns,
+            version=event.version,
+            task_hint=event.task_hint,
+            calls_from=engine.newest_call,
+        )
+    engine.claims[event.claim] = event.episodes
+    engine.next_episode += len(event.episodes)
+    engine.counters.claimed += len(event.episodes)
+
+
+@_on(ev.CallsNoted)
+def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
+    counters = engine.counters
+    for call in event.calls:
+        counters.calls += 1
+        counters.calls_merged += call.merged
+        counters.prompt_tokens += call.prompt_tokens
+        counters.completion_tokens += call.completion_tokens
+        episode = engine.open.get(call.episode)
+        if call.late or episode is None:
+            counters.calls_late += 1
+            continue
+        episode.calls.append(call)
+        if call.ref.seq < episode.calls_from:  # a power cut has taken the end of the stream (R6)
+            episode.calls_from = call.ref.seq
+        episode.last_call_ns = event.at_ns
+        engine.newest_call = call.ref.seq
+
+
+def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | None:
+    episode = engine.open.pop(episode_id, None)
+    if episode is not None:
+        siblings = engine.claims.get(episode.claim, ())
+        if engine.open.keys().isdisjoint(siblings):
+            engine.claims.pop(episode.claim, None)
+    engine.closed[episode_id] = closed
+    if len(engine.closed) > OUTCOMES_KEPT:
+        trim(engine.closed, OUTCOMES_KEPT)
+    return episode
+
+
+@_on(ev.EpisodeEnded)
+def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
+    engine.counters.ended += len(event.outcomes)
+    engine.rewarded_ns[event.client] = event.at_ns
+    is_eval = event.type == EpisodeType.EVAL
+    for outcome in event.outcomes:
+        episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
+        if is_eval:
+            stats = engine.evals.setdefault(event.version, EvalStats())
+            stats.episodes += 1
+            stats.reward_sum += outcome.reward
+            stats.successes += bool(outcome.is_success)
+            trim(engine.evals, EVALS_KEPT)
+            continue
+        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last
+        size = 200 + 8 * outcome.completion_tokens + 100 * len(outcome.calls)
+        engine.pool[outcome.episode] = Completed(
+            episode=outcome.episode,
+            task=outcome.task,
+            client=event.client,
+            reward=outcome.reward,
+            call_rewards=outcome.call_rewards,
+            calls=outcome.calls,
+            oldest=outcome.oldest,
+            bytes=size,
+            ended_ns=event.at_ns,
+            calls_from=episode.calls_from if episode is not None else 0,
+        )
+        engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
+        engine.pool_bytes += size
+
+
+@_on(ev.EpisodeAborted)
+def _aborted(engine: EngineState, event: ev.EpisodeAborted) -> None:
+    engine.counters.aborted += len(event.episodes)
+    for episode_id in event.episodes:
+        episode = engine.open.get(episode_id)
+        _close(engine, episode_id, Closed(episode.client if episode else "", aborted=event.reason))
+
+
+# ---- the pool and its batches ---------------------------------------------------------------------------------
+
+
+def _leave_pool(engine: EngineState, episode_id: str) -> Completed | None:
+    completed = engine.pool.pop(episode_id, None)
+    if completed is None:
+        return None
+    engine.pool_bytes -= completed.bytes
+    rest = engine.by_task[completed.task]
+    rest.remove(episode_id)
+    if not rest:
+        del engine.by_task[completed.task]
+    return completed
+
+
+@_on(ev.GroupDropped)
+def _group_dropped(engine: EngineState, event: ev.GroupDropped) -> None:
+    engine.counters.dropped += sum(_leave_pool(engine, episode) is not None for episode in event.episodes)
+
+
+@_on(ev.PoolCleared)
+def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
+    engine.counters.dropped += len(engine.pool)
+    engine.pool = {}
+    engine.by_task = {}
+    engine.pool_bytes = 0
+
+
+@_on(ev.BatchReady)
+def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
+    engine.batch = event
+    engine.step = event.step
+    engine.step_failures = 0
+    left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
+    sealed = [completed for completed in left if completed is not None]
+    engine.counters.trained += len(sealed)
+    engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
+    del engine.steps_from[: -max(STEPS_NEEDED, engine.collection.replay_steps)]
+
+
+# ---- training and weights -------------------------------------------------------------------------------------
+
+
+@_on(ev.TrainerOpened)
+def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
+    engine.trainer = event.trainer
+    engine.trainer_epoch = event.trainer_epoch
+    engine.openings[event.command] = event.trainer_epoch
+    trim(engine.openings, COMMANDS_KEPT)
+
+
+@_on(ev.StepCompleted)
+def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
+    engine.step_done = event
+    engine.batch = None
+    engine.step_failures = 0
+
+
+@_on(ev.StepFailed)
+def _step_failed(engine: EngineState, event: ev.StepFailed) -> None:
+    engine.step_failures = event.failures
+
+
+@_on(ev.WeightsReady)
+def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
+    engine.weights_before = engine.weights
+    engine.weights = event
+    engine.version = event.version
+    engine.loaded = set()
+
+
+@_on(ev.WeightsLoaded)
+def _weights_loaded(engine: EngineState, event: ev.WeightsLoaded) -> None:
+    replica = engine.replicas.get(event.replica)
+    if replica is not None:
+        replica.run, replica.version = event.run, event.version
+    if event.run == engine.run and event.version == engine.version:
+        engine.loaded.add(event.replica)
+
+
+@_on(ev.ReplicaJoined)
+def _replica_joined(engine: EngineState, event: ev.ReplicaJoined) -> None:
+    engine.replicas[event.replica] = Replica(url=event.url, capacity=event.capacity, joined_ns=event.at_ns)
+    engine.loaded.discard(event.replica)
+
+
+@_on(ev.ReplicaLeft)
+def _replica_left(engine: EngineState, event: ev.ReplicaLeft) -> None:
+    engine.replicas.pop(event.replica, None)
+    engine.loaded.discard(event.replica)

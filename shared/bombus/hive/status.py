@@ -1,0 +1,400 @@
+"""What a hive is doing now, as data, as JSON and as text: behind `bombus status` and the screen.
+
+All of it is worked out from the fold; nothing asks a server.
+"""
+
+import msgspec
+
+from bombus.hive.collection import progress
+from bombus.hive.events import EpisodeType, Method
+from bombus.hive.pacing import Pace, last_chances, pace
+from bombus.hive.state import EngineState, Episode, Hive, Phase
+
+BAR_CELLS = 24
+EPISODES_SHOWN = 12  # in the plain text; the data has all of them
+EVALS_SHOWN = 8
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """One measure of collection against its target. `decides` marks those that the engine's method waits for.
+
+    A target of 0 means that the method sets none.
+    """
+
+    name: str
+    done: int
+    target: int
+    decides: bool
+
+
+class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """A running episode. `idle_s` counts from its last recorded call.
+
+    The coordinator's own figure can be lower: heartbeats and calls in flight are in the inbox only.
+    """
+
+    episode: str
+    client: str
+    type: EpisodeType
+    task: str
+    version: int
+    calls: int
+    completion_tokens: int
+    idle_s: float
+    limit_s: float
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    url: str
+    capacity: int
+    run: int
+    version: int  # -1: nothing loaded
+    current: bool  # serves the newest weights of this run
+
+
+class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
+    trainer: str  # "" before one has opened the run
+    epoch: int
+    step_in_flight: int | None  # sealed, not yet completed
+    step_since_ns: int
+    groups: int
+    episodes: int
+    failures: int  # of the step in flight
+
+
+class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    at_ns: int
+    metrics: dict[str, float]
+
+
+class EvalStatus(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    episodes: int
+    mean_reward: float
+    success_rate: float
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    engine: str
+    phase: Phase
+    phase_s: float
+    detail: str
+    failure: str  # why the last run ended, "" when it did not fail
+    model: str
+    run: int
+    global_step: int
+    version: int
+    method: Method
+    progress: tuple[Measure, ...]
+    pool_episodes: int
+    pool_bytes: int
+    open_episodes: tuple[OpenEpisode, ...]  # the longest idle first
+    replicas: tuple[ReplicaStatus, ...]
+    trainer: TrainerStatus
+    last_step: StepStatus | None
+    evals: tuple[EvalStatus, ...]  # by version, ascending
+    pace: Pace | None = None  # None: the run is synchronous, or there is none
+
+
+class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int
+    now_ns: int
+    engines: tuple[EngineStatus, ...]
+    refusing: str = ""  # why no new work is taken
+
+
+# ---- the data ----------------------------------------------------------------------------------------------
+
+
+def seconds_between(start_ns: int, end_ns: int) -> float:
+    """Seconds from one moment to the other; never negative, clocks of two machines differ."""
+    return max(0, end_ns - start_ns) / 1e9
+
+
+def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
+    """How far the pool is from the next batch, in the measures that its method knows."""
+    rules = engine.collection
+    now = progress(engine, now_ns)
+    if rules.method.is_by_agreement:
+        wanted = 1 if rules.method == Method.ANY_CLIENT_AGREES else max(1, now.active)
+        return (
+            Measure("clients agreed", now.agreed, wanted, True),
+            Measure("episodes", now.episodes, 0, False),
+            Measure("tasks", now.tasks, 0, False),
+            Measure("non-dummy tasks", now.non_dummy_tasks, 0, False),
+        )
+    decides = {
+        Method.ENOUGH_EPISODES: "episodes",
+        Method.ENOUGH_TASKS: "tasks",
+        Method.ENOUGH_NON_DUMMY_TASKS: "non-dummy tasks",
+    }[rules.method]
+    counts = (
+        ("episodes", now.episodes, rules.episode_target),
+        ("tasks", now.tasks, rules.batch_size),
+        ("non-dummy tasks", now.non_dummy_tasks, rules.batch_size),
+    )
+    return tuple(Measure(name, done, target, name == decides) for name, done, target in counts)
+
+
+def detail_of(engine: EngineState, now_ns: int) -> str:
+    """One clause about what the engine is waiting for in its phase."""
+    match engine.phase:
+        case Phase.OFFLINE:
+            if engine.failure:
+                return "the last run failed"
+            if engine.run:
+                return "stopped"
+            return "configured, waiting for start" if engine.configured else "waiting for a configuration"
+        case Phase.BOOTING:
+            return engine.stage or "booting"
+        case Phase.ROLLING:
+            waited_for = next(measure for measure in measures(engine, now_ns) if measure.decides)
+            text = f"{waited_for.done} of {waited_for.target} {waited_for.name}"
+            if engine.batch:
+                text += f", step {engine.batch.step} training"
+            return text + _asynchronous(engine, waited_for)
+        case Phase.ROLLING_POST:
+            return f"waiting for {len(engine.open)} running episodes to finish"
+        case Phase.WEIGHT_SYNCING:
+            if engine.batch is not None:
+                return f"training step {engine.batch.step}"
+            loaded = f"{len(engine.loaded)} of {len(engine.replicas)} replicas"
+            return f"loading version {engine.version}: {loaded}"
+
+
+def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
+    """What an asynchronous run waits for beside the next batch."""
+    now = pace(engine)
+    if now is None:
+        return ""
+    text = ""
+    trains = engine.version < engine.step
+    if not trains and waited_for.done >= waited_for.target and (last := last_chances(engine)):
+        text = f", waiting for {last} running episodes that would be too old for the batch after it"
+    return f"{text}; new episodes wait: {now.waits}" if now.waits else text
+
+
+def noting(detail: str, refusing: str) -> str:
+    """An engine's detail, with why the hive takes no new work."""
+    return f"{detail}. No new work is taken: {refusing}" if refusing else detail
+
+
+def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
+    return OpenEpisode(
+        episode=episode.id,
+        client=episode.client,
+        type=episode.type,
+        task=episode.task_hint,
+        version=episode.version,
+        calls=len(episode.calls),
+        completion_tokens=sum(call.completion_tokens for call in episode.calls),
+        idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
+        limit_s=episode.discard_timeout_s,
+    )
+
+
+def _trainer(engine: EngineState) -> TrainerStatus:
+    batch = engine.batch
+    return TrainerStatus(
+        trainer=engine.trainer,
+        epoch=engine.trainer_epoch,
+        step_in_flight=batch.step if batch else None,
+        step_since_ns=batch.at_ns if batch else 0,
+        groups=len(batch.groups) if batch else 0,
+        episodes=sum(len(group.episodes) for group in batch.groups) if batch else 0,
+        failures=engine.step_failures,
+    )
+
+
+def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
+    return tuple(
+        ReplicaStatus(
+            replica=name,
+            url=replica.url,
+            capacity=replica.capacity,
+            run=replica.run,
+            version=replica.version,
+            current=name in engine.loaded,
+        )
+        for name, replica in sorted(engine.replicas.items())
+    )
+
+
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
+    """`refusing` is the hive's. `now_ns` is the reader's time: the fold's own stands still while no event comes."""
+    source = engine.active or engine.configured
+    done = engine.step_done
+    episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
+    return EngineStatus(
+        engine=engine.name,
+        phase=engine.phase,
+        phase_s=seconds_between(engine.phase_since_ns, now_ns) if engine.phase_since_ns else 0.0,
+        detail=noting(detail_of(engine, now_ns), refusing),
+        failure=engine.failure,
+        model=source.model if source else "",
+        run=engine.run,
+        global_step=engine.global_step,
+        version=engine.version,
+        method=engine.collection.method,
+        progress=measures(engine, now_ns),
+        pool_episodes=len(engine.pool),
+        pool_bytes=engine.pool_bytes,
+        open_episodes=tuple(sorted(episodes, key=lambda row: (-row.idle_s, row.episode))),
+        replicas=_replicas(engine),
+        trainer=_trainer(engine),
+        last_step=StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics) if done else None,
+        evals=tuple(
+            EvalStatus(
+                version=version,
+                episodes=stats.episodes,
+                mean_reward=stats.mean,
+                success_rate=stats.successes / stats.episodes if stats.episodes else 0.0,
+            )
+            for version, stats in sorted(engine.evals.items())
+        ),
+        pace=pace(engine) if engine.phase == Phase.ROLLING else None,
+    )
+
+
+def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
+    """The status of every engine; without `now_ns`, as of the newest event."""
+    now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
+    engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
+    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing)
+
+
+def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
+    """`hive_status` as plain JSON values; a figure that is not finite becomes null."""
+    encoded = msgspec.json.encode(hive_status(hive, now_ns))
+    return msgspec.json.decode(encoded, type=dict[str, object])
+
+
+# ---- the plain text ----------------------------------------------------------------------------------------
+
+
+def duration(seconds: float) -> str:
+    """A length of time in at most two units: `4.2 s`, `3 m 05 s`, `7 h 12 m`, `3 d 04 h`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    if whole < 86_400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+
+
+def byte_size(size: int) -> str:
+    """Bytes in units of a thousand: `512 B`, `43 kB`, `1.2 MB`, `988 MB`."""
+    value = float(size)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 999.5:
+            return f"{value:.1f} {unit}" if value < 9.95 and unit not in ("B", "kB") else f"{value:.0f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"
+
+
+def one_line(text: str) -> str:
+    """Text from outside made safe for a terminal: one line, no control or escape characters."""
+    return "".join(char if char.isprintable() else " " for char in text).strip()
+
+
+def _bar(measure: Measure) -> str:
+    filled = min(BAR_CELLS, BAR_CELLS * measure.done // measure.target)
+    return "[" + "#" * filled + "." * (BAR_CELLS - filled) + "]"
+
+
+def _measure_line(measure: Measure) -> str:
+    mark = "*" if measure.decides else " "
+    if not measure.target:
+        return f"  {mark} {measure.name:<16} {measure.done}"
+    return f"  {mark} {measure.name:<16} {_bar(measure)} {measure.done}/{measure.target}"
+
+
+def _pace_lines(now: Pace | None) -> list[str]:
+    if now is None:
+        return []
+    ahead = f"{now.unfinished} unfinished and {now.sealable} sealable batches, bound {now.max_staleness}"
+    return [f"  ahead of training: {ahead}{', new episodes wait' if now.waits else ''}"]
+
+
+def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
+    if not episodes:
+        return []
+    lines = [f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
+    for row in episodes[:EPISODES_SHOWN]:
+        lines.append(
+            f"  {one_line(row.episode):<20} {one_line(row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
+            f"{row.idle_s:>8.1f} {row.limit_s:>8.0f}"
+        )
+    if len(episodes) > EPISODES_SHOWN:
+        lines.append(f"  and {len(episodes) - EPISODES_SHOWN} more")
+    return lines
+
+
+def _head_lines(status: EngineStatus) -> list[str]:
+    phase = status.phase.removeprefix("ENGINE.")
+    version = status.version if status.version >= 0 else "-"
+    lines = [f"engine {status.engine}: {phase} for {duration(status.phase_s)} ({one_line(status.detail)})"]
+    if status.failure:
+        lines.append(f"  failure: {one_line(status.failure)}")
+    model = one_line(status.model) or "-"
+    lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
+    return lines
+
+
+def _collection_lines(status: EngineStatus) -> list[str]:
+    return [
+        f"collection: {status.method}",
+        *(_measure_line(measure) for measure in status.progress),
+        f"  pool: {status.pool_episodes} episodes, {byte_size(status.pool_bytes)}",
+        *_pace_lines(status.pace),
+        f"running episodes: {len(status.open_episodes)}",
+        *_episode_lines(status.open_episodes),
+    ]
+
+
+def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
+    lines = [f"replicas: {len(replicas)}"]
+    for replica in replicas:
+        version = f"version {replica.version}" if replica.version >= 0 else "nothing loaded"
+        lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
+    return lines
+
+
+def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
+    trainer = status.trainer
+    lines = [f"trainer: {one_line(trainer.trainer) or '-'}, epoch {trainer.epoch}"]
+    if trainer.step_in_flight is not None:
+        since = duration(seconds_between(trainer.step_since_ns, now_ns))
+        failures = f", failed {trainer.failures} times" if trainer.failures else ""
+        size = f"{trainer.groups} groups, {trainer.episodes} episodes"
+        lines.append(f"  step {trainer.step_in_flight} in flight for {since}: {size}{failures}")
+    if status.last_step is not None:
+        ago = duration(seconds_between(status.last_step.at_ns, now_ns))
+        lines.append(f"last step: {status.last_step.step}, {ago} ago")
+        lines += [f"  {one_line(name)} {value:.6g}" for name, value in sorted(status.last_step.metrics.items())]
+    if status.evals:
+        lines.append("held-out reward by policy version:")
+        for row in status.evals[-EVALS_SHOWN:]:
+            lines.append(f"  {row.version:>5}  {row.mean_reward:.3f}  ({row.episodes} episodes)")
+    return lines
+
+
+def _engine_text(status: EngineStatus, now_ns: int) -> str:
+    lines = _head_lines(status) + _collection_lines(status)
+    return "\n".join(lines + _replica_lines(status.replicas) + _training_lines(status, now_ns))
+
+
+def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> str:
+    """The status of one engine, or of all when `engine` is empty. Ends with a newline."""
+    status = hive_status(hive, now_ns)
+    chosen = [row for row in status.engines if engine in ("", row.engine)]
+    if not chosen:
+        known = ", ".join(row.engine for row in status.engines) or "none"
+        return f"no engine {engine!r} on this hive; known engines: {known}\n" if engine else "no engine yet\n"
+    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n"

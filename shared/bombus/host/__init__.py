@@ -1,0 +1,1 @@
+"""One machine: its processes, hardware, environments and keys."""

@@ -1,0 +1,212 @@
+"""The processes of a hive on this machine: what `bombus up` keeps running, in which order and with which keys."""
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bombus.config.cluster import Cluster, EnginePart, Jobs
+from bombus.config.parts import InferencePart, TrainerPart
+from bombus.config.placement import gpus_of_replicas
+from bombus.errors import Code, EngineFault, Refused
+from bombus.host.environments import environment_python, environments_folder
+from bombus.host.hardware import gpu_environment
+from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
+from bombus.host.process import PARENT_VARIABLE
+
+ALONE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
+# A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
+# and have it cleared again: 6 to 10 % of a step on a CPU.
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
+    "MALLOC_TOP_PAD_": str(256 << 20),
+}
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a trainer on several machines meet, and how long they wait for each other."""
+
+    nnodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 29500
+    operation_timeout_s: float = 1800.0
+
+    def torchrun(self, node: str, processes: int) -> tuple[str, ...]:
+        """torchrun's options on the machine of number `node`, with so many ranks."""
+        options = ("--nproc_per_node", processes), ("--nnodes", self.nnodes), ("--node_rank", node)
+        places = ("--master_addr", self.address), ("--master_port", self.port)
+        return tuple(f"{name}={value}" for name, value in (*options, *places))
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """What `bombus up` was asked for: a cluster, and what belongs to this start of it alone."""
+
+    cluster: Cluster = ALONE
+    jobs: Jobs = {}
+    nats_port: int = 0
+    debug_root: Path | None = None  # where jobs may have trainers write samples
+    log_level: str = "info"
+    keys: HiveKeys = HiveKeys()
+    trusted_network: bool = False  # gateways may listen anywhere without keys
+    meeting: Meeting | None = None  # of the trainer's ranks here with those of other machines
+
+    @property
+    def data_dir(self) -> Path:
+        return Path(self.cluster.data_dir)
+
+
+class Service(msgspec.Struct, frozen=True):
+    """One process to keep running. `kind` is its subcommand, `name` what it is called in the log.
+
+    `environment` has all of its variables, and `gpus` are those that say which GPUs it sees.
+    """
+
+    kind: str
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    gpus: Mapping[str, str] = {}
+
+    def __str__(self) -> str:
+        """As one would type it."""
+        return " ".join([*(f"{name}={value}" for name, value in self.gpus.items()), shlex.join(self.command)])
+
+
+def check_can_start(layout: Layout) -> None:
+    """Raises `Refused` for an environment that is not installed, a key that no variable holds, or a GPU that is not
+    among those that we may use.
+    """
+    for name, engine in layout.cluster.engines.items():
+        used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
+        used |= {part.engine for part in engine.inference if part.count and not part.python}
+        for backend in used & {"vllm", "verl"}:
+            try:
+                environment_python(backend)
+            except EngineFault as error:
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: {error}") from error
+        for placed in (engine.trainer, *engine.inference):
+            gpu_environment(placed.devices if placed is not None else ())
+        for part in engine.inference:
+            if part.api_key_env and not os.environ.get(part.api_key_env):
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")
+            if part.python and not os.access(part.python, os.X_OK):
+                raise Refused(Code.BAD_CONFIG, f"engine {name}: python {part.python} is no interpreter that is here")
+
+
+def services(layout: Layout, nats: str) -> list[Service]:
+    """The processes of a hive, in the order in which they start.
+
+    Raises `Refused(BAD_CONFIG)` for a GPU that is not among those that we may use.
+    """
+    cluster = layout.cluster
+    common = _common(layout, nats)
+    environment = _environment(layout)
+    # One that is started again has its predecessor's name, and therefore its lease.
+    stem = f"{socket.gethostname()}-{os.getpid()}"
+    watching = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
+
+    def bombus(
+        kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
+    ) -> Service:
+        command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
+        seen = gpu_environment(gpus) if gpus else {}
+        return Service(kind, name, command, {**environment, **more, **seen}, seen)
+
+    found = [
+        bombus("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
+        for which in _numbered(cluster.coordinator.count)
+    ]
+    for name, engine in cluster.engines.items():
+        if engine.trainer is not None:
+            command = _trainer(engine.trainer, name, layout, nats)
+            seen = gpu_environment(engine.trainer.devices) if engine.trainer.devices else {}
+            variables = {**KEEP_FREED_MEMORY, **environment, **seen}
+            found.append(Service("trainer", f"trainer {name}", command, variables, seen))
+        kinds = [(part, gpus) for part in engine.inference for gpus in gpus_of_replicas(part)]
+        for which, (part, gpus) in zip(_numbered(len(kinds)), kinds, strict=True):
+            key = {part.api_key_env: os.environ.get(part.api_key_env, "")} if part.api_key_env else {}
+            found.append(bombus("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
+    engines = [argument for name in cluster.engines for argument in ("--engine", name)]
+    door = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
+    door += ["--trusted-network"] if layout.trusted_network else []
+    keys = layout.keys.environment()  # the others run models, and need no keys
+    return found + [
+        bombus("gateway", f"gateway{which}", *door, more=keys) for which in _numbered(cluster.gateway.count)
+    ]
+
+
+def _environment(layout: Layout) -> dict[str, str]:
+    """What every process has. A key of a server elsewhere is only for the replica that stands for it."""
+    replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
+    kept_back = {*KEY_VARIABLES, *(part.api_key_env for part in replicas)}
+    return {
+        # Threads of torch that wait for each other must not burn the cores that trainer and replica take turns on.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **{name: value for name, value in os.environ.items() if name not in kept_back},
+        PARENT_VARIABLE: str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def _common(layout: Layout, nats: str) -> tuple[str, ...]:
+    return ("--nats", nats, "--hive", layout.cluster.hive, "--log-level", layout.log_level)
+
+
+def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
+    """What each rank of a trainer is told, on whichever machine."""
+    folder = str((layout.data_dir / "engines").absolute())
+    arguments = [*_common(layout, nats), "--engine", engine, "--folder", folder]
+    arguments += ["--device", part.device, "--threads", str(part.threads)]
+    arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
+    arguments += ["--bin-tokens", str(part.bin_tokens)] if part.bin_tokens else []
+    arguments += ["--allow-download"] if part.allow_download else []
+    arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
+    arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
+    arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "adapter" else []
+    timeout_s = layout.meeting.operation_timeout_s if layout.meeting is not None else None
+    return arguments + (["--operation-timeout", f"{timeout_s:g}"] if timeout_s is not None else [])
+
+
+def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:
+    arguments = trainer_arguments(part, engine, layout, nats)
+    if part.backend == "torch":
+        return (sys.executable, "-m", "bombus", "trainer", *arguments)
+    python = str(environments_folder().absolute() / part.backend / "bin" / "python")
+    if layout.meeting is not None:
+        where = layout.meeting.torchrun("0", part.processes)
+    elif part.processes > 1:
+        where = ("--standalone", f"--nproc-per-node={part.processes}")
+    else:
+        return (python, "-m", "bombus", "trainer", *arguments, "--backend", part.backend)
+    return (python, "-m", "bombus_trainer.torchrun", *where, "-m", "bombus_trainer.worker", *arguments)
+
+
+def _replica(part: InferencePart, engine: str) -> list[str]:
+    arguments = ["--engine", engine]
+    arguments += ["--max-model-len", str(part.max_model_len)] if part.max_model_len else []
+    arguments += ["--max-running", str(part.max_running)] if "max_running" in part.model_fields_set else []
+    if part.engine == "openai":
+        arguments += ["--backend", "openai", "--url", part.url]
+        arguments += ["--model", part.model] if part.model else []
+        return arguments + (["--api-key-env", part.api_key_env] if part.api_key_env else [])
+    arguments += ["--backend", part.engine] if part.engine != "torch" else []
+    arguments += ["--device", part.device, "--threads", str(part.threads)]
+    arguments += ["--dtype", part.dtype] if part.dtype else []
+    arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
+    arguments += ["--vllm-eager"] if part.eager else []
+    arguments += ["--vllm-python", str(Path(part.python).absolute())] if part.python else []
+    share = part.gpu_memory_utilization
+    arguments += ["--gpu-memory-utilization", f"{share:g}"] if share else []
+    return arguments + (["--tensor-parallel", str(part.tensor_parallel)] if part.tensor_parallel > 1 else [])
+
+
+def _numbered(count: int) -> list[str]:
+    """What tells one of several from the others; nothing where there is but one."""
+    return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]

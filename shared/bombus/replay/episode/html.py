@@ -1,0 +1,137 @@
+"""An episode as one page of HTML that needs nothing else: no script, no font, no network. All text in it is escaped."""
+
+import json
+from collections.abc import Iterable, Mapping
+from html import escape
+from math import exp
+from typing import Any
+
+from bombus.replay.episode.style import STYLE
+from bombus.replay.episode.text import became, branches, extends, facts
+from bombus.replay.episode.tree import Reply, Token, Told, Turn
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def page(told: Told, where: str) -> str:
+    """The whole document; `where` names the log that it was made from."""
+    largest = max((abs(turn.advantage) for turn in told.turns if turn.advantage is not None), default=0.0)
+    body = [
+        _head(told),
+        *(_turn(turn, largest) for turn in told.turns),
+        *(f'<p class="note">{_text(note)}</p>' for note in (*told.lost, *told.notes)),
+        f"<footer>bombus replay episode {_text(told.story.id)} · {_text(where)}</footer>",
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{_text(told.story.id)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(body)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _text(text: str) -> str:
+    """Escaped; characters that would show as nothing are spelled out."""
+    visible = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+    return escape(visible, quote=True)
+
+
+def _head(told: Told) -> str:
+    story = told.story
+    rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts(story))
+    lines = "".join(
+        f"<dt>branch {number}</dt><dd>{' → '.join(_link(int(turn)) for turn in line.split(' -> '))}</dd>"
+        for number, line in enumerate(branches(told), 1)
+    )
+    return f"""<header>
+<h1>episode {_text(story.id)}</h1>
+<p class="became">{_text(became(story))}</p>
+<dl>{rows}{lines}</dl>
+<fieldset>
+<legend>tokens coloured by</legend>
+<label><input type="radio" name="by" id="by-logprob" checked> how unlikely they were</label>
+<label><input type="radio" name="by" id="by-advantage"> advantage</label>
+<span class="key"><span class="t m">not trained</span> · point at a token for its figures</span>
+</fieldset>
+</header>"""
+
+
+def _link(number: int) -> str:
+    return f'<a href="#call-{number}">call {number}</a>'
+
+
+def _turn(turn: Turn, largest: float) -> str:
+    facts = [
+        _text(extends(turn)) if not turn.parent else f"extends {_link(turn.parent)}",
+        f"{turn.prompt_tokens} prompt tokens, {turn.prompt_added} of them new",
+        f"temperature {turn.sampling.temperature:g}",
+        f"{turn.seconds:.2f} s",
+    ]
+    if turn.role:
+        facts.insert(0, f"role {_text(turn.role)}")
+    if turn.untrained:
+        facts.append(f"<em>not trained: {_text(turn.untrained)}</em>")
+    elif turn.advantage is not None:
+        facts.append(f'advantage <b class="{_sign(turn.advantage)}">{turn.advantage:+.4f}</b>')
+    tools = _tools(turn.tools)
+    messages = "".join(_message(message) for message in turn.messages)
+    shown = "" if turn.messages else " open"
+    prompt = f"<details{shown}><summary>prompt tokens as text</summary><pre>{_text(turn.prompt)}</pre></details>"
+    replies = "".join(_reply(reply, turn, largest) for reply in turn.replies)
+    return f"""<section id="call-{turn.number}">
+<h2>call {turn.number} <code>{_text(turn.call)}</code></h2>
+<p class="facts">{" · ".join(facts)}</p>
+{tools}{messages}{prompt}{replies}
+</section>"""
+
+
+def _tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    names = [str(tool.get("function", tool).get("name", "?")) for tool in tools]
+    if not names:
+        return ""
+    described = _text(json.dumps(list(tools), indent=2, ensure_ascii=False))
+    return f"<details><summary>tools: {_text(', '.join(names))}</summary><pre>{described}</pre></details>"
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    role = str(message.get("role", "?"))
+    content = message.get("content")
+    shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False) if content else ""
+    calls = "".join(_call(call.get("function", {})) for call in message.get("tool_calls") or ())
+    body = f"<pre>{_text(shown)}</pre>" if shown or not calls else ""
+    return f'<article class="message"><h3>{_text(role)}</h3>{body}{calls}</article>'
+
+
+def _call(function: Mapping[str, Any]) -> str:
+    name, arguments = str(function.get("name", "?")), str(function.get("arguments", ""))
+    return f'<pre class="call">{_text(name)}({_text(arguments)})</pre>'
+
+
+def _reply(reply: Reply, turn: Turn, largest: float) -> str:
+    tokens = "".join(_token(token, turn.advantage, largest) for token in reply.tokens)
+    calls = (reply.message or {}).get("tool_calls") or ()
+    called = "".join(_call(call.get("function", {})) for call in calls)
+    return (
+        f'<article class="reply"><h3>assistant <small>{len(reply.tokens)} tokens, {_text(reply.finish)}</small></h3>'
+        f'<pre class="tokens">{tokens}</pre>{called}</article>'
+    )
+
+
+def _token(token: Token, advantage: float | None, largest: float) -> str:
+    """`--u` is how unlikely it was, 0 to 1; `--a` the advantage's share of the largest of the episode."""
+    mine = advantage if token.trained else None
+    version = token.version if token.version >= 0 else "-"
+    said = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]
+    said.append(f"version {version}")
+    said.append("not trained" if not token.trained else "trained" if mine is None else f"advantage {mine:+.4f}")
+    share = abs(mine) / largest if mine is not None and largest else 0.0
+    kind = f"t {_sign(mine)}" if token.trained else "t m"
+    shown = _text(token.text).replace("\n", "↵\n") or "∅"
+    style = f"--u:{1 - exp(min(token.logprob, 0.0)):.3f};--a:{share:.3f}"
+    return f'<span class="{kind}" style="{style}" title="{escape(" · ".join(said))}">{shown}</span>'
+
+
+def _sign(advantage: float | None) -> str:
+    return "none" if not advantage else "up" if advantage > 0 else "down"

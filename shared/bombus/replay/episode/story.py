@@ -1,0 +1,131 @@
+"""What became of one episode: its events, picked out of the fold of a log."""
+
+from contextlib import aclosing
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive.events import AnyEvent, NotedCall, Outcome
+from bombus.hive.records import CallRef
+from bombus.hive.state import Episode, Hive, evolve
+from bombus.replay.source import Logged, Source
+from bombus.replay.tally import EpisodesSeen
+
+
+class Story(msgspec.Struct, kw_only=True):
+    """`fate` says what became of it after it ended, in a clause. Times are nanoseconds since the epoch."""
+
+    id: str
+    engine: str
+    run: int
+    client: str
+    type: ev.EpisodeType
+    task: str
+    version: int  # of the policy when it was claimed
+    claimed_ns: int
+    over_ns: int = 0
+    outcome: Outcome | None = None
+    aborted: ev.EpisodeAborted | None = None
+    fate: str = ""
+    step: int = 0  # that trained it
+    group: ev.BatchGroup | None = None
+    calls: dict[CallRef, NotedCall] = {}  # in the order in which they were noted
+    config: ev.EngineConfigured | None = None
+    tokenizer: str = ""
+
+    def belongs(self, ref: CallRef) -> bool:
+        """Whether a call is one of those that the episode ended with (R7); while it runs, whether it was in time."""
+        if self.outcome is not None:
+            return ref in self.outcome.calls
+        noted = self.calls.get(ref)
+        return noted is not None and not noted.late
+
+
+async def tell(source: Source, episode: str) -> Story:
+    """Read the log for an episode. Raises `NotOnLog`, naming those that there are, when it is not there."""
+    hive, position = await source.base()
+    teller = _Teller(episode, hive, position)
+    async with aclosing(source.events()) as entries:
+        async for entry in entries:
+            teller.take(entry)
+    return teller.story()
+
+
+class _Teller:
+    def __init__(self, episode: str, hive: Hive, position: int) -> None:
+        self._id = episode
+        self._hive = hive
+        self._seen = EpisodesSeen(position)
+        self._story: Story | None = None
+        for name in hive.engines:  # of a compacted log: what is still open was claimed before its base
+            self._begin(name)
+
+    def take(self, entry: Logged) -> None:
+        event = entry.event
+        self._seen.note(event)
+        before = self._hive.engines.get(event.engine)
+        waited = before is not None and self._id in before.pool
+        evolve(self._hive, event)
+        if isinstance(event, ev.EpisodeClaimed) and self._id in event.episodes:
+            self._begin(event.engine)
+        story = self._story
+        if story is None or story.engine != event.engine:
+            return
+        self._note(story, event)
+        engine = self._hive.engines[event.engine]
+        if waited and self._id not in engine.pool:
+            _left_the_pool(story, event, entry.seq)
+
+    def story(self) -> Story:
+        if self._story is None:
+            self._seen.check(self._id)
+            raise AssertionError("an episode that was claimed has a story")
+        story = self._story
+        if story.outcome is not None and not story.fate:
+            waits = self._id in self._hive.engines[story.engine].pool
+            story.fate = "waits in the pool" if waits else "measured its policy version, and was not trained"
+        return story
+
+    def _begin(self, name: str) -> None:
+        engine = self._hive.engines[name]
+        found: Episode | None = engine.open.get(self._id)
+        if found is None:
+            return
+        self._story = Story(
+            id=found.id,
+            engine=name,
+            run=engine.run,
+            client=found.client,
+            type=found.type,
+            task=found.task_hint,
+            version=found.version,
+            claimed_ns=found.claimed_ns,
+            calls={call.ref: call for call in found.calls},
+            config=engine.active,
+            tokenizer=engine.weights.weights.tokenizer if engine.weights is not None else "",
+        )
+
+    def _note(self, story: Story, event: AnyEvent) -> None:
+        match event:
+            case ev.CallsNoted():
+                story.calls |= {call.ref: call for call in event.calls if call.episode == self._id}
+            case ev.EpisodeEnded():
+                for outcome in event.outcomes:
+                    if outcome.episode == self._id:
+                        story.outcome, story.task, story.over_ns = outcome, outcome.task, event.at_ns
+            case ev.EpisodeAborted() if self._id in event.episodes:
+                story.aborted, story.over_ns = event, event.at_ns
+
+
+def _left_the_pool(story: Story, event: AnyEvent, seq: int) -> None:
+    match event:
+        case ev.BatchReady():
+            story.step = event.step
+            story.group = next(
+                group for group in event.groups if any(member.episode == story.id for member in group.episodes)
+            )
+            story.fate = f"trained in step {event.step} (event {seq})"
+        case ev.GroupDropped() | ev.PoolCleared():
+            story.fate = f"dropped untrained: {event.reason} (event {seq})"
+        case _:
+            story.fate = f"left the pool untrained when its run was over (event {seq})"

@@ -1,0 +1,163 @@
+"""An episode in a terminal. Colour is an option: what it says is also said in words."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bombus.hive.status import duration, one_line, seconds_between
+from bombus.replay.episode.story import Story
+from bombus.replay.episode.tree import Reply, Token, Told, Turn
+from bombus.replay.moments import clock, date
+
+DIM, BOLD, GREEN, RED, RESET = "\x1b[2m", "\x1b[1m", "\x1b[32m", "\x1b[31m", "\x1b[0m"
+
+
+def text(told: Told, tokens_max: int, colour: bool) -> Iterator[str]:
+    """Lines. `tokens_max` is how many tokens of a reply are listed one by one."""
+    paint = _Paint(colour)
+    yield from head(told, paint)
+    for turn in told.turns:
+        yield ""
+        yield from _turn(turn, tokens_max, paint)
+    for line in (*told.lost, *told.notes):
+        yield f"\nnote: {one_line(line)}"
+
+
+class _Paint:
+    def __init__(self, colour: bool) -> None:
+        self._colour = colour
+
+    def __call__(self, code: str, text: str) -> str:
+        return f"{code}{text}{RESET}" if self._colour else text
+
+
+def became(story: Story) -> str:
+    """What became of an episode, in a clause."""
+    if story.aborted is not None:
+        detail = f" ({story.aborted.detail})" if story.aborted.detail else ""
+        return f"aborted: {story.aborted.reason}{detail}"
+    if story.outcome is None:
+        return "still open at the end of the log"
+    success = {None: "", True: ", a success", False: ", no success"}[story.outcome.is_success]
+    return f"ended with reward {story.outcome.reward:g}{success}; {story.fate}"
+
+
+def facts(story: Story) -> list[tuple[str, str]]:
+    """Everything about an episode but its calls, by name."""
+    took = f", {duration(seconds_between(story.claimed_ns, story.over_ns))} later" if story.over_ns else ""
+    rows = [
+        ("task", story.task or "-"),
+        ("client", story.client),
+        (
+            "engine",
+            f"{story.engine}, run {story.run}, {story.type} episode, policy version {story.version} at the claim",
+        ),
+        ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}; over {clock(story.over_ns)}{took}"),
+    ]
+    if not story.over_ns:
+        rows[-1] = ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}")
+    if story.outcome is not None:
+        outcome = story.outcome
+        if outcome.call_rewards is not None:
+            rows.append(
+                ("rewards", ", ".join(f"{reward:g}" for reward in outcome.call_rewards) + " (one for each call)")
+            )
+        for name, values in (("metadata", outcome.metadata), ("metrics", outcome.log_metrics)):
+            if values:
+                rows.append((name, json.dumps(values, ensure_ascii=False)))
+    if story.group is not None:
+        others = ", ".join(f"{member.reward:g}" for member in story.group.episodes if member.episode != story.id)
+        rows.append(("group", f"{len(story.group.episodes)} episodes; rewards of the others: {others or '-'}"))
+    return [(name, one_line(value)) for name, value in rows]
+
+
+def branches(told: Told) -> list[str]:
+    """How the turns hang together, a line for each branch; nothing when each extends the one before."""
+    lines = told.lines()
+    if len(lines) < 2:
+        return []
+    return [" -> ".join(str(number) for number in line) for line in lines]
+
+
+def head(told: Told, paint: _Paint) -> Iterator[str]:
+    story = told.story
+    yield paint(BOLD, f"episode {one_line(story.id)}: {one_line(became(story))}")
+    for name, value in facts(story):
+        yield f"  {name:<9} {value}"
+    yield f"  {'calls':<9} {len(told.turns)}"
+    for number, line in enumerate(branches(told), 1):
+        yield f"  {'branch ' + str(number):<9} calls {line}"
+
+
+def extends(turn: Turn) -> str:
+    if not turn.parent:
+        return "a line of its own"
+    choice = f", reply {turn.parent_reply + 1}" if turn.parent_reply else ""
+    return f"extends call {turn.parent}{choice}"
+
+
+def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
+    role = f", role {turn.role}" if turn.role else ""
+    yield paint(BOLD, f"call {turn.number}") + f"  {turn.call}{one_line(role)}"
+    sampled = sum(len(reply.tokens) for reply in turn.replies)
+    prompt = f"{turn.prompt_tokens} prompt tokens ({turn.prompt_added} of them new)"
+    asked = f"{sampled} sampled at temperature {turn.sampling.temperature:g}"
+    yield f"  {extends(turn)}; {prompt}, {asked}, {turn.seconds:.2f} s"
+    if turn.untrained:
+        yield paint(DIM, f"  not trained: {turn.untrained}")
+    elif turn.advantage is not None:
+        yield "  advantage " + paint(RED if turn.advantage < 0 else GREEN, f"{turn.advantage:+.4f}")
+    for tool in turn.tools:
+        yield f"  tool      {one_line(_tool_name(tool))}"
+    for message in turn.messages:
+        yield from message_lines(message)
+    if not turn.messages:
+        yield f"  {'prompt':<9} {_quoted(turn.prompt)}"
+    for index, reply in enumerate(turn.replies):
+        yield from _reply(reply, f"reply {index + 1}" if len(turn.replies) > 1 else "reply", tokens_max, turn, paint)
+
+
+def message_lines(message: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """A message as its role (or another name) and its text, tool calls one a line."""
+    role = name or one_line(str(message.get("role", "?")))
+    content = message.get("content")
+    if content or not message.get("tool_calls"):
+        shown = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        first, *rest = shown.splitlines() or [""]
+        yield f"  {role:<9} {one_line(first)}"
+        for line in rest:
+            yield f"  {'':<9} {one_line(line)}"
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {})
+        yield f"  {role:<9} calls {one_line(str(function.get('name')))}({one_line(str(function.get('arguments', '')))})"
+
+
+def _tool_name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return f"{function.get('name', '?')}: {function.get('description', '')}"
+
+
+def _reply(reply: Reply, name: str, tokens_max: int, turn: Turn, paint: _Paint) -> Iterator[str]:
+    if reply.message is not None:
+        yield from message_lines(reply.message, name)
+    else:
+        yield f"  {name:<9} {_quoted(''.join(token.text for token in reply.tokens))}"
+    if not tokens_max or not reply.tokens:
+        return
+    yield f"  {'':<9} {'token':>5}  mask    logprob  version  advantage  text   ({reply.finish})"
+    for index, token in enumerate(reply.tokens[:tokens_max]):
+        yield _token(index, token, turn, paint)
+    if len(reply.tokens) > tokens_max:
+        yield f"  {'':<9} and {len(reply.tokens) - tokens_max} more: --tokens {len(reply.tokens)}"
+
+
+def _token(index: int, token: Token, turn: Turn, paint: _Paint) -> str:
+    advantage = f"{turn.advantage:+9.4f}" if token.trained and turn.advantage is not None else f"{'-':>9}"
+    version = token.version if token.version >= 0 else "-"
+    figures = f"{index:>5}  {token.trained:>4}  {token.logprob:9.4f}  {version:>7}  {advantage}"
+    line = f"  {'':<9} {figures}  {_quoted(token.text)}"
+    return line if token.trained else paint(DIM, line)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=not text.isprintable())

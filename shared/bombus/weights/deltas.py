@@ -1,0 +1,254 @@
+"""What changed between two versions of a model's safetensors file, bit for bit, in a safetensors file of its own (R15).
+
+Of each changed tensor the new values are stored under its name, and under `gaps:<name>` how many elements lie between
+one of them and the next. Nothing is computed with values here: NaN, -0.0 and denormals are bits like any other.
+"""
+
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bombus.errors import EngineFault
+from bombus.hive.events import Weights
+
+FULL_FORMAT = "safetensors"
+FULL_FILE = "model.safetensors"
+DELTA_FORMAT = "safetensors-delta"
+DELTA_FILE = "delta.safetensors"
+BASE = "base"  # in a delta's metadata: the version that it changes, as JSON of `Weights`
+GAPS = "gaps:"
+HEADER_BYTES_MAX = 256 << 20
+CHAIN_MAX = 1024
+COMPARED = 1 << 22  # elements compared at once: what is changed is known before the whole is compared
+
+Bits = NDArray[np.unsignedinteger]
+_WIDTHS = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """New bits for a tensor, seen flat. Without `gaps` they are all of its elements.
+
+    `gaps` (uint8 or uint16) are counted from the element before: 0 is the next one. Where a gap is wider than its
+    type can say, an element in between is named with the value that it has anyway.
+    """
+
+    values: Bits
+    gaps: NDArray[np.uint8] | NDArray[np.uint16] | None
+
+    @property
+    def bytes(self) -> int:
+        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Which elements of the flat tensor `values` are, ascending."""
+        if self.gaps is None:
+            return np.arange(len(self.values))
+        return np.cumsum(self.gaps.astype(np.int64) + 1) - 1
+
+
+def patch_between(before: Bits, after: Bits) -> Patch | None:
+    """The smallest patch that makes `after` of `before`, flat arrays of one length; None when they are equal."""
+    found = [
+        start + np.flatnonzero(before[start : start + COMPARED] != after[start : start + COMPARED])
+        for start in range(0, len(after), COMPARED)
+    ]
+    changed = np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+    if not len(changed):
+        return None
+    steps = np.diff(changed, prepend=-1)
+    bytes_of = {
+        kind: (len(steps) + int(_fillers(steps, kind).sum())) * (np.dtype(kind).itemsize + after.itemsize)
+        for kind in (np.uint8, np.uint16)
+    }
+    kind = min(bytes_of, key=bytes_of.__getitem__)
+    if bytes_of[kind] >= after.nbytes:
+        return Patch(after.copy(), None)
+    fillers = _fillers(steps, kind)
+    reach = np.iinfo(kind).max + 1
+    ends = np.cumsum(fillers + 1) - 1
+    gaps = np.full(ends[-1] + 1, reach - 1, dtype=kind)
+    gaps[ends] = steps - fillers * reach - 1
+    return Patch(after[np.cumsum(gaps.astype(np.int64) + 1) - 1], gaps)
+
+
+def _fillers(steps: NDArray[np.int64], kind: type[np.unsignedinteger]) -> NDArray[np.int64]:
+    """How many elements have to be named before each that changed, because it is too far from the one before."""
+    return (steps - 1) // (np.iinfo(kind).max + 1)
+
+
+def apply_patch(patch: Patch, onto: Bits) -> None:
+    """Change a flat tensor in place. Raises `EngineFault` when the patch is not of a tensor of this size."""
+    where = patch.positions()
+    fits = len(where) == len(patch.values) and (not len(where) or where[-1] < len(onto))
+    if not fits or onto.dtype != patch.values.dtype or (patch.gaps is None and len(onto) != len(where)):
+        raise EngineFault(f"a delta changes {len(patch.values)} values of a tensor of {len(onto)}: not this one")
+    onto[where] = patch.values
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class TensorFile:
+    """A safetensors file open for reading, tensors as flat bits. Raises `EngineFault` for what is none."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise EngineFault(f"{path} cannot be read: {error.strerror}") from error
+        try:
+            self.head, self.metadata, self._entries = self._read_head()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._file.close()
+
+    @property
+    def names(self) -> list[str]:
+        """In the order in which their values lie in the file."""
+        return sorted(self._entries, key=lambda name: self._entries[name].data_offsets)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def bits(self, name: str) -> Bits:
+        """A tensor's elements, flat, as unsigned integers of their width; the array is the caller's own."""
+        entry = self._entries[name]
+        start, end = entry.data_offsets
+        content = bytearray(end - start)
+        self._file.seek(len(self.head) + start)
+        if self._file.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise self._fault("it ends too early")
+        return np.frombuffer(content, dtype=UNSIGNED[_WIDTHS[entry.dtype]])
+
+    def dtype(self, name: str) -> str:
+        return self._entries[name].dtype
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
+    def _read_head(self) -> tuple[bytes, Mapping[str, str], dict[str, _Entry]]:
+        start = self._file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else HEADER_BYTES_MAX + 1
+        text = self._file.read(length) if length <= HEADER_BYTES_MAX else b""
+        if len(text) != length:
+            raise self._fault("it has no header")
+        try:
+            raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+            metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+            entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
+        except msgspec.MsgspecError as error:
+            raise self._fault(str(error)) from error
+        room = self._path.stat().st_size - len(start) - length
+        for name, entry in entries.items():
+            begin, end = entry.data_offsets
+            width = _WIDTHS.get(entry.dtype, 0)
+            if not width or not 0 <= begin <= end <= room or end - begin != width * prod(entry.shape):
+                raise self._fault(f"{name} is {entry.dtype} {list(entry.shape)} in {end - begin} bytes")
+        return start + text, metadata, entries
+
+    def _fault(self, why: str) -> EngineFault:
+        return EngineFault(f"{self._path} is no safetensors file: {why}")
+
+
+class DeltaFile(TensorFile):
+    """A delta open for reading."""
+
+    def base(self) -> Weights:
+        """The version that it changes, as the log had it."""
+        try:
+            return msgspec.json.decode(self.metadata.get(BASE, ""), type=Weights)
+        except msgspec.MsgspecError as error:
+            raise EngineFault(f"{self._path} does not say what it changes: {error}") from error
+
+    def patches(self) -> Iterator[tuple[str, Patch]]:
+        """Each changed tensor's name and patch."""
+        for name in self.names:
+            if not name.startswith(GAPS):
+                yield name, self.patch(name)
+
+    def patch(self, name: str) -> Patch:
+        return Patch(self.bits(name), self.bits(GAPS + name) if GAPS + name in self else None)
+
+
+def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
+    """A version and those that it is made of, down to a full copy, newest first. Of deltas only headers are read.
+
+    Raises `EngineFault` when one of the deltas cannot be read.
+    """
+    if weights.adapter_of is not None:
+        return [weights, weights.adapter_of]
+    links = [weights]
+    while links[-1].format == DELTA_FORMAT:
+        if len(links) > CHAIN_MAX:
+            raise EngineFault(f"{weights.where} is made of more than {CHAIN_MAX} deltas")
+        with DeltaFile(folder_of(links[-1].where) / DELTA_FILE) as delta:
+            links.append(delta.base())
+    return links
+
+
+def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
+    """Write the full file that `deltas` (oldest first) make of the full file `base`, and return its sha256.
+
+    One pass, one tensor in memory. A new file, never `base` in place: an engine may have mapped that, and a delta
+    that proves wrong must leave what it was to change.
+    """
+    seal = sha256()
+    with ExitStack() as stack, into.open("wb") as out:
+        source = stack.enter_context(TensorFile(base))
+        changes = [stack.enter_context(DeltaFile(delta)) for delta in deltas]
+        out.write(source.head)
+        seal.update(source.head)
+        for name in source.names:
+            bits = source.bits(name)
+            for delta in changes:
+                if name in delta:
+                    apply_patch(delta.patch(name), bits)
+            content = bits.view(np.uint8).data
+            seal.update(content)
+            out.write(content)
+    return seal.hexdigest()
+
+
+def copy_beside(version: Path, into: Path) -> None:
+    """Make folder `into` with all that a version's folder has but its tensors."""
+    into.mkdir()
+    for file in version.iterdir():
+        if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
+            shutil.copyfile(file, into / file.name)
+
+
+def file_sha256(path: Path) -> str:
+    """Raises `OSError` when the file cannot be read."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,205 @@
+"""Three nats-servers, R3 streams, and a hive under load while servers that lead its streams are killed."""
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, StreamLimits
+from bombus.bus.headers import MSG_ID
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Collection, NotedCall, Weights
+from bombus.hive.records import CallRef, digest
+from bombus_coordinator import shell
+from tests.bus.nats_cluster import Cluster, nats_cluster
+
+HIVE = "h"
+ENGINE = "main"
+MB = 1 << 20
+LIMITS = StreamLimits(
+    inbox_bytes_max=256 * MB, events_bytes_max=256 * MB, calls_bytes_max=256 * MB, blobs_bytes_max=64 * MB, replicas=3
+)
+# The aim is 10 s, and bench/RESULTS.md says how often it is met: the server's elections take 4 to 9 s, more when the
+# machine is busy and a first round fails. Here it is a hang that must not be.
+GAP_S_MAX = 30.0
+PATIENCE_S = 60.0  # of a client: a gap must never show as an error to one that is patient
+CLIENTS = 6
+
+
+class Load:
+    """Clients that claim episodes, record calls and end them, and a ledger of what they were told."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._stopping = False
+        self._began: dict[str, float] = {}  # stream: when the latest write that is acknowledged was begun
+        self._written = asyncio.Condition()
+        self.calls: dict[str, CallRef] = {}
+        self.told: dict[str, int] = {}  # message id: where in the inbox
+        self.claimed: dict[str, tuple[str, ...]] = {}  # claim: its episodes
+        self.ended: dict[str, float] = {}  # episode: its reward
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def client(self, name: str) -> None:
+        while not self._stopping:
+            claim = inbox.Claim(id=_id(), engine=ENGINE, claim=_id(), client=name, wait_s=5)
+            granted = await self._ask(claim)
+            assert isinstance(granted, inbox.Granted)
+            self.claimed[claim.claim] = granted.episodes
+            await self._tell(inbox.Touch(id=_id(), engine=ENGINE, confirmed=(claim.claim,)))
+            for episode in granted.episodes:
+                await self._call(granted.run, episode)
+                reward = float(len(self.ended))
+                result = inbox.EpisodeResult(episode=episode, task=name, reward=reward)
+                done = await self._ask(inbox.End(id=_id(), engine=ENGINE, client=name, results=(result,)))
+                assert isinstance(done, inbox.Done)
+                self.ended[episode] = reward
+
+    async def written_since(self, moment: float, *streams: str) -> None:
+        """Return once a write that was begun after `moment` is acknowledged, into each of `streams`."""
+        async with self._written:
+            await self._written.wait_for(lambda: all(self._began.get(each, 0.0) > moment for each in streams))
+
+    async def _call(self, run: int, episode: str) -> None:
+        call, body = _id(), uuid.uuid4().bytes * 64
+        began = time.monotonic()
+        subject = self._bus.subjects.call(ENGINE, episode)
+        ack = await self._bus.publish(subject, body, msg_id=call, timeout_s=PATIENCE_S)
+        await self._wrote(self._bus.subjects.calls_stream, began)
+        self.calls[call] = ref = CallRef(ack.seq, call, digest(body))
+        noted = NotedCall(episode, ref, 5, 3, 0, 0)
+        await self._tell(inbox.CallRecorded(id=call, engine=ENGINE, run=run, call=noted))
+
+    async def _tell(self, message: inbox.Message) -> None:
+        began = time.monotonic()
+        self.told[message.id] = await self._bus.send(message, timeout_s=PATIENCE_S)
+        await self._wrote(self._bus.subjects.inbox_stream, began)
+
+    async def _ask(self, message: inbox.Message) -> inbox.AnyAnswer:
+        """An answer is the acknowledgement of its events."""
+        began = time.monotonic()
+        answer = await self._bus.ask(message, PATIENCE_S)
+        await self._wrote(self._bus.subjects.events_stream, began)
+        return answer
+
+    async def _wrote(self, stream: str, began: float) -> None:
+        async with self._written:
+            self._began[stream] = max(began, self._began.get(stream, 0.0))
+            self._written.notify_all()
+
+
+def _id() -> str:
+    return uuid.uuid4().hex
+
+
+async def boot(bus: Bus) -> None:
+    rules = Collection(batch_size=100_000, num_repeat=2, max_open_claims=256, max_pool_episodes=1_000_000)
+    configure = inbox.Configure(
+        id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
+    )
+    await bus.ask(configure, 30)
+    await bus.ask(inbox.Start(id="start", engine=ENGINE), 30)
+    await bus.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
+    opened = await bus.ask(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
+    assert isinstance(opened, inbox.Done)
+    weights = Weights(where="/w/0")
+    await bus.send(
+        inbox.WeightsSaved(id="saved", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
+    )
+    await bus.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
+
+
+@asynccontextmanager
+async def coordinators(url: str) -> AsyncIterator[None]:
+    """One that leads and one that stands by."""
+    running = [asyncio.create_task(shell.run(url, HIVE, name)) for name in ("one", "other")]
+    try:
+        yield
+        assert not any(task.done() for task in running), "a coordinator has given up"
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def all_of(bus: Bus, stream: str) -> list[Stored]:
+    newest = await bus.last(stream)
+    found: list[Stored] = []
+    async with Reader(bus, stream) as reader:
+        while newest is not None and (not found or found[-1].seq < newest.seq):
+            found += await reader.read()
+    return found
+
+
+async def kill_the_leader(cluster: Cluster, bus: Bus, load: Load, stream: str) -> float:
+    """Kill -9 the server that leads `stream`, and start it again once all is written to as before.
+
+    Returns for how long nothing could be written to `stream`.
+    """
+    streams = (bus.subjects.inbox_stream, bus.subjects.events_stream, bus.subjects.calls_stream)
+    leader = await cluster.leader(bus, stream)
+    leader.kill()
+    killed = time.monotonic()
+    await load.written_since(killed, stream)
+    gap_s = time.monotonic() - killed
+    await load.written_since(killed, *streams)
+    await asyncio.to_thread(leader.start)
+    await cluster.in_sync(bus, streams)
+    return gap_s
+
+
+async def test_r3_streams_lose_their_leaders_under_load_and_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    gaps: list[float] = []
+    async with nats_cluster(tmp_path) as cluster, await Bus.connect(cluster.url, HIVE, name="test") as bus:
+        await bus.ensure_streams(LIMITS)
+        load = Load(bus)
+        events, calls, said = bus.subjects.events_stream, bus.subjects.calls_stream, bus.subjects.inbox_stream
+        async with coordinators(cluster.url):
+            await boot(bus)
+            async with asyncio.TaskGroup() as clients:
+                for number in range(CLIENTS):
+                    clients.create_task(load.client(f"c{number}"))
+                for stream in (events, calls, said, events):
+                    gaps.append(await kill_the_leader(cluster, bus, load, stream))
+                load.stop()
+        check_stored(load.told, await all_of(bus, said))
+        check_stored({call: ref.seq for call, ref in load.calls.items()}, await all_of(bus, calls))
+        check_decisions(load, await all_of(bus, events))
+    print(f"gaps {gaps}, {len(load.ended)} episodes")
+    assert max(gaps) < GAP_S_MAX
+
+
+def check_stored(acknowledged: dict[str, int], stored: Sequence[Stored]) -> None:
+    """Each message is where its writer was told, and nowhere else, as far as the stream has not been trimmed."""
+    kept = {message: seq for message, seq in acknowledged.items() if seq >= stored[0].seq}
+    found = Counter(each.headers[MSG_ID] for each in stored)
+    where = {each.headers[MSG_ID]: each.seq for each in stored}
+    assert kept
+    assert {message: where.get(message) for message in kept} == kept
+    assert all(found[message] == 1 for message in kept)
+
+
+def check_decisions(load: Load, stored: Sequence[Stored]) -> None:
+    """Each command was decided once, by one leader at a time, and what clients were told is what the log says."""
+    assert [each.seq for each in stored] == list(range(1, len(stored) + 1))
+    for header in (EPOCH, INBOX):
+        order = [int(each.headers[header]) for each in stored]
+        assert order == sorted(order)
+    events = [ev.decode_event(each.data) for each in stored]
+    claimed = [event for event in events if isinstance(event, ev.EpisodeClaimed)]
+    ended = [outcome for event in events if isinstance(event, ev.EpisodeEnded) for outcome in event.outcomes]
+    noted = [call for event in events if isinstance(event, ev.CallsNoted) for call in event.calls]
+    assert {event.claim: event.episodes for event in claimed} == load.claimed
+    assert len(claimed) == len(load.claimed)
+    assert {outcome.episode: outcome.reward for outcome in ended} == load.ended
+    assert len(ended) == len(load.ended)
+    assert {call.ref.id: call.ref for call in noted} == load.calls
+    assert len(noted) == len(load.calls)
+    assert not any(call.late for call in noted)
+    assert not any(isinstance(event, ev.EpisodeAborted) for event in events)

@@ -1,0 +1,379 @@
+"""A cluster file: which processes it starts, what it refuses, and how flags and jobs come together with it."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bombus.cli import main
+from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster
+from bombus.config.parts import InferencePart
+from bombus.config.placement import check_placement
+from bombus.config.xorl import IGNORED
+from bombus.errors import Code, Refused
+from bombus.host.layout import Layout, Service, check_can_start, services
+from bombus_inference import cli as inference_cli
+from bombus_trainer import cli as trainer_cli
+
+ROOT = Path(__file__).parents[2]
+HERE = Path()
+EXAMPLE = ROOT / "examples/server/cluster.yaml"
+TINY = {"bombus": {"model": {"path": "tiny"}}}
+
+
+def engine(**parts: Any) -> dict[str, Any]:
+    return {"engines": {"main": parts}}
+
+
+def read_cluster(tree: dict[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+    cluster, jobs = agreed(*described(tree, folder))
+    check_placement(cluster)
+    return cluster, jobs
+
+
+def planned(tree: dict[str, Any]) -> list[Service]:
+    cluster, jobs = read_cluster(tree, HERE)
+    return services(Layout(cluster=cluster, jobs=jobs), "nats://bus:4222")
+
+
+def refusal(tree: dict[str, Any]) -> str:
+    with pytest.raises(Refused) as caught:
+        read_cluster(tree, HERE)
+    assert caught.value.code == Code.BAD_CONFIG
+    return caught.value.why
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert main(["up", "--dry-run", *words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused_up(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["up", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# ---- what is started ----------------------------------------------------------------------------------------------
+
+
+def test_the_example_describes_a_deployment_with_its_job() -> None:
+    cluster, jobs = read_cluster(yaml.safe_load(EXAMPLE.read_text()), EXAMPLE.parent)
+    assert jobs["main"].model.path == "Qwen/Qwen3-8B"
+    main = cluster.engines["main"]
+    assert main.trainer is not None
+    assert (main.trainer.backend, main.trainer.processes, jobs["main"].trainer.backend) == ("verl", 4, "verl")
+    assert main.replicas == 3
+
+
+def test_any_mix_of_processes_is_started() -> None:
+    kinds = [
+        {"engine": "torch", "dtype": "bfloat16"},
+        {"engine": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
+        {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"},
+    ]
+    weights = {"weights_by": "objects", "weights_full_every": 10, "weights_lora": "merged"}
+    trainer = {"backend": "verl", "processes": 2, **weights}
+    found = planned(
+        {
+            "hive": "lab",
+            "coordinator": {"count": 2},
+            "gateway": {"port": 99, "count": 2},
+            **engine(trainer=trainer, inference=kinds),
+        }
+    )
+    assert [one.name for one in found] == [
+        *("coordinator 1", "coordinator 2", "trainer main"),
+        *("inference main 1", "inference main 2", "inference main 3", "inference main 4", "gateway 1", "gateway 2"),
+    ]
+    lines = {one.name: str(one) for one in found}
+    torchrun = "-m bombus_trainer.torchrun --standalone --nproc-per-node=2 -m bombus_trainer.worker --nats"
+    assert f"/verl/bin/python {torchrun}" in lines["trainer main"]
+    assert lines["trainer main"].endswith("--weights-by objects --weights-full-every 10 --weights-lora merged")
+    assert lines["inference main 1"].endswith("--engine main --device cpu --threads 0 --dtype bfloat16")
+    vllm = "--engine main --backend vllm --device cuda --threads 0 --kv-cache-mb 512 --tensor-parallel 4"
+    assert lines["inference main 2"].endswith(vllm)
+    assert lines["inference main 4"].endswith("--backend openai --url http://gpu7:8000 --api-key-env SERVER_KEY")
+    assert all("--nats nats://bus:4222 --hive lab" in line for line in lines.values())
+
+
+def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
+    trainer = {"bin_tokens": 9000, "allow_download": True}
+    python = tmp_path / "python"
+    python.touch(0o755)
+    vllm = {"engine": "vllm", "devices": [0], "max_model_len": 4096, "max_running": 32, "eager": True}
+    vllm |= {"python": str(python), "gpu_memory_utilization": 0.5}
+    openai = {"engine": "openai", "url": "http://gpu7:8000", "max_model_len": 99, "max_running": 9}
+    found = planned(engine(trainer=trainer, inference=[vllm, openai]))
+    lines = {one.name: str(one) for one in found}
+    assert lines["trainer main"].endswith("--device cpu --threads 0 --bin-tokens 9000 --allow-download")
+    said = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
+    assert "--max-model-len 4096 --max-running 32 --backend vllm --device cuda" in lines["inference main 1"]
+    assert lines["inference main 1"].endswith(said)
+    assert "--max-model-len 99 --max-running 9 --backend openai" in lines["inference main 2"]
+    trainers, replicas = argparse.ArgumentParser(), argparse.ArgumentParser()
+    trainer_cli.add_arguments(trainers)
+    inference_cli.add_arguments(replicas)
+    for one in found:
+        if one.kind in ("trainer", "inference"):
+            (trainers if one.kind == "trainer" else replicas).parse_args(one.command[4:])
+
+
+# ---- GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def seen(one: Service) -> str | None:
+    return one.environment.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    kinds = [{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [4, 5, 6, 7]}, {"devices": [3]}, {}]
+    found = {
+        one.name: one for one in planned(engine(trainer={"backend": "verl", "devices": [0, 1, 2]}, inference=kinds))
+    }
+    assert [seen(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
+    assert [seen(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
+    trainer = str(found["trainer main"])
+    assert trainer.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1,2 ")
+    assert "--nproc-per-node=3" in trainer
+    assert "--device cuda " in trainer
+    assert "--device cuda " in str(found["inference main 3"])
+    assert "--device cpu " in str(found["inference main 4"])
+
+
+def test_gpus_are_places_among_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    (found,) = [one for one in planned(engine(trainer={"devices": [1]})) if one.kind == "trainer"]
+    assert seen(found) == "GPU-b"
+    beyond, jobs = read_cluster(engine(trainer={"devices": [2]}), HERE)
+    with pytest.raises(Refused, match="GPU 2 is not among the 2 of CUDA_VISIBLE_DEVICES"):
+        check_can_start(Layout(cluster=beyond, jobs=jobs))
+
+
+def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
+    both = {"trainer": {"devices": [0]}, "inference": [{"devices": [0]}]}
+    assert refusal(engine(**both)).startswith(
+        "GPU 0 is given to engines.main.trainer and engines.main.inference[0]: give each its own devices, or share_dev"
+    )
+    assert "two replicas of engines.main.inference[0]" in refusal(engine(inference=[{"count": 2, "devices": [1, 1]}]))
+    one = {"trainer": {"devices": [0], "share_devices": True}, "inference": [{"devices": [0]}]}
+    assert "GPU 0 is given to" in refusal(engine(**one))
+    planned(engine(trainer=one["trainer"], inference=[{"devices": [0], "share_devices": True}]))
+    numbered = {"engine": "vllm", "device": "cuda:1", "tensor_parallel": 2}
+    assert "GPU 2 is given to" in refusal(engine(trainer={"devices": [2]}, inference=[numbered]))
+
+
+def test_once_a_part_names_its_gpus_all_on_a_gpu_do() -> None:
+    why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
+    assert why == "engines.main.trainer runs on a GPU and does not say which, and others do: give it devices: [...]"
+    planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
+
+
+def test_another_device_on_the_command_line_ends_the_files_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(trainer={"devices": [0]}, inference=[{"devices": [1]}])))
+    assert not any("CUDA" in line for line in dry_run(capsys, "--config", str(file), "--device", "cpu"))
+    on_gpus = dry_run(capsys, "--config", str(file), "--device", "cuda")
+    assert [line.split("=")[2][0] for line in on_gpus if "CUDA" in line] == ["0", "1"]
+
+
+def test_what_is_left_out_is_run_elsewhere() -> None:
+    elsewhere = {"nats": "nats://bus:4222", "gateway": {"count": 0}, "coordinator": {"count": 0}}
+    assert [one.name for one in planned({**elsewhere, **engine(trainer={})})] == ["trainer main"]
+    assert [one.name for one in planned({**elsewhere, **engine(inference=[{}])})] == ["inference main"]
+    assert planned({**elsewhere, **engine()}) == []
+
+
+def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVER_KEY", "sesame")
+    served = {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"}
+    for one in planned(engine(trainer={}, inference=[{}, served])):
+        assert ("sesame" in one.environment.values()) == (one.name == "inference main 2")
+        assert "sesame" not in str(one)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tree", "why"),
+    [
+        ({}, "engines is missing: name at least one engine"),
+        ({"engines": {}}, "engines is missing: name at least one engine"),
+        ({"hive": "No Good", **engine()}, "hive 'No Good' is not a valid name"),
+        ({"engines": {"Big One": {}}}, "engine 'Big One' is not a valid name"),
+        (
+            {"gateway": {"port": 0}, **engine()},
+            "gateway.port = 0 is refused: it takes a whole number, at least 1, at m",
+        ),
+        ({"gateway": {"prot": 1}, **engine()}, "gateway.prot is unknown; did you mean port?"),
+        ({"coordinator": {"count": "two"}, **engine()}, 'coordinator.count = "two" is refused: it takes a whole'),
+        (engine(trianer={}), "engines.main.trianer is unknown; did you mean trainer?"),
+        (
+            engine(trainer={"backend": "jax"}),
+            'engines.main.trainer.backend = "jax" is refused: it takes one of torch',
+        ),
+        (engine(trainer={"device": "gpu"}), 'engines.main.trainer.device = "gpu" is refused: it takes cpu, cuda or'),
+        (engine(trainer={"processes": 2}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
+        (engine(trainer={"backend": "torch", "processes": 2}), "engines.main.trainer: processes 2 is refused: ba"),
+        (engine(inference=[{}, {"count": -1}]), "engines.main.inference[1].count = -1 is refused: it takes a whole"),
+        (
+            engine(inference=[{"engine": "sglang"}]),
+            'engines.main.inference[0].engine = "sglang" is refused: it takes one',
+        ),
+        (
+            engine(inference=[{"engine": "openai"}]),
+            "engines.main.inference[0]: url is missing: engine openai is",
+        ),
+        (engine(inference=[{"url": "http://a"}]), "inference[0]: url means nothing with engine torch: it is of openai"),
+        (engine(inference=[{"tensor_parallel": 2}]), "tensor_parallel means nothing with engine torch: it is of vllm"),
+        (engine(inference=[{"engine": "openai", "url": "gpu7"}]), 'url = "gpu7" is refused: it takes http://HOST:PORT'),
+        (engine(inference=[{"engine": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
+        (engine(inference=[{"engine": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
+        (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
+        (engine(trainer={"devices": [0, 1]}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
+        (
+            engine(trainer={"backend": "verl", "devices": [0], "processes": 2}),
+            "engines.main.trainer: devices names 1 GPU, and processes is 2: one each",
+        ),
+        (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused beside devices, which are GPUs"),
+        (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it takes numbers of'),
+        (
+            engine(inference=[{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
+            "devices names 2 GPUs, and 2 replicas with 2 GPUs each take 4",
+        ),
+        (engine(inference=[{"eager": True}]), "eager means nothing with engine torch: it is of vllm"),
+        (engine(inference=[{"engine": "vllm", "gpu_memory_utilization": 0.5}]), "means nothing here: device is cpu"),
+        (engine(inference=[{"max_model_len": 1}]), "inference[0].max_model_len: 1 is neither 0 nor at least 2"),
+        (engine(job=3), "engines.main.job = 3 is refused: it takes a job's file, or its document"),
+        (
+            engine(job={"bombus": {"trainer": {"lr": 7}}}),
+            "engines.main.job: bombus.trainer.lr = 7 is refused: it takes a",
+        ),
+        (engine(job="nowhere.yaml"), "engines.main.job: nowhere.yaml: there is no such file"),
+        ({**engine(), **TINY}, "engines is of a cluster file and bombus of a job: put the job below engines.NAME.job"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_sentence(tree: dict[str, Any], why: str) -> None:
+    def read() -> None:
+        if is_cluster(tree) or not tree:
+            read_cluster(tree, HERE)
+
+    with pytest.raises(Refused) as caught:
+        read()
+    assert why in caught.value.why
+    assert "\n" not in caught.value.why
+
+
+def test_a_job_is_no_cluster_file() -> None:
+    assert not is_cluster(TINY)
+    assert not is_cluster({"model_path": "tiny", "seed": 1})
+    assert is_cluster(engine())
+
+
+# ---- trainers and their jobs --------------------------------------------------------------------------------------
+
+
+def test_what_a_trainer_or_its_job_leaves_open_is_taken_from_the_other() -> None:
+    verl = {"bombus": {"model": {"path": "tiny"}, "trainer": {"backend": "verl", "processes": 4}}}
+    cluster, jobs = read_cluster(engine(job=verl, trainer={"device": "cuda"}), HERE)
+    trainer = cluster.engines["main"].trainer
+    assert trainer is not None
+    assert (trainer.backend, trainer.processes, trainer.device) == ("verl", 4, "cuda")
+
+    _, jobs = read_cluster(engine(job=TINY, trainer={"backend": "verl", "processes": 4}), HERE)
+    assert jobs["main"].trainer.backend == "verl"
+
+
+def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
+    verl = {"bombus": {"trainer": {"backend": "verl", "processes": 4}}}
+    why = refusal(engine(job=verl, trainer={"backend": "torch"}))
+    assert why == "engines.main.trainer.backend is torch, and its job's trainer.backend is verl"
+    assert refusal(engine(job=verl, trainer={"devices": [0, 1]})) == (
+        "engines.main.trainer: devices names 2 GPUs, and processes is 4: one each"
+    )
+    why = refusal(engine(job=verl, trainer={"processes": 8}))
+    assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
+
+
+def test_more_processes_than_one_machine_starts_are_for_several() -> None:
+    job = {"model_path": "tiny", "data_parallel_shard_size": 128}
+    assert refusal(engine(job=job, trainer={})) == (
+        "engines.main.trainer: its job's trainer.processes is 128, and one machine starts at most 64: start it on more "
+        "machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
+    )
+
+
+def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("{model_path: tiny, output_dir: out, enable_full_shard: false}")
+    assert main(["up", "--dry-run", "--config", str(file)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"engine main: {key} of its job has no effect: {IGNORED[key]}" for key in ("output_dir", "enable_full_shard")
+    ]
+
+
+def test_what_cannot_start_here_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
+    for parts, why in (
+        ({"inference": [{"engine": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
+        ({"trainer": {"backend": "verl"}}, r"'verl' is not installed"),
+        ({"inference": [{"engine": "openai", "url": "http://a", "api_key_env": "NO_KEY"}]}, "NO_KEY holds no key"),
+        ({"inference": [{"engine": "vllm", "python": "/nowhere/python"}]}, "/nowhere/python is no interpreter that"),
+    ):
+        cluster, _ = read_cluster(engine(**parts), HERE)
+        with pytest.raises(Refused, match=f"engine main: .*{why}"):
+            check_can_start(Layout(cluster=cluster))
+
+
+# ---- flags --------------------------------------------------------------------------------------------------------
+
+
+def test_flags_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    two = {"engines": {"big": {"trainer": {}, "inference": [{"count": 3}]}, "small": {"trainer": {}}}}
+    file.write_text(yaml.safe_dump({"hive": "lab", "gateway": {"port": 99}, "data_dir": "here", **two}))
+    lines = dry_run(capsys, "--config", str(file))
+    assert len(lines) == 1 + 2 + 3 + 1
+    assert "--port 99" in lines[-1]
+    assert all("--hive lab" in line for line in lines)
+
+    flags = ("--port", "77", "--hive", "other", "--engine", "big", "--replicas", "1", "--device", "cuda")
+    lines = dry_run(capsys, "--config", str(file), *flags, "--coordinators", "2", "--nats", "nats://bus:1")
+    assert [line.split()[3] for line in lines] == ["coordinator", "coordinator", "trainer", "inference", "gateway"]
+    assert "--port 77" in lines[-1]
+    assert all("--nats nats://bus:1 --hive other" in line for line in lines)
+    assert all("--device cuda" in line for line in lines[2:4])
+    trainer = dry_run(capsys, "--config", str(file), "--bin-tokens", "64", "--allow-download")[1]
+    assert trainer.endswith("--bin-tokens 64 --allow-download")
+    assert "none of the file's engines: big, small" in refused_up(capsys, "--config", str(file), "--engine", "tiny")
+    assert "engine small: its file has 0 kinds" in refused_up(capsys, "--config", str(file), "--replicas", "2")
+
+
+def test_a_flag_wins_over_the_backend_that_a_job_would_have_taken_from_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(job=TINY, trainer={"backend": "verl"})))
+    flags = ("--config", str(file), "--trainer-backend", "torch")
+    (trainer,) = [line for line in dry_run(capsys, *flags) if "--folder" in line]
+    assert " -m bombus trainer " in trainer
+
+
+def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    job = str(EXAMPLE.parent / "qwen3_8b_full.yaml")
+    lines = dry_run(capsys, "--config", job, "--engine", "a", "--engine", "b")
+    trainers = [line for line in lines if "--folder" in line]
+    assert len(trainers) == 2
+    assert all("--nproc-per-node=8" in line for line in trainers), "the job's data_parallel_shard_size"
+
+
+def test_a_part_that_is_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(ValueError, match="url is missing"):
+        InferencePart(engine="openai")
+    assert Cluster.model_validate(engine()).gateway.port == 10086

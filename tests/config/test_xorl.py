@@ -1,0 +1,103 @@
+"""xorl's flat server configuration: what becomes of its keys, and which are refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bombus import Job
+from bombus.config import xorl
+from bombus.config.documents import parse_job
+from bombus.config.job import RunConfig
+from bombus.errors import Code, Refused
+
+ROOT = Path(__file__).parents[2]
+FLAT = {"model_path": "org/model"}
+
+
+def test_the_example_trains_qwen3_8b_on_eight_gpus() -> None:
+    config = parse_job((ROOT / "examples/server/qwen3_8b_full.yaml").read_text())
+    assert (config.model.path, config.model.tokenizer, config.model.dtype) == ("Qwen/Qwen3-8B", "", "bfloat16")
+    assert (config.trainer.backend, config.trainer.processes) == ("verl", 8)
+    assert (config.trainer.gradient_checkpointing, config.trainer.lora_rank) == (True, 0)
+    assert (config.collection.batch_size, config.rollout.num_repeat) == (32, 8)
+    assert {"attn_implementation", "init_device", "output_dir", "ckpt_manager"} <= set(config.ignored)
+    assert RunConfig.from_json(config.to_json()).digest == config.digest
+
+
+def test_the_length_that_samples_are_packed_to_is_read() -> None:
+    config = parse_job({**FLAT, "sample_packing_sequence_len": 12_345})
+    group, _, field = xorl.MAPPED["sample_packing_sequence_len"].partition(".")
+    assert getattr(getattr(config, group), field) == 12_345
+
+
+def test_lora_counts_where_it_is_enabled() -> None:
+    targets = ["q_proj", "v_proj"]
+    given = {**FLAT, "lora_rank": 8, "lora_alpha": 32, "lora_target_modules": targets}
+    on = parse_job({**given, "enable_lora": True}).trainer
+    assert (on.lora_rank, on.lora_alpha, on.target_modules) == (8, 32, "q_proj,v_proj")
+    assert parse_job({**given, "enable_lora": False}).trainer.lora_rank == 0
+    assert parse_job({**FLAT, "enable_lora": True}).trainer.lora_rank == xorl.LORA_RANK_DEFAULT
+
+
+def test_a_tokenizer_from_elsewhere_and_full_precision_are_read() -> None:
+    config = parse_job({**FLAT, "tokenizer_path": "org/other", "enable_mixed_precision": False, "seed": 7})
+    assert (config.model.tokenizer, config.model.dtype, config.model.seed) == ("org/other", "float32", 7)
+
+
+def test_the_sdks_job_reads_such_a_file_and_keywords_win_over_it() -> None:
+    file = ROOT / "examples/server/qwen3_8b_full.yaml"
+    assert Job(file).run.digest == parse_job(file.read_text()).digest
+    changed = Job(file, model="tiny", lr=0.5).run
+    assert (changed.model.path, changed.trainer.lr, changed.trainer.processes) == ("tiny", 0.5, 8)
+
+
+def test_our_own_block_wins_over_flat_keys() -> None:
+    assert parse_job({**FLAT, "bombus": {"model": {"path": "tiny"}}}).model.path == "tiny"
+
+
+@pytest.mark.parametrize("key", sorted(xorl.LIMITED))
+def test_what_changes_nothing_here_is_taken_and_all_else_refused_by_name(key: str) -> None:
+    for value in xorl.LIMITED[key].values:
+        parse_job({**FLAT, key: value})
+    assert refusal({**FLAT, key: "something else"}).startswith(f'{key} = "something else" is refused: ')
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        ({"ulysses_parallel_size": 2}, "ulysses_parallel_size = 2 is refused: no backend splits a sequence"),
+        ({"expert_parallel_size": 8}, "expert_parallel_size = 8 is refused: no backend splits experts"),
+        ({"expert_parallel_size": True}, "expert_parallel_size = true is refused"),
+        ({"ulyses_parallel_size": 1}, "ulyses_parallel_size is unknown; did you mean ulysses_parallel_size?"),
+        ({"flux_capacitor": 1}, "flux_capacitor is unknown; docs/configuration.md lists what there is"),
+        ({"engines": {}}, "engines is unknown: it belongs into a cluster file, which is for `bombus up --config`"),
+        ({"data_parallel_mode": "ddp"}, 'data_parallel_mode = "ddp" is refused: it takes one of fsdp2, none'),
+        ({"data_parallel_mode": "none", "data_parallel_shard_size": 2}, "data_parallel_mode = none has one process"),
+        ({"data_parallel_shard_size": "many"}, 'data_parallel_shard_size = "many" is refused: it takes a whole number'),
+        ({"enable_lora": True, "lora_rank": 0}, "lora_rank = 0 is refused where enable_lora is true: it takes a whole"),
+        ({"enable_lora": "yes"}, 'enable_lora = "yes" is refused: it takes true or false'),
+        ({"enable_lora": True, "lora_target_modules": "all"}, 'lora_target_modules = "all" is refused: it takes a li'),
+        ({"sample_packing_sequence_len": 0}, "sample_packing_sequence_len = 0 is refused: it takes a whole number"),
+        ({"model_name": "org/third"}, 'model_name = "org/third" is refused: it has to be what model_path is'),
+        ({"load_checkpoint_path": "/data/000100"}, "to begin with other weights name them as model_path"),
+    ],
+)
+def test_what_is_refused_is_named(keys: dict[str, Any], why: str) -> None:
+    assert why in refusal({**FLAT, **keys})
+
+
+def test_beside_agentjets_block_they_are_somebody_elses() -> None:
+    config = parse_job({"ajet": {}, "ulysses_parallel_size": 8})
+    assert config.ignored == ("ulysses_parallel_size",)
+
+
+def test_flat_keys_without_a_model_are_refused() -> None:
+    assert "model_path is missing" in refusal({"data_parallel_mode": "fsdp2"})
+
+
+def refusal(job: dict[str, Any]) -> str:
+    with pytest.raises(Refused) as caught:
+        parse_job(job)
+    assert caught.value.code == Code.BAD_CONFIG
+    return caught.value.why

@@ -1,0 +1,166 @@
+"""Given, when, then for the coordinator's core: a hive in memory whose clock is a number."""
+
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import AnyEvent, Collection, EpisodeType, Event, Method, NotedCall, Weights
+from bombus.hive.inbox import AnyAnswer, EpisodeResult
+from bombus.hive.records import CallRef
+from bombus.hive.state import EngineState, Phase
+from bombus_coordinator.core import Core
+
+SECOND = 1_000_000_000
+ENGINE = "main"
+
+
+class Desk:
+    """A core, an inbox that counts, and a clock. `say` puts a message in and gives what was decided."""
+
+    def __init__(self, core: Core | None = None) -> None:
+        self.core = core or Core()
+        self.seq = 0
+        self.now_ns = 1_000 * SECOND
+        self.log: list[Event] = []
+        self.answers: dict[str, AnyAnswer] = {}
+        self.ids = 0
+        if core is None:
+            self.log += self.core.open_epoch("leader").events
+
+    @property
+    def engine(self) -> EngineState:
+        return self.core.hive.engine(ENGINE)
+
+    def id(self) -> str:
+        self.ids += 1
+        return f"m{self.ids}"
+
+    def say(self, message: inbox.AnyMessage, after_s: float = 0.0) -> list[AnyEvent]:
+        self.now_ns += int(after_s * SECOND)
+        self.seq += 1
+        decided: list[AnyEvent] = []
+        for flown in [*self.core.receive(message, self.seq, self.now_ns), *self.core.flush()]:
+            decided += flown.decision.events  # type: ignore[arg-type]
+            for reply in flown.decision.replies:
+                self.answers[reply.command] = reply.answer  # type: ignore[assignment]
+        self.log += decided
+        return decided
+
+    def ask(self, message: inbox.AnyMessage, after_s: float = 0.0) -> AnyAnswer:
+        self.say(message, after_s)
+        return self.answers[message.id]
+
+    def tick(self, after_s: float = 1.0) -> list[AnyEvent]:
+        return self.say(inbox.Tick(id=self.id()), after_s)
+
+    # ---- the usual course of things ----
+
+    def boot(
+        self, method: Method = Method.ENOUGH_TASKS, batch_size: int = 2, num_repeat: int = 2, **rules: object
+    ) -> None:
+        collection = Collection(method=method, batch_size=batch_size, num_repeat=num_repeat, **rules)  # type: ignore[arg-type]
+        self.configure(collection)
+        self.say(inbox.Start(id=self.id(), engine=ENGINE))
+        self.say(inbox.ReplicaAlive(id=self.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        self.open_trainer()
+        self.save_weights(0)
+        self.load(0)
+        assert self.engine.phase == Phase.ROLLING
+
+    def configure(self, collection: Collection) -> AnyAnswer:
+        return self.ask(
+            inbox.Configure(
+                id=self.id(), engine=ENGINE, config="{}", config_digest="d", collection=collection, model="tiny"
+            )
+        )
+
+    def open_trainer(self) -> int:
+        answer = self.ask(inbox.TrainerOpens(id=self.id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
+        assert isinstance(answer, inbox.Done)
+        return answer.epoch
+
+    def save_weights(self, step: int, epoch: int | None = None) -> list[AnyEvent]:
+        return self.say(
+            inbox.WeightsSaved(
+                id=self.id(),
+                engine=ENGINE,
+                run=self.engine.run,
+                step=step,
+                trainer_epoch=self.engine.trainer_epoch if epoch is None else epoch,
+                weights=Weights(where=f"/weights/{step}"),
+            )
+        )
+
+    def load(self, version: int, replica: str = "r1") -> list[AnyEvent]:
+        return self.say(
+            inbox.WeightsLoadedFact(id=self.id(), engine=ENGINE, run=self.engine.run, version=version, replica=replica)
+        )
+
+    def claim_message(self, client: str = "c1", count: int = 1, claim: str = "", **more: object) -> inbox.Claim:
+        message_id = self.id()
+        return inbox.Claim(
+            id=message_id,
+            engine=ENGINE,
+            claim=claim or f"claim-{message_id}",
+            client=client,
+            count=count,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def claim(self, client: str = "c1", count: int = 1, **more: object) -> tuple[str, ...]:
+        answer = self.ask(self.claim_message(client, count, **more))
+        assert isinstance(answer, inbox.Granted), answer
+        return answer.episodes
+
+    def call(self, episode: str, version: int | None = None, name: str = "") -> list[AnyEvent]:
+        made = self.engine.version if version is None else version
+        noted = NotedCall(
+            episode=episode,
+            ref=CallRef(self.seq, name or self.id(), b"d" * 16),
+            prompt_tokens=5,
+            completion_tokens=3,
+            oldest=made,
+            newest=made,
+        )
+        return self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
+
+    def end_message(
+        self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
+    ) -> inbox.End:
+        result = EpisodeResult(episode=episode, task=task, reward=reward, **more)  # type: ignore[arg-type]
+        return inbox.End(id=self.id(), engine=ENGINE, client=client, results=(result,))
+
+    def end(
+        self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
+    ) -> AnyAnswer:
+        return self.ask(self.end_message(episode, task, reward, client, **more))
+
+    def play(self, task: str, reward: float = 1.0, client: str = "c1", type: EpisodeType = EpisodeType.TRAIN) -> str:
+        """Claim, one call, end."""
+        (episode,) = self.claim(client, type=type)
+        self.call(episode)
+        answer = self.end(episode, task, reward, client)
+        assert isinstance(answer, inbox.Done), answer
+        return episode
+
+    def step_done(self, step: int, epoch: int | None = None, digest: str = "c") -> list[AnyEvent]:
+        return self.say(
+            inbox.StepDone(
+                id=self.id(),
+                engine=ENGINE,
+                run=self.engine.run,
+                step=step,
+                trainer_epoch=self.engine.trainer_epoch if epoch is None else epoch,
+                checkpoint=f"/checkpoints/{step}",
+                checkpoint_digest=digest,
+            )
+        )
+
+    def train(self) -> None:
+        """The outstanding batch becomes the next policy version, everywhere."""
+        step = self.engine.step
+        self.step_done(step)
+        self.save_weights(step)
+        for replica in list(self.engine.replicas):
+            self.load(step, replica)
+
+    def kinds(self) -> list[str]:
+        return [ev.kind_of(event) for event in self.log]

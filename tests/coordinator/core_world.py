@@ -1,0 +1,390 @@
+"""A small world around the coordinator's core: authors who talk at random, a log that can be cut, a leader that dies.
+
+Everything comes from one seed. Clients, trainers and replicas know only what is on the log and what they were answered,
+as the real ones do.
+"""
+
+import random
+from collections.abc import Sequence
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
+from bombus.hive.records import CallRef
+from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus_coordinator.core import Core, Flown
+
+SECOND = 1_000_000_000
+ENGINE = "main"
+CLIENTS = ("ann", "bob")
+TASKS = ("t1", "t2", "t3")
+REPLICAS = ("r1", "r2")
+
+
+class Logged(msgspec.Struct, frozen=True):
+    event: Event
+    answers: int
+
+
+class World:
+    """`step()` lets somebody speak or the leader fly. Invariants are checked as events land."""
+
+    def __init__(self, seed: int, crashes: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.crashes = crashes
+        self.inbox: list[tuple[inbox.AnyMessage, int]] = []
+        self.log: list[Logged] = []
+        self.landed = Hive()  # the fold of the log, as everybody else has it
+        self.core = Core()
+        self.now_ns = 1_000 * SECOND
+        self.ids = 0
+        self.read = 0  # inbox messages that this leader has taken
+        self.answers: dict[str, inbox.AnyAnswer] = {}
+        self.told: dict[str, inbox.AnyAnswer] = {}  # by this leader
+        self.asked: dict[str, inbox.AnyMessage] = {}
+        self.batched: set[str] = set()
+        self.gone: set[str] = set()  # ended, then dropped, cleared or of an older run
+        self.ended: set[str] = set()  # training episodes whose end is on the log
+        self.evaluated: set[str] = set()  # evaluation episodes whose end is on the log
+        self.deaths = 0
+        self._lead()
+        self._say(self._configure())
+        self._say(inbox.Start(id=self._id(), engine=ENGINE))
+
+    # ---- the leader ----
+
+    def _lead(self) -> None:
+        """A new leader: folds the log, opens an epoch, goes on behind what the last event answers."""
+        hive = Hive()
+        for logged in self.log:
+            evolve(hive, logged.event)
+        assert hive == self.landed, "the fold of the log is the state"
+        self.read = self.log[-1].answers if self.log else 0
+        self.core = Core(hive)
+        self.told = {}
+        opened = self.core.open_epoch("x")
+        self._land([Flown(opened, self.read)])
+        self._land([Flown(decision, self.read) for decision in self.core.recover()])
+
+    def fly(self) -> None:
+        """Decide a group; all of it lands, or the leader dies and a prefix does."""
+        group = self.inbox[self.read : self.read + self.random.randint(1, 8)]
+        if not group:
+            return
+        flight: list[Flown] = []
+        for offset, (message, at_ns) in enumerate(group, start=1):
+            flight += self.core.receive(message, self.read + offset, at_ns)
+        flight += self.core.flush()
+        self.read += len(group)
+        if self.crashes and self.random.random() < 0.1:
+            self.deaths += 1
+            self._land(flight[: self.random.randint(0, len(flight))])
+            self._lead()
+            return
+        self._land(flight)
+        assert self.core.hive == self.landed, "the live state is the fold of the log"
+        for flown in flight:
+            for reply in flown.decision.replies:
+                self._answered(reply.command, reply.answer)  # type: ignore[arg-type]
+
+    def _answered(self, command: str, answer: inbox.AnyAnswer) -> None:
+        self.answers[command] = answer
+        before = self.told.setdefault(command, answer)
+        assert before == answer, "the same command gets the same answer"
+
+    # ---- what lands, and what must hold of it ----
+
+    def _land(self, flight: Sequence[Flown]) -> None:
+        for flown in flight:
+            for event in flown.decision.events:
+                before = self.landed.engine(event.engine).phase if event.engine == ENGINE else None
+                self._check_before(event, self.landed.engine(ENGINE))
+                self.log.append(Logged(event, flown.answers))
+                evolve(self.landed, event)
+                if before is not None:
+                    after = self.landed.engine(ENGINE).phase
+                    assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+
+    def _check_before(self, event: Event, engine: EngineState) -> None:
+        match event:
+            case ev.EpisodeEnded():
+                for outcome in event.outcomes:
+                    assert outcome.episode in engine.open, "only an open episode ends"
+                    (self.ended if event.type == EpisodeType.TRAIN else self.evaluated).add(outcome.episode)
+            case ev.EpisodeClaimed():
+                assert engine.phase == Phase.ROLLING
+                assert not set(event.episodes) & (set(engine.open) | set(engine.closed)), "every id is fresh"
+                assert len(engine.open) + len(event.episodes) <= engine.collection.max_open_claims
+            case ev.BatchReady():
+                self._check_batch(event, engine)
+            case ev.GroupDropped():
+                self.gone |= set(event.episodes)
+            case ev.PoolCleared() | ev.EngineStarted():
+                self.gone |= set(engine.pool)
+            case ev.StepCompleted():
+                assert engine.batch is not None
+                assert engine.batch.step == event.step
+                assert event.trainer_epoch == engine.trainer_epoch
+            case ev.WeightsReady():
+                assert event.version > engine.version
+            case ev.EpisodeAborted():
+                assert set(event.episodes) <= set(engine.open)
+
+    def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
+        episodes = [episode.episode for group in batch.groups for episode in group.episodes]
+        assert len(set(episodes)) == len(episodes)
+        assert not set(episodes) & self.batched, "no episode is in two batches"
+        self.batched |= set(episodes)
+        assert batch.step == engine.step + 1
+        check_in_time(batch, engine)
+        check_as_asked(batch, engine.collection)
+
+    def check_nothing_lost(self) -> None:
+        """Every training episode whose end is on the log is in the pool, in one batch, or gone with a reason."""
+        pool = set(self.landed.engine(ENGINE).pool)
+        assert self.ended == pool | self.batched | self.gone
+        assert not pool & self.batched
+        for command, answer in self.answers.items():
+            message = self.asked.get(command)
+            if isinstance(message, inbox.End) and isinstance(answer, inbox.Done):
+                assert all(r.episode in self.ended | self.evaluated for r in message.results), (
+                    "an answered end is on the log"
+                )
+
+    # ---- the authors ----
+
+    def _id(self) -> str:
+        self.ids += 1
+        return f"m{self.ids}"
+
+    def _say(self, message: inbox.AnyMessage) -> None:
+        self.now_ns += self.random.choice((0, 1_000_000, SECOND // 4))
+        self.asked.setdefault(message.id, message)
+        self.inbox.append((message, self.now_ns))
+        if self.random.random() < 0.05:
+            self.inbox.append((message, self.now_ns))  # a sender that was not sure
+
+    def _configure(self) -> inbox.Configure:
+        pick = self.random
+        method, batch_size, num_repeat = pick.choice(list(Method)), pick.randint(1, 2), pick.randint(1, 3)
+        staleness = 0 if method.is_by_agreement else pick.choice((0, 0, 1, 2))
+        rules = Collection(
+            method=method,
+            batch_size=batch_size,
+            num_repeat=num_repeat,
+            max_open_claims=pick.choice((2, 4, 16)),
+            max_pool_episodes=pick.choice((2 if staleness == 0 else (staleness + 1) * batch_size * num_repeat, 100)),
+            max_staleness=staleness,
+            max_step_failures=pick.choice((1, 3)),
+            drain_s=pick.choice((1.0, 30.0)),
+            agreed_sync_s=pick.choice((0.0, 6.0)),
+            max_carry_staleness=pick.choice((0, 1)),
+        )
+        return inbox.Configure(
+            id=self._id(), engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
+        )
+
+    def step(self) -> None:
+        roll = self.random.random()
+        engine = self.landed.engine(ENGINE)
+        waits = engine.phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING) or (
+            engine.phase == Phase.ROLLING and engine.version < engine.step
+        )
+        if roll < 0.35:
+            self.fly()
+        elif roll < (0.45 if waits else 0.75):
+            self._client(self.random.choice(CLIENTS))
+        elif roll < (0.7 if waits else 0.8):
+            self._trainer()
+        elif roll < 0.95:
+            self._replica(self.random.choice(REPLICAS))
+        elif roll < 0.99:
+            self._say(inbox.Tick(id=self._id()))
+        else:
+            self._operator()
+
+    def _client(self, client: str) -> None:
+        engine, pick = self.landed.engine(ENGINE), self.random
+        mine = [episode for episode in engine.open.values() if episode.client == client]
+        roll = pick.random()
+        if not mine or roll < 0.2:
+            kind = EpisodeType.EVAL if pick.random() < 0.15 else EpisodeType.TRAIN
+            claim = f"{client}-{pick.randint(1, 40)}"  # few ids, so that they clash
+            wait_s, limit_s = pick.choice((0.0, 2.0)), pick.choice((1.0, 240.0))
+            count = pick.randint(1, 3)
+            self._say(
+                inbox.Claim(
+                    id=self._id(), engine=ENGINE, claim=claim, client=client, count=count, type=kind,
+                    wait_s=wait_s, discard_timeout_s=limit_s,
+                )
+            )  # fmt: skip
+            return
+        episode = pick.choice(mine)
+        if roll < 0.5:
+            self._record(engine, episode.id)
+        elif roll < 0.85:
+            reward = pick.choice((0.0, 1.0, 1.0, float("nan")))
+            results = (inbox.EpisodeResult(episode=episode.id, task=pick.choice(TASKS), reward=reward),)
+            who = client if pick.random() < 0.95 else "eve"
+            self._say(inbox.End(id=self._id(), engine=ENGINE, client=who, results=results))
+        elif roll < 0.9:
+            ids = tuple(each.id for each in mine[:2])
+            self._say(inbox.Abort(id=self._id(), engine=ENGINE, client=client, episodes=ids, infra=roll < 0.87))
+        elif roll < 0.95:
+            self._say(inbox.AgreeSync(id=self._id(), engine=ENGINE, client=client))
+        else:
+            self._say(inbox.Touch(id=self._id(), engine=ENGINE, episodes=(episode.id,), confirmed=(episode.claim,)))
+
+    def _record(self, engine: EngineState, episode: str) -> None:
+        ref = CallRef(self.ids, f"call{self.ids}", b"d" * 16)
+        newest = oldest = engine.version
+        if engine.collection.max_staleness:  # a replica that lags, now and then by more than it may
+            oldest = max(0, newest - self.random.choice((0, 0, 0, 1, 1, 2, 3)))
+        call = NotedCall(episode, ref, 5, 3, oldest, newest)
+        self._say(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
+
+    def _trainer(self) -> None:
+        engine, pick = self.landed.engine(ENGINE), self.random
+        epoch = engine.trainer_epoch if pick.random() < 0.9 else engine.trainer_epoch - 1
+        run = engine.run if pick.random() < 0.95 else engine.run - 1
+        if epoch < 1 or pick.random() < 0.05:
+            self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t"))
+        elif engine.batch is not None and pick.random() < 0.8:
+            self._say(
+                inbox.StepDone(
+                    id=self._id(), engine=ENGINE, run=run, step=engine.batch.step, trainer_epoch=epoch,
+                    checkpoint="/c", checkpoint_digest="d",
+                )
+            )  # fmt: skip
+        elif engine.batch is not None:
+            self._say(
+                inbox.StepBroke(
+                    id=self._id(), engine=ENGINE, run=run, step=engine.batch.step, trainer_epoch=epoch, reason="x"
+                )
+            )
+        else:
+            step = engine.step_done.step if engine.step_done is not None else 0
+            weights = Weights(where=f"/w/{step}")
+            self._say(
+                inbox.WeightsSaved(
+                    id=self._id(), engine=ENGINE, run=run, step=step, trainer_epoch=epoch, weights=weights
+                )
+            )
+
+    def _replica(self, replica: str) -> None:
+        engine, pick = self.landed.engine(ENGINE), self.random
+        if replica not in engine.replicas or pick.random() < 0.3:
+            self._say(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
+        elif pick.random() < 0.95:
+            version = engine.version - pick.choice((0, 0, 0, 1))
+            self._say(
+                inbox.WeightsLoadedFact(id=self._id(), engine=ENGINE, run=engine.run, version=version, replica=replica)
+            )
+        else:
+            self._say(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
+
+    def _operator(self) -> None:
+        engine = self.landed.engine(ENGINE)
+        if engine.phase == Phase.OFFLINE:
+            self._say(self._configure())
+            self._say(inbox.Start(id=self._id(), engine=ENGINE))
+        elif self.random.random() < 0.3:
+            self._say(inbox.Stop(id=self._id(), engine=ENGINE))
+        used = self.random.choice((0, 0, 0, 99))
+        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
+
+    # ---- when all is well ----
+
+    def calm(self, steps: int, rounds_max: int = 400) -> None:
+        """Everybody does what an honest one does until so many more batches are sealed. `AssertionError` if never."""
+        wanted = self.landed.engine(ENGINE).step + steps
+        self.crashes = False
+        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
+        self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.landed.engine(ENGINE).run, trainer="t"))
+        self._all_fly()
+        rules = self.landed.engine(ENGINE).collection
+        count = min(self.random.choice((1, rules.num_repeat, rules.num_repeat + 2)), rules.max_open_claims)
+        named = self.random.random() < 0.3
+        for number in range(rounds_max):
+            if self.landed.engine(ENGINE).step >= wanted:
+                return
+            self._round(number, count, named)
+        engine = self.landed.engine(ENGINE)
+        raise AssertionError(f"no progress: {engine.collection}, step {engine.step}, version {engine.version}")
+
+    def _all_fly(self) -> None:
+        while self.read < len(self.inbox):
+            self.fly()
+
+    def _round(self, number: int, count: int, named: bool) -> None:
+        """`count` episodes are claimed if they can be had, all that is open is ended, the step is made and loaded."""
+        task = f"calm-{number // (2 * self.landed.engine(ENGINE).collection.num_repeat)}"
+        claim = inbox.Claim(
+            id=self._id(), engine=ENGINE, claim=f"calm-{number}", client="ann", count=count, wait_s=0.0,
+            task_hint=task if named else "",
+        )  # fmt: skip
+        self._say(claim)
+        self._all_fly()
+        engine = self.landed.engine(ENGINE)
+        for index, episode in enumerate(list(engine.open.values())):
+            result = inbox.EpisodeResult(episode=episode.id, task=task, reward=float((number + index) % 2))
+            self._say(inbox.End(id=self._id(), engine=ENGINE, client=episode.client, results=(result,)))
+        self._all_fly()
+        engine = self.landed.engine(ENGINE)
+        if engine.batch is not None:
+            self._say(
+                inbox.StepDone(
+                    id=self._id(), engine=ENGINE, run=engine.run, step=engine.batch.step,
+                    trainer_epoch=engine.trainer_epoch, checkpoint="/c", checkpoint_digest="d",
+                )
+            )  # fmt: skip
+        elif engine.version < engine.step:
+            weights = Weights(where=f"/w/{engine.step}")
+            self._say(
+                inbox.WeightsSaved(
+                    id=self._id(), engine=ENGINE, run=engine.run, step=engine.step,
+                    trainer_epoch=engine.trainer_epoch, weights=weights,
+                )
+            )  # fmt: skip
+        for replica in REPLICAS:
+            self._say(
+                inbox.ReplicaAlive(
+                    id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}", run=engine.run,
+                    version=engine.version,
+                )
+            )  # fmt: skip
+        self._say(inbox.Tick(id=self._id()))
+        self._all_fly()
+
+
+def reasons(world: World) -> set[AbortReason]:
+    return {logged.event.reason for logged in world.log if isinstance(logged.event, ev.EpisodeAborted)}
+
+
+def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
+    """The step before is done and published; of a synchronous run nobody is at work, of another nothing is too old."""
+    assert engine.batch is None, "one batch at a time"
+    rules = engine.collection
+    if rules.max_staleness == 0:
+        assert not engine.open, "everybody has finished or was taken away"
+        return
+    assert engine.version == engine.step, "the weights of the step before are ready"
+    for group in batch.groups:
+        for episode in group.episodes:
+            age = batch.step - 1 - engine.pool[episode.episode].oldest
+            assert age <= rules.max_staleness, f"{episode.episode} is {age} versions old"
+
+
+def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:
+    """A batch holds exactly what its method asks for."""
+    sizes = [len(group.episodes) for group in batch.groups]
+    match rules.method:
+        case Method.ENOUGH_EPISODES:
+            assert sum(sizes) == rules.episode_target
+        case Method.ENOUGH_TASKS | Method.ENOUGH_NON_DUMMY_TASKS:
+            assert sizes == [rules.num_repeat] * rules.batch_size
+            assert len({group.task for group in batch.groups}) == rules.batch_size
+    if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
+        assert all(len({episode.reward for episode in group.episodes}) > 1 for group in batch.groups)

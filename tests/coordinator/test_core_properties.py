@@ -1,0 +1,138 @@
+"""What must hold of the coordinator's core whatever is said to it, in whatever order, whenever its leader dies.
+
+`BOMBUS_RUNS` sets how many seeds are tried; a failing one is named and `BOMBUS_SEED` runs it alone.
+"""
+
+import os
+from collections import Counter
+
+import msgspec
+
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Method
+from bombus.hive.state import Hive, Phase, evolve
+from bombus_coordinator.core import Core
+from tests.coordinator.core_world import ENGINE, World
+
+RUNS = int(os.environ.get("BOMBUS_RUNS", "10000"))
+STEPS = 80
+
+
+def seeds() -> range:
+    only = os.environ.get("BOMBUS_SEED")
+    return range(int(only), int(only) + 1) if only else range(RUNS)
+
+
+def run(seed: int, steps: int = STEPS, crashes: bool = True) -> World:
+    try:
+        world = World(seed, crashes)
+        for _ in range(steps):
+            world.step()
+        while world.read < len(world.inbox):
+            world.fly()
+        world.check_nothing_lost()
+    except AssertionError as error:
+        raise AssertionError(f"BOMBUS_SEED={seed}: {error}") from error
+    return world
+
+
+def test_ten_thousand_random_runs_keep_every_promise() -> None:
+    """No episode in two batches, none lost, batches exactly as asked, phases along the arrows, fold equal to live
+    state, whatever crashes: checked by the world as events land. Here: that all of it was really exercised."""
+    seen: Counter[str] = Counter()
+    deaths = 0
+    for seed in seeds():
+        world = run(seed)
+        deaths += world.deaths
+        seen.update(ev.kind_of(logged.event) for logged in world.log)
+    if RUNS >= 1000 and "BOMBUS_SEED" not in os.environ:
+        assert deaths > RUNS / 10
+        never = {kind.__struct_config__.tag for kind in ev.AnyEvent.__args__} - set(seen)
+        assert never <= {"engine.progressed"}, f"the runs never saw {never}"
+
+
+def test_long_runs_go_through_many_steps() -> None:
+    """The same with runs long enough that weights are trained again and again."""
+    versions = [run(100_000 + seed, steps=1500).landed.engine(ENGINE).counters.trained for seed in range(10)]
+    assert max(versions) > 0
+
+
+def test_a_crash_between_any_two_flights_changes_nothing() -> None:
+    """The same inbox, led once by one leader and once by many: the same decisions, epochs apart."""
+    for seed in range(200):
+        script = [
+            (_without_deadlines(message), at_ns)
+            for message, at_ns in run(seed, crashes=False).inbox
+            # A crash may delay what waits: deadlines start again (R5), claims are asked again (R13).
+            if not isinstance(message, inbox.Tick) and not (isinstance(message, inbox.Claim) and message.wait_s)
+        ]
+        script = list({_identity(message): (message, at_ns) for message, at_ns in reversed(script)}.values())[::-1]
+        undisturbed = _decisions(script, crash_every=0)
+        for crash_every in (1, 3):
+            assert _decisions(script, crash_every) == undisturbed, f"seed {seed}, a death every {crash_every}"
+
+
+def _without_deadlines(message: inbox.AnyMessage) -> inbox.AnyMessage:
+    if not isinstance(message, inbox.Configure):
+        return message
+    patient = msgspec.structs.replace(message.collection, drain_s=1e6)
+    return msgspec.structs.replace(message, collection=patient)
+
+
+def _identity(message: inbox.AnyMessage) -> str:
+    return message.claim if isinstance(message, inbox.Claim) else message.id
+
+
+def _decisions(script: list[tuple[inbox.AnyMessage, int]], crash_every: int) -> list[ev.Event]:
+    """The events that a script leads to when the leader dies behind every `crash_every`-th flight (0: never)."""
+    log: list[tuple[ev.Event, int]] = []
+    core = Core()
+    log += [(event, 0) for event in core.open_epoch("x").events]
+    position = reached = 0
+    while position < len(script):
+        message, at_ns = script[position]
+        position += 1
+        for flown in [*core.receive(message, position, at_ns), *core.flush()]:
+            log += [(event, flown.answers) for event in flown.decision.events]
+        first_time, reached = position > reached, max(position, reached)
+        if crash_every and first_time and position % crash_every == 0:
+            hive = Hive()
+            for event, _ in log:
+                evolve(hive, event)
+            position = log[-1][1]  # messages behind it made no event, and are decided again
+            core = Core(hive)
+            log += [(event, position) for event in core.open_epoch("y").events]
+            log += [(event, position) for decision in core.recover() for event in decision.events]
+    return [event for event, _ in log if not isinstance(event, ev.EpochOpened)]
+
+
+def test_every_prefix_of_a_log_folds_to_a_phase_and_a_pool_that_add_up() -> None:
+    world = run(7, steps=800)
+    hive = Hive()
+    for logged in world.log:
+        evolve(hive, logged.event)
+        engine = hive.engine(ENGINE)
+        assert engine.phase in Phase
+        assert sorted(engine.pool) == sorted(episode for group in engine.by_task.values() for episode in group)
+        assert engine.pool_bytes == sum(completed.bytes for completed in engine.pool.values())
+        assert set(engine.claims) == {episode.claim for episode in engine.open.values()}
+
+
+def test_from_wherever_an_asynchronous_run_has_come_to_it_goes_on() -> None:
+    """Pacing lets nobody wait for ever: honest clients, a trainer and a replica make further steps of any state."""
+    tried = 0
+    for seed in range(RUNS // 10):
+        world = run(200_000 + seed, steps=120)
+        engine = world.landed.engine(ENGINE)
+        rules = engine.collection
+        never = rules.method == Method.ENOUGH_NON_DUMMY_TASKS and rules.num_repeat == 1  # one reward never differs
+        if rules.max_staleness == 0 or engine.phase != Phase.ROLLING or never:
+            continue
+        tried += 1
+        try:
+            world.calm(steps=3)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+    if RUNS >= 1000 and "BOMBUS_SEED" not in os.environ:
+        assert tried > RUNS / 200

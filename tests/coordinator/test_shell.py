@@ -1,0 +1,266 @@
+"""The coordinator's shell on a real log: rules R1 to R5, R8, R13 and R19 of the protocol."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bombus.bus import EPOCH, INBOX, Bus, Outgoing, Reader, Stored, fly
+from bombus.bus.follow import Follower
+from bombus.errors import Code, Deposed, Refused
+from bombus.hive import events as ev
+from bombus.hive import inbox
+from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
+from bombus.hive.records import CallRef
+from bombus.hive.state import Phase
+from bombus_coordinator.shell import Coordinator
+
+ENGINE = "main"
+
+
+@asynccontextmanager
+async def leading(bus: Bus, trim_s: float = 10.0) -> AsyncIterator[Coordinator]:
+    """A coordinator that leads for the length of the block, and is then cut off without a word, as by a crash."""
+    coordinator = Coordinator(bus, trim_s=trim_s)
+    task = asyncio.create_task(coordinator.lead())
+    ready = asyncio.create_task(coordinator.leading.wait())
+    await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    try:
+        yield coordinator
+    finally:
+        task.cancel()
+        await asyncio.gather(task, ready, return_exceptions=True)
+
+
+async def boot(bus: Bus, batch_size: int = 1, num_repeat: int = 2) -> None:
+    rules = Collection(batch_size=batch_size, num_repeat=num_repeat)
+    await bus.ask(
+        inbox.Configure(id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny")
+    )
+    await bus.ask(inbox.Start(id="start", engine=ENGINE))
+    await bus.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
+    opened = await bus.ask(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
+    assert isinstance(opened, inbox.Done)
+    weights = Weights(where="/w/0")
+    await bus.send(
+        inbox.WeightsSaved(id="saved", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
+    )
+    await bus.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
+
+
+def claim(claim: str, client: str = "c1", **more: object) -> inbox.Claim:
+    return inbox.Claim(id=f"ask-{claim}", engine=ENGINE, claim=claim, client=client, **more)  # type: ignore[arg-type]
+
+
+def end(episode: str, reward: float, client: str = "c1") -> inbox.End:
+    result = inbox.EpisodeResult(episode=episode, task="t", reward=reward)
+    return inbox.End(id=f"end-{episode}", engine=ENGINE, client=client, results=(result,))
+
+
+async def log_of(bus: Bus) -> list[Stored]:
+    newest = await bus.last(bus.subjects.events_stream)
+    found: list[Stored] = []
+    if newest is None:
+        return found
+    async with Reader(bus, bus.subjects.events_stream) as reader:
+        while not found or found[-1].seq < newest.seq:
+            found += await reader.read()
+    return found
+
+
+async def test_r1_one_author_reads_the_inbox_in_order_and_writes_the_events(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus)
+        granted = await bus.ask(claim("k"))
+        assert isinstance(granted, inbox.Granted)
+    stored = await log_of(bus)
+    kinds = [ev.kind_of(ev.decode_event(each.data)) for each in stored]
+    assert kinds[:3] == ["epoch.opened", "engine.configured", "engine.started"]
+    assert kinds[-1] == "episode.claimed"
+    answers = [int(each.headers[INBOX]) for each in stored]
+    assert answers == sorted(answers)
+    assert {each.headers[EPOCH] for each in stored} == {"1"}
+
+
+async def test_r2_recovery_goes_on_behind_the_message_that_the_last_event_answers(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus)
+        granted = await bus.ask(claim("k"))
+        assert isinstance(granted, inbox.Granted)
+    # Nobody leads: what is said meanwhile waits in the inbox.
+    waiting = asyncio.create_task(bus.ask(end(granted.episodes[0], 1.0), timeout_s=30))
+    async with leading(bus) as second:
+        assert isinstance(await waiting, inbox.Done)
+        engine = second.core.hive.engine(ENGINE)
+        assert second.core.hive.epoch == 2
+        assert list(engine.pool) == list(granted.episodes)
+
+
+async def test_r2_every_message_is_answered_by_one_decision_whoever_leads(bus: Bus) -> None:
+    """Leaders die while clients go on asking: each command is carried out once."""
+    done: list[str] = []
+
+    async def client(name: str) -> None:
+        for number in range(6):
+            granted = await bus.ask(claim(f"{name}-{number}", name, wait_s=2), timeout_s=60)
+            assert isinstance(granted, inbox.Granted)
+            (episode,) = granted.episodes
+            assert isinstance(await bus.ask(end(episode, float(number), name), timeout_s=60), inbox.Done)
+            done.append(episode)
+
+    async with leading(bus):
+        await boot(bus, batch_size=100)
+    async with asyncio.TaskGroup() as clients:
+        working = [clients.create_task(client(name)) for name in ("a", "b", "c")]
+        while not all(task.done() for task in working):
+            async with leading(bus) as coordinator:
+                before = len(done)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1):
+                        while len(done) < before + 3 and not all(task.done() for task in working):
+                            await asyncio.sleep(0)
+    assert coordinator.core.hive.epoch >= 3
+    ended = [
+        outcome.episode
+        for stored in await log_of(bus)
+        if isinstance(event := ev.decode_event(stored.data), ev.EpisodeEnded)
+        for outcome in event.outcomes
+    ]
+    assert sorted(ended) == sorted(done)
+
+
+async def test_r3_a_refusal_is_checked_against_the_log_and_the_same_command_gets_the_same_answer(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus)
+        with pytest.raises(Refused) as refused:
+            await bus.ask(end("main-1-99", 1.0))
+        assert refused.value.code == Code.UNKNOWN_EPISODE
+        granted = await bus.ask(claim("k"))
+        assert await bus.ask(claim("k")) == granted
+
+
+async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_a_word(bus: Bus) -> None:
+    coordinator = Coordinator(bus)
+    task = asyncio.create_task(coordinator.lead())
+    await coordinator.leading.wait()
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    usurper = Outgoing(
+        subject=bus.subjects.event("_hive", "epoch.opened"),
+        body=ev.encode_event(ev.EpochOpened(epoch=2, leader="usurper")),
+        msg_id="2.1",
+        headers={EPOCH: "2", INBOX: "0"},
+    )
+    await fly(bus, [[usurper]], newest.seq)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await bus.ask(end("main-1-99", 1.0))
+    with pytest.raises(ExceptionGroup) as group:
+        await task
+    assert group.group_contains(Deposed)
+
+
+async def test_r4_a_second_leader_deposes_the_first_by_the_fence(bus: Bus) -> None:
+    async with leading(bus) as first:
+        await boot(bus)
+        async with leading(bus) as second:
+            granted = await bus.ask(claim("k"), timeout_s=20)
+            assert isinstance(granted, inbox.Granted)
+            assert (first.core.hive.epoch, second.core.hive.epoch) == (1, 2)
+    epochs = [int(stored.headers[EPOCH]) for stored in await log_of(bus)]
+    assert epochs == sorted(epochs), "nothing of the first epoch lands behind the second's opening"
+
+
+async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_it(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus)
+        granted = await bus.ask(claim("k", discard_timeout_s=0.5))
+        assert isinstance(granted, inbox.Granted)
+        follower = Follower(bus)
+        following = asyncio.create_task(follower.run())
+        await follower.wait_for(lambda hive: granted.episodes[0] in hive.engine(ENGINE).closed, timeout_s=10)
+        following.cancel()
+    closed = follower.hive.engine(ENGINE).closed[granted.episodes[0]]
+    assert closed.aborted == ev.AbortReason.IDLE
+
+
+async def test_r5_a_touch_keeps_a_long_generation_alive(bus: Bus) -> None:
+    async with leading(bus) as coordinator:
+        await boot(bus)
+        granted = await bus.ask(claim("k", discard_timeout_s=1.5))
+        assert isinstance(granted, inbox.Granted)
+        for number in range(8):
+            await bus.send(inbox.Touch(id=f"touch{number}", engine=ENGINE, episodes=granted.episodes))
+            newest = await bus.send(inbox.Tick(id=f"mine{number}"))
+            async with asyncio.timeout(10):
+                while coordinator._consumed < newest:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.25)  # real time has to pass: the server stamps it
+        assert granted.episodes[0] in coordinator.core.hive.engine(ENGINE).open
+
+
+async def test_r7_membership_is_frozen_and_a_late_call_is_never_trained(bus: Bus) -> None:
+    async with leading(bus) as coordinator:
+        await boot(bus)
+        granted = await bus.ask(claim("k", type=EpisodeType.TRAIN))
+        assert isinstance(granted, inbox.Granted)
+        (episode,) = granted.episodes
+        for name in ("in-time", "late"):
+            noted = NotedCall(episode, CallRef(1, name, b"d" * 16), 5, 3, 0, 0)
+            await bus.send(inbox.CallRecorded(id=name, engine=ENGINE, run=1, call=noted))
+            await bus.ask(end(episode, 1.0))
+        engine = coordinator.core.hive.engine(ENGINE)
+        assert [ref.id for ref in engine.pool[episode].calls] == ["in-time"]
+        assert engine.counters.calls_late == 1
+
+
+async def test_r8_facts_of_another_run_are_ignored(bus: Bus) -> None:
+    async with leading(bus) as coordinator:
+        await boot(bus)
+        await bus.ask(inbox.Stop(id="stop", engine=ENGINE))
+        await bus.ask(inbox.Start(id="start-2", engine=ENGINE))
+        await bus.send(inbox.EngineBroke(id="old", engine=ENGINE, run=1, reason="an old complaint"))
+        with pytest.raises(Refused):
+            await bus.ask(inbox.TrainerOpens(id="old-trainer", engine=ENGINE, run=1, trainer="t"))
+        engine = coordinator.core.hive.engine(ENGINE)
+        assert (engine.run, engine.phase, engine.version) == (2, Phase.BOOTING, -1)
+
+
+async def test_r13_a_claim_waits_its_slice_and_is_granted_when_room_appears(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus, batch_size=100)
+        first = await bus.ask(claim("all", count=128))
+        assert isinstance(first, inbox.Granted)
+        waiting = asyncio.create_task(bus.ask(claim("next", "c2", wait_s=5)))
+        await bus.ask(inbox.Abort(id="abort", engine=ENGINE, client="c1", episodes=first.episodes[:1]))
+        assert isinstance(await waiting, inbox.Granted)
+
+
+async def test_r19_two_hives_share_a_server_without_meeting(bus: Bus, nats_url: str, hive: str) -> None:
+    async with await Bus.connect(nats_url, f"{hive}-b", name="test") as other, leading(bus) as mine:
+        await other.ensure_streams()
+        async with leading(other) as theirs:
+            await boot(bus)
+            await boot(other)
+            await bus.ask(claim("k"))
+            assert len(mine.core.hive.engine(ENGINE).open) == 1
+            assert len(theirs.core.hive.engine(ENGINE).open) == 0
+
+
+async def test_nonsense_in_the_inbox_does_not_stop_the_hive(bus: Bus) -> None:
+    async with leading(bus):
+        await bus.publish(bus.subjects.inbox("claim"), b"\xff nonsense", msg_id="nonsense")
+        await boot(bus)
+        assert isinstance(await bus.ask(claim("k")), inbox.Granted)
+
+
+async def test_the_inbox_is_trimmed_behind_what_is_decided(bus: Bus) -> None:
+    async with leading(bus, trim_s=0.05):
+        await boot(bus)
+        async with asyncio.timeout(10):
+            while (await bus.state(bus.subjects.inbox_stream)).first_seq == 1:
+                await asyncio.sleep(0.02)

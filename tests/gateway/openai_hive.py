@@ -1,0 +1,356 @@
+"""A hive for tests of the gateway's OpenAI door: real bus, coordinator and gateway, and a replica that says what a test
+scripts, frame by frame, so that chunk borders, hang-ups and deaths can be forced."""
+
+import asyncio
+import json
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+from openai import AsyncOpenAI
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from bombus.bus import Bus
+from bombus.bus.follow import Follower
+from bombus.config.documents import parse_job
+from bombus.hive import inbox
+from bombus.hive.events import EpisodeType, NotedCall, Weights
+from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens, decode_request, encode_frame
+from bombus.hive.records import CallRecord, decode_record, pack_logprobs, pack_tokens, unpack_tokens
+from bombus.hive.state import EngineState, Phase
+from bombus.host.process import listen
+from bombus_coordinator.shell import Coordinator
+from bombus_gateway.app import create_app
+from bombus_gateway.context import Gateway
+from bombus_gateway.keys import Keys
+from bombus_gateway.service import http_server
+from bombus_gateway.settings import GatewaySettings
+from bombus_gateway.text.rendering import TextModel
+
+ENGINE = "main"
+MODEL = "models/bumble"
+SECRET = b"a secret for tests of 32 bytes!!"
+TEMPLATE = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a bee<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog and the weather is fine today",
+    'what is the weather in Paris? {"name": "weather", "arguments": {"city": "Paris"}}',
+    "<tool_call> </tool_call> <tool_response> user assistant system hello there how are you",
+] * 4
+
+
+def small_tokenizer() -> dict[str, bytes]:
+    """The files of a byte-level BPE tokenizer with a ChatML template, trained on the spot."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = [AddedToken(name, special=True) for name in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|im_end|>"}).encode(),
+        "chat_template.jinja": TEMPLATE.encode(),
+        "config.json": json.dumps({"max_position_embeddings": 2048, "vocab_size": 420}).encode(),
+    }
+
+
+FILES = small_tokenizer()
+TEXT = TextModel(FILES, MODEL)
+IM_END = TEXT.tokenizer.token_id("<|im_end|>") or 0
+
+
+def tokens_of(text: str, end: bool = True) -> list[int]:
+    """`text` as this model would sample it."""
+    return TEXT.tokenizer.encode(text) + ([IM_END] if end else [])
+
+
+Send = Callable[[Frame], Awaitable[None]]
+Script = Callable[[Generate, Send], Coroutine[None, None, None]]
+
+
+def says(*texts: str | Sequence[int], version: int = 0, portion: int = 0, finish: str = "stop") -> Script:
+    """One completion for each text, `portion` tokens to a frame (0: all in one)."""
+
+    async def script(request: Generate, send: Send) -> None:
+        for choice, text in enumerate(texts):
+            tokens = tokens_of(text, finish == "stop") if isinstance(text, str) else list(text)
+            size = portion or max(1, len(tokens))
+            for start in range(0, len(tokens), size):
+                await send(frame_of(tokens[start : start + size], choice, version, request.sampling.top_logprobs))
+            await send(Finished(choice=choice, reason=finish, cached_prompt_tokens=7))
+
+    return script
+
+
+def frame_of(tokens: Sequence[int], choice: int = 0, version: int = 0, top: int = 0) -> Tokens:
+    """The logprob of a token is -id/1000: a test can tell them apart."""
+    return Tokens(
+        choice=choice,
+        version=version,
+        tokens=pack_tokens(tokens),
+        logprobs=pack_logprobs([-token / 1000 for token in tokens]),
+        top=tuple(tuple((token + k, -(token + k) / 1000) for k in range(top)) for token in tokens) if top else (),
+    )
+
+
+class Died(Exception):
+    """Raised by a script: the replica's connection breaks."""
+
+
+class ScriptedReplica:
+    """`POST /generate` as generation.py says it. Each request takes the next of `scripts`."""
+
+    def __init__(self) -> None:
+        self.scripts: deque[Script] = deque()
+        self.requests: list[Generate] = []
+        self.aborted = asyncio.Event()
+        self.connections = 0
+        self.url = ""
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for writer in [*self._open]:
+                writer.transport.abort()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._open.add(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line
+                )
+                await self._answer(decode_request(await reader.readexactly(length)), reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, Died):
+            pass
+        finally:
+            self._open.discard(writer)
+            writer.transport.abort()
+
+    async def _answer(self, request: Generate, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.requests.append(request)
+        script = self.scripts.popleft() if self.scripts else says("ok")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+
+        async def send(frame: Frame) -> None:
+            data = encode_frame(frame)
+            writer.write(b"%x\r\n%s\r\n" % (len(data), data))
+            await writer.drain()
+
+        running = asyncio.create_task(script(request, send))
+        gone = asyncio.create_task(reader.read(1))
+        await asyncio.wait({running, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            self.aborted.set()
+            raise Died
+        gone.cancel()
+        with suppress(asyncio.CancelledError):
+            await gone
+        await running
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+
+class GatewayHive:
+    """One engine that is rolling, its replicas, and any number of gateways."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.replica = ScriptedReplica()
+        self.replicas = [self.replica]
+        self.follower = Follower(bus)
+        self.epoch = 0
+        self.base_url = ""
+        self.gateway: Gateway | None = None
+        self.clients: list[AsyncOpenAI] = []
+        self.leading: asyncio.Task[None] | None = None
+
+    @property
+    def engine(self) -> EngineState:
+        return self.follower.hive.engine(ENGINE)
+
+    async def until(self, holds: Callable[[EngineState], bool]) -> None:
+        await self.follower.wait_for(lambda _: holds(self.engine), 10)
+
+    async def start(self, job: dict[str, Any]) -> None:
+        """Configure, start and boot: afterwards the engine is ROLLING with one replica."""
+        config = parse_job(job)
+        configure = inbox.Configure(
+            id=new_id(),
+            engine=ENGINE,
+            config=config.to_json(),
+            config_digest=config.digest,
+            collection=config.to_collection(),
+            model=config.model.path,
+        )
+        await self.bus.ask(configure)
+        await self.bus.ask(inbox.Start(id=new_id(), engine=ENGINE))
+        await self.until(lambda engine: engine.run > 0)
+        answer = await self.bus.ask(inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
+        assert isinstance(answer, inbox.Done)
+        self.epoch = answer.epoch
+        await self.bus.put_blob("tokenizer-1", msgspec.msgpack.encode(FILES))
+        await self.bus.send(
+            inbox.WeightsSaved(
+                id=new_id(),
+                engine=ENGINE,
+                run=self.engine.run,
+                step=0,
+                trainer_epoch=self.epoch,
+                weights=Weights(where="nowhere", tokenizer="tokenizer-1"),
+            )
+        )
+        await self.replica.start()
+        await self.alive("replica-1", self.replica)
+        await self.until(lambda engine: engine.phase == Phase.ROLLING)
+
+    async def alive(self, name: str, replica: ScriptedReplica, version: int = 0) -> None:
+        run = self.engine.run
+        message = inbox.ReplicaAlive(
+            id=new_id(), engine=ENGINE, replica=name, url=replica.url, run=run, version=version
+        )
+        await self.bus.send(message)
+        await self.until(lambda engine: name in engine.replicas and engine.replicas[name].version == version)
+
+    async def no_coordinator(self) -> None:
+        """The coordinator dies, and none takes over."""
+        assert self.leading is not None
+        self.leading.cancel()
+        await asyncio.gather(self.leading, return_exceptions=True)
+
+    async def another_replica(self, name: str) -> ScriptedReplica:
+        replica = ScriptedReplica()
+        self.replicas.append(replica)
+        await replica.start()
+        await self.alive(name, replica)
+        return replica
+
+    async def claim(self, kind: EpisodeType = EpisodeType.TRAIN) -> tuple[str, str]:
+        """(episode, key)."""
+        claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", type=kind, wait_s=5.0)
+        granted = await self.bus.ask(claim)
+        assert isinstance(granted, inbox.Granted)
+        episode = granted.episodes[0]
+        await self.bus.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
+        return episode, Keys(SECRET).sign(ENGINE, granted.run, episode, granted.claimed_ns + 3600 * 10**9)
+
+    async def end(self, episode: str, reward: float = 1.0) -> None:
+        result = inbox.EpisodeResult(episode=episode, task="t1", reward=reward)
+        await self.bus.ask(inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,)))
+        await self.until(lambda engine: episode not in engine.open)
+
+    def client(self, key: str, base_url: str = "", **more: Any) -> AsyncOpenAI:
+        client = AsyncOpenAI(base_url=(base_url or self.base_url) + "/v1", api_key=key, max_retries=0, **more)
+        self.clients.append(client)
+        return client
+
+    async def calls(self, episode: str, count: int) -> list[NotedCall]:
+        """The noted calls of an open episode, once there are `count`."""
+        await self.until(lambda engine: len(engine.open[episode].calls) >= count)
+        return list(self.engine.open[episode].calls)
+
+    async def records(self, episode: str, count: int) -> list[CallRecord]:
+        refs = [call.ref for call in await self.calls(episode, count)]
+        stored = await self.bus.get_many(self.bus.subjects.calls_stream, [ref.seq for ref in refs])
+        return [decode_record(found.data, ref) for found, ref in zip(stored, refs, strict=True)]
+
+
+def chain_of(records: Sequence[CallRecord]) -> list[int]:
+    """The tokens of a chain of records, rebuilt: each one's parent must be the one before it."""
+    tokens: list[int] = []
+    for index, record in enumerate(records):
+        if index:
+            assert record.parent is not None
+            assert record.parent.id == records[index - 1].id
+            tokens += records[index - 1].choices[record.parent_choice].token_ids()
+        else:
+            assert record.parent is None
+        tokens += unpack_tokens(record.prompt_tail)
+        assert len(tokens) == record.prompt_tokens
+    return tokens + records[-1].choices[0].token_ids()
+
+
+def new_id() -> str:
+    return uuid.uuid4().hex
+
+
+@asynccontextmanager
+async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIterator[tuple[Gateway, str]]:
+    """A gateway behind a real HTTP server: itself and its URL."""
+    follower = Follower(bus)
+    gateway = Gateway(
+        settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
+    )
+    app = create_app(gateway)
+    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.touches.run())]
+    await follower.caught_up(10)
+    await app.calls.room.look()
+    gateway.ready = ready
+    with listen("127.0.0.1", 0) as bound:
+        try:
+            async with http_server(app, bound):
+                yield gateway, f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            app.calls.client.close()
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+
+JOB: dict[str, Any] = {
+    "bombus": {
+        "model": {"path": MODEL},
+        "rollout": {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 64},
+    }
+}
+
+
+@asynccontextmanager
+async def gateway_hive(bus: Bus, job: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[GatewayHive]:
+    """A hive with one gateway and one replica, while the block runs."""
+    hive = GatewayHive(bus)
+    coordinator = Coordinator(bus)
+    hive.leading = asyncio.create_task(coordinator.lead())
+    running = [hive.leading, asyncio.create_task(hive.follower.run())]
+    try:
+        await asyncio.wait_for(coordinator.leading.wait(), 10)
+        await hive.start(job or JOB)
+        async with gateway_of(bus, **settings) as (gateway, url):
+            hive.gateway, hive.base_url = gateway, url
+            yield hive
+            for client in hive.clients:
+                await client.close()
+    finally:
+        for replica in hive.replicas:
+            await replica.stop()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def fault(why: str) -> Script:
+    async def script(request: Generate, send: Send) -> None:
+        await send(Fault(why=why, retry=True))
+
+    return script

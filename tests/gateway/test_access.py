@@ -1,0 +1,332 @@
+"""Who may pass which door: every route, every key, every way to present one; and where a gateway may listen."""
+
+import argparse
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.routing import iter_route_contexts
+from openai import AsyncOpenAI, AuthenticationError
+from pydantic import ValidationError
+
+from bombus.bus import Bus
+from bombus.config.cluster import Cluster
+from bombus.errors import Code, Refused
+from bombus.host.hive_keys import HiveKeys, add_key_arguments, keys_for
+from bombus.host.layout import Layout, services
+from bombus_gateway.access import Door, Guard
+from bombus_gateway.app import GatewayApp
+from bombus_gateway.settings import GatewaySettings
+from tests.gateway.openai_hive import gateway_hive, says
+from tests.gateway.swarm_hive import PlayedHive, played_hive
+
+ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neither-of-the-two-keys"
+BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
+
+OPEN = {"/health", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+CALL = {"/v1/chat/completions", "/v1/completions"}  # these ask for an episode's key
+CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/sync_train_code"}
+CLIENTS = {
+    "/get_engine_status",
+    "/compare_train_config",
+    "/claim_episode",
+    "/end_episode",
+    "/abort_episode",
+    "/can_continue_episode",
+    "/get_episode_buffer",
+    "/get_current_batch_rollout_pool_information",
+    "/replay_latest_llm_call",
+    "/agree_sync_weight",
+    "/get_server_experiment_dir",
+    "/push_verbose_log",
+    "/claim_episodes",
+    "/end_episodes",
+    "/abort_episodes",
+    "/touch_episodes",
+    "/v1/models",
+}
+
+
+@pytest.fixture
+async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus, keys=BOTH) as played:
+        yield played
+
+
+def routes_of(app: GatewayApp) -> list[tuple[str, str]]:
+    """(method, path) of everything that the app answers."""
+    found = [(method, route.path or "") for route in iter_route_contexts(app.routes) for method in route.methods or ()]
+    return found + [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
+
+
+# ---- doors ------------------------------------------------------------------------------------------------------
+
+
+async def test_every_route_has_its_door(keyed: PlayedHive) -> None:
+    """A new route has to be put into one of the sets above, and be what it says there."""
+    keyed.gateway.ready = False  # who is let in gets a 503, and nothing is done
+    routes = routes_of(keyed.app)
+    assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS
+    assert {path for _, path in routes if path.startswith("/e/")} >= {
+        f"/e/main{one}" for one in CALL | CONTROL | CLIENTS
+    }
+    for method, path in routes:
+        statuses = [
+            (await keyed.http.request(method, path, headers={"Authorization": f"Bearer {key}"})).status_code
+            for key in (WRONG, CLIENT, ADMIN)
+        ]
+        bare = path.removeprefix("/e/main")
+        if bare in OPEN:
+            assert 401 not in statuses, path
+        elif bare in CALL:
+            assert statuses == [503, 503, 503], path  # before a key is looked at
+        else:
+            passed = 200 if bare == "/v1/models" else 503
+            assert statuses == [401, 401 if bare in CONTROL else passed, passed], path
+
+
+@pytest.mark.parametrize("way", ["bearer", "x-api-key", "path"])
+@pytest.mark.parametrize(
+    ("key", "client", "control"), [("", 401, 401), (WRONG, 401, 401), (CLIENT, 503, 401), (ADMIN, 503, 503)]
+)
+async def test_a_key_counts_however_it_is_presented(
+    keyed: PlayedHive, way: str, key: str, client: int, control: int
+) -> None:
+    keyed.gateway.ready = False
+    headers = {"bearer": {"Authorization": f"Bearer {key}"}, "x-api-key": {"X-API-Key": key}, "path": {}}[way]
+    prefix = f"/k/{key}" if way == "path" and key else ""
+    for path, status in (("/claim_episode", client), ("/e/main/claim_episode", client), ("/stop_engine", control)):
+        reply = await keyed.http.post(prefix + path, headers=headers)
+        assert reply.status_code == status, path
+
+
+async def test_one_right_key_is_enough_beside_a_wrong_one(keyed: PlayedHive) -> None:
+    """Clients of other vendors send a key of theirs in a header, whatever is in the path."""
+    reply = await keyed.http.get(f"/k/{CLIENT}/get_engine_status", headers={"X-API-Key": "tml-theirs"})
+    assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "door", "opening"),
+    [
+        (HiveKeys(), Door.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(), Door.CONTROL, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Door.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Door.CONTROL, {ADMIN}),
+        (HiveKeys(client=CLIENT), Door.CLIENT, {CLIENT}),
+        (HiveKeys(client=CLIENT), Door.CONTROL, {CLIENT}),
+        (BOTH, Door.CLIENT, {CLIENT, ADMIN}),
+        (BOTH, Door.CONTROL, {ADMIN}),
+    ],
+)
+def test_a_door_asks_only_for_keys_that_are_set(keys: HiveKeys, door: Door, opening: set[str]) -> None:
+    guard = Guard(door, keys, "")
+    passing = {
+        key
+        for key in ("", CLIENT, ADMIN)
+        if guard.refusal([(b"authorization", f"bearer {key}".encode())] if key else []) is None
+    }
+    assert passing == opening
+
+
+async def test_a_refusal_says_which_key_and_how_to_send_it(keyed: PlayedHive) -> None:
+    reply = await keyed.http.post(f"/k/{CLIENT}/start_engine")
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.json()["code"] == "bad_key"
+    assert all(word in reply.json()["detail"] for word in ("admin key", "not it", "Authorization: Bearer", "/k/<key>"))
+    assert CLIENT not in reply.text
+    nothing = await keyed.post("/claim_episode")
+    assert "client key, and no key was sent" in nothing.json()["detail"]
+
+
+async def test_the_models_are_listed_to_clients_and_agents(keyed: PlayedHive) -> None:
+    key = keyed.gateway.keys.sign("main", 1, "main-1-1", 2**62)
+    for sent, status in ((key, 200), (CLIENT, 200), (WRONG, 401)):
+        reply = await keyed.http.get("/v1/models", headers={"Authorization": f"Bearer {sent}"})
+        assert reply.status_code == status
+    assert reply.headers["www-authenticate"] == "Bearer"
+    assert reply.json()["error"]["code"] == "invalid_api_key"
+
+
+# ---- the key in the path ----------------------------------------------------------------------------------------
+
+
+async def test_a_client_with_nothing_but_a_url_claims_and_its_agent_calls(bus: Bus) -> None:
+    """As AgentJet's client does: it puts its server's URL before every path, that of the base URL too."""
+    async with gateway_hive(bus, keys=BOTH) as hive, httpx.AsyncClient() as http:
+        server_url = f"{hive.base_url}/k/{CLIENT}"
+        body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0, "throttle_policy": None}
+        claim = (await http.post(f"{server_url}/claim_episode", json=body)).json()
+        assert claim["openai_base_url"] == f"{hive.base_url}/v1"
+        hive.replica.scripts += [says("it rains"), says("it snows")]
+        theirs = re.sub(r"^https?://[^/]+", server_url, claim["openai_base_url"])
+        for base_url, text in ((theirs, "it rains"), (claim["openai_base_url"], "it snows")):
+            async with AsyncOpenAI(base_url=base_url, api_key=claim["openai_api_key"], max_retries=0) as agent:
+                answer = await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
+            assert answer.choices[0].message.content == text
+        async with AsyncOpenAI(base_url=theirs, api_key=CLIENT, max_retries=0) as stranger:
+            with pytest.raises(AuthenticationError) as refused:  # a client's key is no episode's
+                await stranger.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+        assert refused.value.response.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_key_in_a_path_is_nowhere_in_answers_or_logs(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # the test's own client, which has the URL
+    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    said = ""
+    async with gateway_hive(bus, keys=BOTH) as hive, httpx.AsyncClient() as http:
+        for path in ("/health/", "/get_engine_status", "/nowhere", "/claim_episode", "/start_engine", "/v1/models", ""):
+            for key in (ADMIN, WRONG):
+                reply = await http.post(f"{hive.base_url}/k/{key}{path}", json={"client_uuid": 3})
+                said += f"{reply.status_code} {dict(reply.headers)} {reply.text}\n"
+    assert "307" in said
+    for text in (said, caplog.text):
+        assert ADMIN not in text
+        assert WRONG not in text
+
+
+async def test_where_no_key_is_set_a_path_key_does_no_harm(bus: Bus) -> None:
+    async with played_hive(bus) as played:
+        assert (await played.http.get(f"/k/{CLIENT}/e/main/get_engine_status")).status_code == 200
+        assert (await played.http.get(f"/k/{CLIENT}/k/{CLIENT}/get_engine_status")).status_code == 404
+
+
+# ---- web pages --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "passes"),
+    [
+        ("", "anything:1", True),  # not a browser
+        ("http://127.0.0.1:10086", "127.0.0.1:10086", True),
+        ("http://localhost:10086", "localhost:10086", True),
+        ("http://[::1]:10086", "[::1]:10086", True),
+        ("https://hive.example", "127.0.0.1:10086", True),  # the public URL
+        ("http://evil.example", "127.0.0.1:10086", False),  # a form that posts here
+        ("http://evil.example:10086", "evil.example:10086", False),  # a name that points here
+        ("http://localhost:3000", "localhost:10086", False),
+        ("null", "127.0.0.1:10086", False),
+        ("http://[", "[", False),
+    ],
+)
+def test_a_door_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
+    headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
+    for door in Door:
+        refusal = Guard(door, HiveKeys(), "https://hive.example/").refusal(headers)
+        assert (refusal is None) == passes
+        assert refusal is None or "--public-url" in refusal.why
+
+
+def test_who_has_the_key_may_be_a_page_from_anywhere() -> None:
+    headers = [(b"host", b"hive:1"), (b"origin", b"http://evil.example"), (b"x-api-key", ADMIN.encode())]
+    assert Guard(Door.CONTROL, BOTH, "").refusal(headers) is None
+
+
+# ---- where keys come from, and where they must ------------------------------------------------------------------
+
+
+def arguments(*words: str, host: str = "127.0.0.1") -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_key_arguments(parser)
+    parser.set_defaults(host=host)
+    return parser.parse_args(words)
+
+
+def key_file(folder: Path, text: str, mode: int = 0o600) -> str:
+    path = folder / "key"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_key_is_the_whole_file_without_its_line_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = keys_for(arguments("--admin-key-file", key_file(tmp_path, f"{ADMIN}\n")), {"BOMBUS_CLIENT_KEY": CLIENT})
+    assert keys == BOTH
+    assert not caplog.records
+    keys_for(arguments("--admin-key-file", key_file(tmp_path, ADMIN, 0o644)), {})
+    assert "chmod o-r" in caplog.text
+
+
+def test_a_file_and_the_environment_may_agree(tmp_path: Path) -> None:
+    given = arguments("--client-key-file", key_file(tmp_path, CLIENT))
+    assert keys_for(given, {"BOMBUS_CLIENT_KEY": CLIENT}).client == CLIENT
+    with pytest.raises(Refused, match=r"BOMBUS_CLIENT_KEY hold different client keys"):
+        keys_for(given, {"BOMBUS_CLIENT_KEY": WRONG})
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("", "is empty"), (" \n", "is empty"), ("short", "16 to 256"), ("with a space in it", "A-Z"), ("ü" * 20, "A-Z")],
+)
+def test_a_key_that_is_no_good_is_refused_without_being_shown(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(Refused, match=why) as refused:
+        keys_for(arguments("--admin-key-file", key_file(tmp_path, text)), {})
+    assert not text.strip() or text not in refused.value.why
+
+
+def test_a_file_that_is_not_there_and_one_key_for_both_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="No such file"):
+        keys_for(arguments("--admin-key-file", str(tmp_path / "none")), {})
+    with pytest.raises(Refused, match="are the same"):
+        keys_for(arguments(), {"BOMBUS_ADMIN_KEY": ADMIN, "BOMBUS_CLIENT_KEY": ADMIN})
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
+def test_on_loopback_no_key_is_needed(host: str) -> None:
+    assert keys_for(arguments(host=host), {}) == HiveKeys()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "2001:db8::1"])
+def test_elsewhere_both_keys_are_needed_or_a_word_that_the_network_is_trusted(host: str) -> None:
+    admin, client = {"BOMBUS_ADMIN_KEY": ADMIN}, {"BOMBUS_CLIENT_KEY": CLIENT}
+    for environment, missing in (
+        ({}, "--admin-key-file and --client-key-file"),
+        (admin, "give --client-key-file,"),
+        (client, "give --admin-key-file,"),
+    ):
+        with pytest.raises(Refused, match=missing) as refused:
+            keys_for(arguments(host=host), environment)
+        assert refused.value.code == Code.BAD_CONFIG
+        assert keys_for(arguments("--trusted-network", host=host), environment) == HiveKeys(
+            environment.get("BOMBUS_ADMIN_KEY", ""), environment.get("BOMBUS_CLIENT_KEY", "")
+        )
+    assert keys_for(arguments(host=host), admin | client) == BOTH
+
+
+def test_a_host_that_stands_for_nothing_is_refused() -> None:
+    with pytest.raises(Refused, match=r"Cannot listen at no-such-host\.invalid"):
+        keys_for(arguments(host="no-such-host.invalid"), {})
+
+
+def test_a_gateway_that_would_open_the_hive_does_not_start() -> None:
+    command = [sys.executable, "-m", "bombus", "gateway", "--host", "0.0.0.0", "--port", "0"]
+    ended = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("bombus gateway: Listening at 0.0.0.0 opens the hive to the network")
+
+
+def test_no_repr_and_no_error_of_the_settings_shows_a_key() -> None:
+    settings = GatewaySettings(keys=BOTH)
+    with pytest.raises(ValidationError) as invalid:
+        GatewaySettings(keys=BOTH, engines=("main", "main"))
+    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Door.CONTROL, BOTH, ""))):
+        assert ADMIN not in text
+        assert CLIENT not in text
+
+
+def test_under_a_supervisor_only_gateways_get_the_keys() -> None:
+    cluster = Cluster.model_validate({"gateway": {"count": 2}, "engines": {"main": {"trainer": {}}}})
+    found = services(Layout(cluster=cluster, keys=BOTH, trusted_network=True), "nats://nowhere")
+    for one in found:
+        is_gateway = one.kind == "gateway"
+        assert (ADMIN in one.environment.values()) == (CLIENT in one.environment.values()) == is_gateway
+        assert ("--trusted-network" in one.command) == is_gateway
+        assert ADMIN not in str(one)
+    assert [one.name for one in found][-2:] == ["gateway 1", "gateway 2"]

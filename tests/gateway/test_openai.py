@@ -1,0 +1,301 @@
+"""The OpenAI door, asked by OpenAI's own SDK."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from bombus.bus import Bus
+from bombus.hive.events import EpisodeType
+from bombus.hive.records import unpack_tokens
+from tests.gateway.openai_hive import (
+    IM_END,
+    MODEL,
+    TEXT,
+    GatewayHive,
+    chain_of,
+    frame_of,
+    gateway_hive,
+    says,
+    tokens_of,
+)
+
+USER: Any = [{"role": "user", "content": "what is the weather in Paris?"}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus) as hive:
+        yield hive
+
+
+async def test_a_chat_is_answered_and_recorded_with_its_exact_tokens(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    served.replica.scripts.append(says("the weather is fine"))
+    answer = await served.client(key).chat.completions.create(model="whatever", messages=USER, seed=3, max_tokens=20)
+    assert answer.choices[0].message.content == "the weather is fine"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.model == "whatever"
+    (record,) = await served.records(episode, 1)
+    prompt = TEXT.tokenizer.decode(unpack_tokens(record.prompt_tail), with_specials=True)
+    assert prompt == (
+        "<|im_start|>system\nYou are a bee<|im_end|>\n"
+        "<|im_start|>user\nwhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert record.choices[0].token_ids() == tokens_of("the weather is fine")
+    assert record.sampling.seed == 3
+    assert record.sampling.max_tokens == 20
+    assert record.choices[0].message == {"role": "assistant", "content": "the weather is fine"}
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == record.prompt_tokens
+    assert answer.usage.completion_tokens == len(tokens_of("the weather is fine"))
+    assert served.replica.requests[0].stream is False
+    assert served.replica.requests[0].prompt == record.prompt_tail
+    assert IM_END in served.replica.requests[0].sampling.stop_token_ids
+
+
+async def test_a_stream_brings_the_text_in_pieces_and_then_its_usage(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    served.replica.scripts.append(says("the quick brown fox jumps", portion=1))
+    stream = await served.client(key).chat.completions.create(
+        model=MODEL, messages=USER, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(text or "" for text in texts) == "the quick brown fox jumps"
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    (record,) = await served.records(episode, 1)
+    assert chunks[-1].usage.completion_tokens == record.completion_tokens()
+    assert served.replica.requests[0].stream is True
+
+
+async def test_six_turns_with_tools_are_one_chain_of_records(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    client = served.client(key)
+    messages: Any = [{"role": "system", "content": "use tools"}, *USER]
+    for turn in range(6):
+        served.replica.scripts.append(says(f"hello {turn}\n{CALL}" if turn < 5 else "it is fine"))
+        answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
+        message = answer.choices[0].message
+        messages.append(message.model_dump())  # with its nulls, as harnesses do it
+        if turn < 5:
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert message.content == f"hello {turn}"
+            assert message.tool_calls is not None
+            call: Any = message.tool_calls[0]
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments) == {"city": "Paris"}
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+    records = await served.records(episode, 6)
+    tokens = chain_of(records)
+    text = TEXT.tokenizer.decode(tokens, with_specials=True)
+    assert text.startswith("<|im_start|>system\nuse tools\n\n# Tools")
+    assert text.endswith("<|im_start|>assistant\nit is fine<|im_end|>")
+    answer_turn = "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n"
+    assert text.count(f"<|im_end|>\n{answer_turn}<|im_start|>assistant\n") == 5
+    assert unpack_tokens(served.replica.requests[-1].prompt) == tokens[: records[-1].prompt_tokens]
+    assert [call.merged for call in await served.calls(episode, 6)] == [False, *[True] * 5]
+    assert [len(record.messages) for record in records] == [2, 1, 1, 1, 1, 1]
+
+
+async def test_a_streamed_tool_call_comes_whole_and_none_of_its_markup_leaks(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    served.replica.scripts.append(says(f"hello\n{CALL}", portion=1))
+    stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert len(calls) == 1
+    assert calls[0].function is not None
+    assert calls[0].function.name == "weather"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_logprobs_are_those_of_the_tokens_whose_text_was_returned(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    served.replica.scripts.append(says("the fox", portion=1))
+    answer = await served.client(key).chat.completions.create(model=MODEL, messages=USER, logprobs=True, top_logprobs=2)
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content or []
+    expected = tokens_of("the fox", end=False)
+    assert "".join(entry.token for entry in content) == "the fox"
+    assert [round(entry.logprob * -1000) for entry in content] == expected
+    assert bytes(byte for entry in content for byte in entry.bytes or []) == b"the fox"
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+
+
+async def test_n_choices_are_one_record_and_either_can_be_continued(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    client = served.client(key)
+    served.replica.scripts.append(says("the fox", "the dog"))
+    answer = await client.chat.completions.create(model=MODEL, messages=USER, n=2)
+    assert [choice.message.content for choice in answer.choices] == ["the fox", "the dog"]
+    served.replica.scripts.append(says("fine"))
+    second: Any = answer.choices[1].message
+    await client.chat.completions.create(model=MODEL, messages=[*USER, second, {"role": "user", "content": "and?"}])
+    first, then = await served.records(episode, 2)
+    assert len(first.choices) == 2
+    assert then.parent is not None
+    assert then.parent.id == first.id
+    assert then.parent_choice == 1
+
+
+async def test_a_stop_string_across_tokens_ends_the_text_and_aborts_the_replica(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+
+    async def goes_on(request: Any, send: Any) -> None:
+        for token in tokens_of("the quick broXYn fox", end=False):
+            await send(frame_of([token]))
+        await asyncio.Event().wait()
+
+    served.replica.scripts.append(goes_on)
+    stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, stop="XY", stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "the quick bro"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    await served.replica.aborted.wait()
+    (record,) = await served.records(episode, 1)
+    assert TEXT.tokenizer.decode(record.choices[0].token_ids()) == "the quick broXY"
+    assert record.choices[0].message == {"role": "assistant", "content": "the quick bro"}
+
+
+async def test_what_follows_an_answer_cut_by_length_keeps_its_tokens_and_closes_the_turn(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    client = served.client(key)
+    served.replica.scripts.append(says("the quick", finish="length"))
+    answer = await client.chat.completions.create(model=MODEL, messages=USER, max_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    message: Any = answer.choices[0].message
+    await client.chat.completions.create(model=MODEL, messages=[*USER, message, {"role": "user", "content": "go on"}])
+    records = await served.records(episode, 2)
+    chain_of(records)
+    tail = TEXT.tokenizer.decode(unpack_tokens(records[1].prompt_tail), with_specials=True)
+    assert tail == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_a_character_split_over_tokens_is_never_sent_in_halves(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    served.replica.scripts.append(says("a bee: 🐝!", portion=1))
+    stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, stream=True)
+    texts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert "".join(texts) == "a bee: 🐝!"
+    assert not any("\ufffd" in text for text in texts)
+
+
+async def test_a_plain_completion_takes_text_or_token_ids_and_merges_by_tokens(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    client = served.client(key)
+    served.replica.scripts.append(says("the dog", portion=1))
+    first = await client.completions.create(model=MODEL, prompt="the quick", max_tokens=4, logprobs=1)
+    assert first.choices[0].text == "the dog"
+    assert first.choices[0].logprobs is not None
+    known = [*tokens_of("the quick", end=False), *tokens_of("the dog")]
+    await client.completions.create(model=MODEL, prompt=[*known, *tokens_of(" and", end=False)])
+    records = await served.records(episode, 2)
+    assert chain_of(records)[: len(known)] == known
+
+
+async def test_models_lists_the_jobs_model_without_a_key(served: GatewayHive) -> None:
+    models = await served.client("none").models.list()
+    assert [model.id for model in models.data] == [MODEL, "main"]
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"logit_bias": {"5": 1}}, "unsupported", "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, "unsupported", "response_format"),
+    ({"presence_penalty": 1}, "unsupported", "presence_penalty"),
+    ({"tool_choice": "required", "tools": TOOLS}, "unsupported", "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
+    ({"modalities": ["text", "audio"]}, "unsupported", "modalities"),
+    ({"top_p": 0.5}, "unsupported", "top_p"),
+    ({"extra_body": {"top_k": 5}}, "unsupported", "top_k"),
+    ({"temperature": 0}, "unsupported", "temperature"),
+    ({"temperature": 3}, "malformed", "temperature"),
+    ({"top_logprobs": 2}, "malformed", "top_logprobs"),
+    ({"extra_body": {"colour": "red"}}, "unknown_field", "colour"),
+    ({"n": 65}, "malformed", "n"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "unsupported", "messages.0.content.0"),
+    ({"messages": [{"role": "user", "content": "the fox " * 400}]}, "context_length_exceeded", "messages"),
+]
+
+
+async def test_what_is_not_supported_is_a_400_that_names_it(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    client = served.client(key)
+    for more, code, param in REFUSED:
+        with pytest.raises(openai.BadRequestError) as refused:
+            await client.chat.completions.create(**{"model": MODEL, "messages": USER, **more})
+        assert refused.value.code == code, more
+        assert param in (refused.value.param or refused.value.message), more
+        assert refused.value.type == "invalid_request_error"
+    assert served.replica.requests == []
+
+
+async def test_harmless_parameters_are_taken(served: GatewayHive) -> None:
+    _, key = await served.claim()
+    answer = await served.client(key).chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": [{"type": "text", "text": "hello"}]}],
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        parallel_tool_calls=True,
+        presence_penalty=0,
+        frequency_penalty=0,
+        response_format={"type": "text"},
+        logit_bias={},
+    )
+    assert answer.choices[0].message.content == "ok"
+
+
+async def test_an_eval_episode_may_be_greedy(served: GatewayHive) -> None:
+    _, key = await served.claim(EpisodeType.EVAL)
+    await served.client(key).chat.completions.create(model=MODEL, messages=USER, temperature=0, top_p=0.9)
+    assert served.replica.requests[0].sampling.temperature == 0
+
+
+async def test_r18_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    with pytest.raises(openai.AuthenticationError) as forged:
+        await served.client(key[:-3] + "abc").chat.completions.create(model=MODEL, messages=USER)
+    assert forged.value.code == "invalid_api_key"
+    await served.client(key).chat.completions.create(model=MODEL, messages=USER)
+    await served.calls(episode, 1)
+    await served.end(episode)
+    gateway = served.gateway
+    assert gateway is not None
+    await gateway.follower.wait_position(served.follower.position)
+    with pytest.raises(openai.PermissionDeniedError) as over:
+        await served.client(key).chat.completions.create(model=MODEL, messages=USER)
+    assert "has been ended" in over.value.message
+
+
+async def test_r20_a_body_over_the_limit_is_413(bus: Bus) -> None:
+    async with gateway_hive(bus, body_bytes_max=2000) as hive:
+        _, key = await hive.claim()
+        with pytest.raises(openai.APIStatusError) as refused:
+            await hive.client(key).chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "x" * 3000}]
+            )
+        assert refused.value.status_code == 413
+
+
+async def test_swagger_shows_both_doors(served: GatewayHive) -> None:
+    async with httpx.AsyncClient(base_url=served.base_url) as http:
+        assert (await http.get("/health")).json() == {"status": "ok"}
+        assert (await http.get("/docs")).status_code == 200
+        paths = (await http.get("/openapi.json")).json()["paths"]
+    assert {"/v1/chat/completions", "/v1/models", "/claim_episode", "/e/main/v1/completions"} <= set(paths)

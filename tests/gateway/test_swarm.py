@@ -1,0 +1,505 @@
+"""The swarm contract, route by route, in the field names and words of AgentJet's client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.hive.events import AbortReason
+from bombus.hive.inbox import Claim, Touch
+from bombus.hive.state import Phase
+from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
+
+OUTPUT = {"reward": 1.0, "is_success": True, "metadata": {}, "log_metrics": {}}
+
+
+@pytest.fixture
+async def played(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus) as played:
+        yield played
+
+
+@pytest.fixture
+async def rolling(played: PlayedHive) -> PlayedHive:
+    await played.start()
+    return played
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------
+
+
+async def test_a_fresh_engine_is_offline(played: PlayedHive) -> None:
+    status = (await played.http.get("/get_engine_status")).json()
+    assert status["engine_status"] == "ENGINE.OFFLINE"
+    assert status["engine_status_detail"]
+    assert status["global_step"] == 0
+
+
+async def test_starting_without_a_job_is_a_200_that_says_no(played: PlayedHive) -> None:
+    reply = await played.post("/start_engine")
+    assert reply.status_code == 200
+    assert reply.json()["success"] is False
+    assert "sync_train_config" in reply.json()["error"]
+
+
+async def test_a_started_engine_is_visibly_not_offline_and_its_reply_is_held(played: PlayedHive) -> None:
+    await played.post("/sync_train_config", {"yaml_as_string": "ajet: {model: {path: tiny}}"})
+    began = asyncio.get_running_loop().time()
+    reply = (await played.post("/start_engine")).json()
+    assert asyncio.get_running_loop().time() - began >= 0.6
+    assert reply["success"] is True
+    assert isinstance(reply["pid"], int)
+    status = (await played.http.get("/get_engine_status")).json()
+    assert status["engine_status"] == "ENGINE.BOOTING"
+    assert (await played.http.get("/get_current_batch_rollout_pool_information")).json()["booting_start_time"] > 0
+
+
+async def test_a_job_is_refused_while_the_engine_runs(rolling: PlayedHive) -> None:
+    reply = await rolling.post("/sync_train_config", {"yaml_as_string": json.dumps(JOB)})
+    assert reply.status_code == 400
+    assert "ENGINE.ROLLING" in reply.json()["detail"]
+
+
+async def test_a_job_is_compared_with_the_one_that_runs_and_changes_nothing(rolling: PlayedHive) -> None:
+    async def differences(**more: object) -> dict[str, Any]:
+        job = {"ajet": JOB["ajet"], "bombus": more}
+        reply = await rolling.post("/compare_train_config", {"yaml_as_string": json.dumps(job)})
+        assert reply.status_code == 200, reply.text
+        found: dict[str, Any] = reply.json()["differences"]
+        return found
+
+    before = rolling.gateway.follower.position
+    assert await differences() == {}
+    assert await differences(model={"path": "smollm2"}, trainer={"lr": 0.5}) == {
+        "model.path": {"running": "tiny", "wanted": "smollm2"},
+        "trainer.lr": {"running": 1e-6, "wanted": 0.5},
+    }
+    assert rolling.gateway.follower.position == before
+
+
+async def test_there_is_nothing_to_compare_a_job_with_while_none_runs(played: PlayedHive) -> None:
+    reply = await played.post("/compare_train_config", {"yaml_as_string": json.dumps(JOB)})
+    assert (reply.status_code, reply.json()["code"]) == (400, "wrong_phase")
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("ajet: {data: {train_batch_size: 0}}", ["ajet.data.train_batch_size", "0", "at least 1"]),
+        ("ajet: [", ["the job, line 1, column 8: expected the node content, but found the end"]),
+        ("bombus: {trainer: {lrr: 1}}", ["bombus.trainer.lrr", "trainer.lr"]),
+        ("bombus: {trainer: {processes: 8}}", ["processes 8 is refused", "backend verl has many"]),
+        ("{model_path: tiny, ulysses_parallel_size: 2}", ["ulysses_parallel_size = 2 is refused", "no backend splits"]),
+        ("{model_path: tiny, enable_lora: true, lora_rank: 0}", ["lora_rank = 0", "at least 1"]),
+    ],
+)
+async def test_a_bad_job_is_refused_by_field_value_and_range(played: PlayedHive, job: str, words: list[str]) -> None:
+    reply = await played.post("/sync_train_config", {"yaml_as_string": job})
+    assert reply.status_code == 400
+    assert reply.json()["code"] == "bad_config"
+    assert all(word in reply.json()["detail"] for word in words)
+    assert (await played.http.get("/get_engine_status")).json()["engine_status"] == "ENGINE.OFFLINE"
+
+
+async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    assert (await rolling.post("/stop_engine")).json() == {"success": True, "failure_reason": ""}
+    assert (await rolling.http.get("/get_engine_status")).json()["engine_status"] == "ENGINE.OFFLINE"
+    assert rolling.engine.closed[episode].aborted == AbortReason.ENGINE_STOPPED
+    assert (await rolling.post("/stop_engine")).json()["success"] is True
+
+
+async def test_it_tells_where_the_weights_of_the_run_are(played: PlayedHive) -> None:
+    await played.post("/sync_train_config", {"yaml_as_string": "ajet: {experiment_dir: /data/run-1}"})
+    assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": None}
+    await played.start()
+    assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": "/run-1"}
+
+
+async def test_code_that_a_client_sends_is_refused_in_words(played: PlayedHive) -> None:
+    reply = await played.http.post("/sync_train_code", files={"file": ("code.zip", b"PK")})
+    assert (reply.status_code, reply.json()["code"]) == (400, "unsupported")
+
+
+# ---- claiming -------------------------------------------------------------------------------------------------
+
+
+async def test_a_claim_has_every_field_of_the_contract(rolling: PlayedHive) -> None:
+    policy = {"ratio": 1.5, "expected_batch_size": 2, "expected_num_repeat": 2, "current_task_id": "t9"}
+    claim = await rolling.claim(throttle_policy=policy)
+    assert claim["success"] is True
+    assert claim["client_uuid"] == "c1"
+    assert claim["episode_uuid"] in rolling.engine.open
+    assert claim["openai_base_url"] == "http://hive.test:10086/v1"
+    assert claim["openai_api_key"].startswith("sk-bombus-")
+    assert claim["fail_cause"] == ""
+    assert claim["discard_at"] > 0
+    assert rolling.engine.open[claim["episode_uuid"]].task_hint == "t9"
+
+
+async def test_under_a_prefix_the_base_url_keeps_it(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0}
+    claim = (await rolling.post("/e/main/claim_episode", body)).json()
+    assert claim["openai_base_url"] == "http://hive.test:10086/e/main/v1"
+
+
+async def test_the_words_of_a_failed_claim_are_those_that_clients_look_for(rolling: PlayedHive) -> None:
+    held = [(await rolling.claim())["episode_uuid"] for _ in range(8)]
+    full = await rolling.claim()
+    assert full["success"] is False
+    assert full["episode_uuid"] == full["openai_api_key"] == ""
+    assert "No available episodes to claim." in full["fail_cause"]
+    for index, episode in enumerate(held[:4]):
+        assert (await rolling.end(episode, float(index), task=f"t{index // 2}")).status_code == 200
+    assert "Engine is in post-rolling phase" in (await rolling.claim())["fail_cause"]
+    for episode in held[4:]:
+        await rolling.post(
+            "/abort_episode",
+            {
+                "client_uuid": "c1",
+                "episode_uuid": episode,
+                "task_id": "",
+                "workflow_output": {"reward": 0.0, "metadata": {}},
+            },
+        )
+    await rolling.phase(Phase.WEIGHT_SYNCING)
+    assert "Engine is syncing weights" in (await rolling.claim())["fail_cause"]
+    await rolling.post("/stop_engine")
+    assert "ENGINE.OFFLINE" in (await rolling.claim())["fail_cause"]
+
+
+async def test_a_claim_waits_on_the_server_until_there_is_room(rolling: PlayedHive) -> None:
+    held = [(await rolling.claim())["episode_uuid"] for _ in range(8)]
+    body = {"client_uuid": "c2", "claim_id": "k1", "wait_s": 20.0, "discard_episode_timeout": 60.0}
+    waiting = asyncio.create_task(rolling.post("/claim_episodes", body))
+    await rolling.heard(lambda message: isinstance(message, Claim) and message.client == "c2")
+    await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": held[:1]})
+    assert (await waiting).json()["success"] is True
+
+
+async def test_an_unknown_episode_type_is_a_400(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "episode_type": "test", "discard_episode_timeout": 60.0}
+    reply = await rolling.post("/claim_episode", body)
+    assert reply.status_code == 400
+    assert "episode_type" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize("timeout", [0, -1, 1e12, "60", None])
+async def test_a_timeout_that_makes_no_sense_is_a_400(rolling: PlayedHive, timeout: object) -> None:
+    body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": timeout}
+    assert (await rolling.post("/claim_episode", body)).status_code == 400
+
+
+async def test_a_claim_with_the_same_idempotency_key_gets_the_same_episode(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0}
+    first, second = [
+        (await rolling.post("/claim_episode", body, **{"Idempotency-Key": "once"})).json() for _ in range(2)
+    ]
+    assert first["episode_uuid"] == second["episode_uuid"]
+    assert first["openai_api_key"] == second["openai_api_key"]
+
+
+async def test_a_group_is_claimed_all_or_none(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "claim_id": "g1", "count": 5, "wait_s": 0.0, "task_id": "t1"}
+    group = (await rolling.post("/claim_episodes", body)).json()
+    assert len({episode["episode_uuid"] for episode in group["episodes"]}) == 5
+    assert len({episode["openai_api_key"] for episode in group["episodes"]}) == 5
+    again = (await rolling.post("/claim_episodes", body)).json()
+    assert again["episodes"] == group["episodes"]
+    more = (await rolling.post("/claim_episodes", {**body, "claim_id": "g2"})).json()
+    assert more["success"] is False
+    assert more["episodes"] == []
+    assert "No available episodes to claim." in more["fail_cause"]
+
+
+async def test_a_claim_id_whose_episodes_are_over_is_told_so(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "claim_id": "g1", "wait_s": 0.0}
+    claimed = (await rolling.post("/claim_episodes", body)).json()["episodes"]
+    await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [claimed[0]["episode_uuid"]]})
+    reply = await rolling.post("/claim_episodes", body)
+    assert reply.status_code == 409
+    assert reply.json()["code"] == "other_claim"
+
+
+async def test_an_answered_claim_is_confirmed(rolling: PlayedHive) -> None:
+    await rolling.claim()
+    (claim,) = rolling.engine.claims
+    await rolling.heard(lambda message: isinstance(message, Touch) and claim in message.confirmed)
+
+
+async def test_a_claim_whose_client_hung_up_goes_back(rolling: PlayedHive) -> None:
+    body = b'{"client_uuid": "gone", "episode_type": "train", "discard_episode_timeout": 60.0}'
+    received = iter([{"type": "http.request", "body": body, "more_body": False}])
+    sent: list[object] = []
+
+    async def receive() -> dict[str, object]:
+        return next(received, {"type": "http.disconnect"})
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/claim_episode", "headers": [], "query_string": b""}
+    await rolling.app({**scope, "server": ("hive.test", 80), "scheme": "http"}, receive, send)
+    assert sent == []
+    (episode,) = rolling.engine.open
+    await rolling.gateway.follower.wait_for(lambda _: not rolling.engine.open, 10)
+    assert rolling.engine.closed[episode].aborted == AbortReason.UNCONFIRMED
+
+
+# ---- ending ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_end_is_idempotent_and_a_second_outcome_is_a_409(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    assert (await rolling.end(episode, 1.0)).json() == {"success": True}
+    assert (await rolling.end(episode, 1.0)).json() == {"success": True}
+    other = await rolling.end(episode, 0.5)
+    assert other.status_code == 409
+    assert len(rolling.engine.pool) == 1
+
+
+async def test_the_same_idempotency_key_does_not_hide_another_outcome(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    body = {"client_uuid": "c1", "episode_uuid": episode, "task_id": "t1", "workflow_output": OUTPUT}
+    assert (await rolling.post("/end_episode", body, **{"Idempotency-Key": "k"})).status_code == 200
+    assert (await rolling.post("/end_episode", body, **{"Idempotency-Key": "k"})).status_code == 200
+    other = {**body, "workflow_output": {**OUTPUT, "reward": 0.0}}
+    assert (await rolling.post("/end_episode", other, **{"Idempotency-Key": "k"})).status_code == 409
+
+
+async def test_whose_episode_it_is_and_whether_it_is_one(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    assert (await rolling.end(episode, 1.0, client="c2")).status_code == 404
+    assert (await rolling.end("main-1-999", 1.0)).status_code == 400
+    await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [episode]})
+    over = await rolling.end(episode, 1.0)
+    assert over.status_code == 400
+    assert "not in claimed status" in over.json()["detail"]
+
+
+async def test_an_end_outside_of_rolling_names_the_status(rolling: PlayedHive) -> None:
+    for index in range(4):
+        assert (
+            await rolling.end((await rolling.claim())["episode_uuid"], float(index), task=f"t{index // 2}")
+        ).is_success
+    await rolling.phase(Phase.WEIGHT_SYNCING)
+    reply = await rolling.end("main-1-77", 1.0)
+    assert reply.status_code == 400
+    assert "WEIGHT_SYNCING" in reply.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "reward", ["NaN", "Infinity", "-Infinity", "1e999", '"1.0"', "true", "null", "[]", "[1.0, NaN]", "{}"]
+)
+async def test_a_reward_that_is_no_finite_number_is_a_400(rolling: PlayedHive, reward: str) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    body = (
+        f'{{"client_uuid": "c1", "episode_uuid": "{episode}", "task_id": "t1", '
+        f'"workflow_output": {{"reward": {reward}, "metadata": {{}}}}}}'
+    )
+    reply = await rolling.http.post("/end_episode", content=body)
+    assert reply.status_code == 400
+    assert reply.json()["code"] == "bad_reward"
+    assert episode in rolling.engine.open
+
+
+async def test_one_reward_for_each_call(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    first = await rolling.call(episode, ({"role": "user", "content": "1"},), "2")
+    await rolling.call(episode, ({"role": "user", "content": "3"},), "4", parent=first)
+    wrong = await rolling.end(episode, [1.0])
+    assert wrong.status_code == 400
+    assert wrong.json()["code"] == "bad_reward"
+    assert (await rolling.end(episode, [1.0, 0.0])).is_success
+    assert rolling.engine.pool[episode].call_rewards == (1.0, 0.0)
+
+
+async def test_a_group_ends_all_or_none(rolling: PlayedHive) -> None:
+    body = {"client_uuid": "c1", "claim_id": "g1", "count": 2}
+    episodes = [one["episode_uuid"] for one in (await rolling.post("/claim_episodes", body)).json()["episodes"]]
+
+    def ends(*rewards: object) -> dict[str, object]:
+        return {
+            "client_uuid": "c1",
+            "episodes": [
+                {"episode_uuid": episode, "task_id": "t1", "workflow_output": {"reward": reward}}
+                for episode, reward in zip(episodes, rewards, strict=True)
+            ],
+        }
+
+    assert (await rolling.post("/end_episodes", ends(1.0, None))).status_code == 400
+    assert set(episodes) <= set(rolling.engine.open)
+    assert (await rolling.post("/end_episodes", ends(1.0, 0.0))).is_success
+    assert list(rolling.engine.pool) == episodes
+
+
+# ---- asking ---------------------------------------------------------------------------------------------------
+
+
+async def test_who_may_go_on_with_an_episode(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+
+    async def can(client: str, which: str) -> bool:
+        reply = await rolling.post("/can_continue_episode", {"client_uuid": client, "episode_uuid": which})
+        return bool(reply.json()["can_continue"])
+
+    assert await can("c1", episode)
+    assert not await can("c2", episode)
+    assert not await can("c1", "main-0-1")
+    await rolling.end(episode, 1.0)
+    assert not await can("c1", episode)
+
+
+async def test_the_buffer_lists_open_episodes_without_any_key(rolling: PlayedHive) -> None:
+    claim = await rolling.claim()
+    reply = await rolling.post("/get_episode_buffer")
+    (row,) = reply.json()["buffer"]
+    assert set(row) == {
+        "episode_uuid",
+        "episode_status",
+        "episode_type",
+        "openai_base_url",
+        "openai_api_key",
+        "client_uuid",
+        "zmq_listen_result_addr",
+        "latest_activity_timestamp",
+        "discard_episode_timeout",
+        "llm_call_count",
+        "debug_log",
+        "optional_task_id",
+    }
+    assert row["episode_status"] == "claimed"
+    assert row["openai_api_key"] == ""
+    assert claim["openai_api_key"] not in reply.text
+
+
+async def test_the_pool_tells_how_far_the_next_batch_is(rolling: PlayedHive) -> None:
+    empty = (await rolling.http.get("/get_current_batch_rollout_pool_information")).json()
+    assert empty["running_episode_details"] is None
+    done = (await rolling.claim())["episode_uuid"]
+    await rolling.end(done, 0.5, task="t1")
+    running = (await rolling.claim(client="c2"))["episode_uuid"]
+    pool = (await rolling.http.get("/get_current_batch_rollout_pool_information")).json()
+    assert pool["sample_collection_method"] == "rollout_until_finish_enough_tasks"
+    assert (pool["completed_episodes"], pool["completed_episode_target"]) == (1, 4)
+    assert (pool["completed_tasks"], pool["completed_task_target"]) == (0, 2)
+    assert (pool["completed_non_dummy_tasks"], pool["completed_non_dummy_task_target"]) == (0, 2)
+    assert pool["task_expected_num_repeat"] == 2
+    assert pool["completed_tasks_details"] == {"t1": [done]}
+    assert pool["completed_tasks_rewards"] == {"t1": [0.5]}
+    assert pool["completed_tasks_client_uuids"] == {"t1": ["c1"]}
+    details = pool["running_episode_details"][running]
+    assert all(isinstance(value, str) for value in details.values())
+    assert details["time_since_last_activity"].endswith("s")
+    assert details["client_uuid"] == "c2"
+    assert (pool["engine_status"], pool["global_step"], pool["booting_start_time"]) == ("ENGINE.ROLLING", 0, None)
+
+
+async def test_the_latest_call_is_replayed_with_the_turns_before_it(rolling: PlayedHive) -> None:
+    assert (await rolling.post("/replay_latest_llm_call")).status_code == 404
+    episode = (await rolling.claim())["episode_uuid"]
+    first = await rolling.call(episode, ({"role": "user", "content": "1+1"},), "2")
+    await rolling.call(episode, ({"role": "user", "content": "2+2"},), "4", parent=first)
+    replay = (await rolling.http.post("/replay_latest_llm_call")).json()
+    assert [message["content"] for message in replay["input"]["messages"]] == ["1+1", "2", "2+2"]
+    assert replay["output"]["choices"][0]["message"]["content"] == "4"
+
+
+async def test_touched_episodes_live_and_the_rest_is_reported_as_over(rolling: PlayedHive) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    body = {"client_uuid": "c1", "episode_uuids": [episode, "main-0-5"]}
+    assert (await rolling.post("/touch_episodes", body)).json() == {"touched": [episode], "over": ["main-0-5"]}
+    await rolling.heard(lambda message: isinstance(message, Touch) and episode in message.episodes)
+
+
+async def test_a_clients_log_line_is_taken_until_there_are_too_many(played: PlayedHive) -> None:
+    replies = [
+        (await played.post("/push_verbose_log", {"tag": "t", "message": "m" * 10_000})).json()["success"]
+        for _ in range(110)
+    ]
+    assert replies[0] is True
+    assert False in replies
+
+
+async def test_clients_agree_to_train(played: PlayedHive) -> None:
+    job = {**JOB, "bombus": {"collection": {"method": "any_client_agree_sync_weight"}}}
+    refused = (await played.post("/agree_sync_weight", {"client_uuid": "c1"})).json()
+    assert refused["success"] is False
+    assert "ENGINE.OFFLINE" in refused["failure_reason"]
+    await played.start(job)
+    await played.end((await played.claim())["episode_uuid"], 1.0)
+    await played.end((await played.claim())["episode_uuid"], 0.0)
+    agreed = (await played.post("/agree_sync_weight", {"client_uuid": "c1"})).json()
+    assert agreed == {"success": True, "failure_reason": ""}
+    await played.phase(Phase.WEIGHT_SYNCING)
+
+
+# ---- whatever else is sent ------------------------------------------------------------------------------------
+
+BODIES = ["", "{", "[]", "null", "3", '"x"', '{"client_uuid": 3}', '{"client_uuid": ""}', "\xff", "[" * 5000]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/sync_train_config",
+        "/claim_episode",
+        "/end_episode",
+        "/abort_episode",
+        "/can_continue_episode",
+        "/agree_sync_weight",
+        "/claim_episodes",
+        "/end_episodes",
+        "/abort_episodes",
+        "/touch_episodes",
+    ],
+)
+async def test_nonsense_is_a_400_and_never_a_500(played: PlayedHive, path: str) -> None:
+    for body in BODIES:
+        reply = await played.http.post(path, content=body.encode("latin-1"))
+        assert reply.status_code == 400, (path, body, reply.text)
+        assert set(reply.json()) == {"detail", "code"}
+
+
+async def test_a_huge_body_is_a_413(played: PlayedHive) -> None:
+    reply = await played.http.post("/end_episode", content=b" " * (5 << 20))
+    assert reply.status_code == 413
+    assert reply.json()["code"] == "too_large"
+
+
+@pytest.mark.parametrize(
+    "metadata", ['{"n": 1e400}', '{"n": 99999999999999999999999}', '{"s": "\\ud800"}', '{"s": "x"}']
+)
+async def test_metadata_that_cannot_be_stored_is_never_a_500(rolling: PlayedHive, metadata: str) -> None:
+    episode = (await rolling.claim())["episode_uuid"]
+    body = (
+        f'{{"client_uuid": "c1", "episode_uuid": "{episode}", "task_id": "t1", '
+        f'"workflow_output": {{"reward": 1.0, "metadata": {metadata}}}}}'
+    )
+    assert (await rolling.http.post("/end_episode", content=body)).status_code in (200, 400)
+
+
+async def test_contract_routes_ignore_unknown_fields_and_our_own_name_them(rolling: PlayedHive) -> None:
+    assert (await rolling.claim(partition_limit=None, something_new=1))["success"] is True
+    reply = await rolling.post("/claim_episodes", {"client_uuid": "c1", "claim_id": "k", "something_new": 1})
+    assert reply.status_code == 400
+    assert reply.json()["code"] == "unknown_field"
+    assert "something_new" in reply.json()["detail"]
+
+
+async def test_a_gateway_that_still_reads_the_log_asks_to_come_back(played: PlayedHive) -> None:
+    played.gateway.ready = False
+    reply = await played.http.get("/get_engine_status")
+    assert reply.status_code == 503
+    assert reply.headers["retry-after"]
+    assert reply.json()["code"] == "bus_down"
+
+
+async def test_the_openapi_page_describes_every_body(played: PlayedHive) -> None:
+    paths = (await played.http.get("/openapi.json")).json()["paths"]
+    schema = paths["/end_episodes"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "reward" in json.dumps(schema)
+    assert "$defs" not in json.dumps(schema)

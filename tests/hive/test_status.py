@@ -1,0 +1,154 @@
+"""The plain-text and JSON status of a hive."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from bombus.cli import DEFAULT_NATS, hint_at_bus
+from bombus.hive import events as ev
+from bombus.hive.events import Collection, Method
+from bombus.hive.state import Hive, Phase, evolve
+from bombus.hive.status import byte_size, duration, engine_status, measures, one_line, render_status, status_dict
+from tests.overwatch.story import ENGINE, SECOND, Story, failed, rolling
+
+
+def hive_of(story: Story) -> Hive:
+    hive = Hive()
+    for event in story.events:
+        evolve(hive, event)
+    return hive
+
+
+@pytest.fixture(scope="module")
+def hive() -> Hive:
+    return hive_of(rolling(4))
+
+
+def test_the_text_says_where_the_engine_is(hive: Hive) -> None:
+    text = render_status(hive, ENGINE)
+    assert text.startswith("engine main: ROLLING for ")
+    assert "step 4, policy version 4" in text
+    assert "* tasks            [###############.........] 5/8" in text
+    assert "running episodes: 9" in text
+    assert "replica-b http://10.0.0.5:8000 version 4" in text
+    assert "last step: 4, " in text
+    assert "held-out reward by policy version:" in text
+    assert text.endswith("\n")
+
+
+def test_a_failure_is_given_with_its_reason() -> None:
+    text = render_status(hive_of(failed()))
+    assert "engine main: OFFLINE for 0.0 s (the last run failed)" in text
+    assert "failure: replica-a could not load version 0" in text
+
+
+def test_an_unknown_engine_is_answered_with_the_known_ones(hive: Hive) -> None:
+    assert render_status(hive, "mian") == "no engine 'mian' on this hive; known engines: main\n"
+    assert render_status(Hive()) == "no engine yet\n"
+
+
+def test_the_data_is_plain_json(hive: Hive) -> None:
+    data = json.loads(json.dumps(status_dict(hive)))
+    engine = data["engines"][0]
+    assert engine["phase"] == "ENGINE.ROLLING"
+    assert engine["global_step"] == 4
+    assert [measure["name"] for measure in engine["progress"]] == ["episodes", "tasks", "non-dummy tasks"]
+    assert len(engine["open_episodes"]) == 9
+    assert engine["last_step"]["metrics"]["merged_share"] == 0.93
+
+
+def test_a_figure_that_is_no_number_is_null_in_json() -> None:
+    story = Story()
+    story.boot()
+    story.publish(0)
+    done = ev.StepCompleted(
+        engine=ENGINE, run=1, step=1, trainer_epoch=1, checkpoint="c", checkpoint_digest="d", metrics={"loss": math.nan}
+    )
+    story.tell(done)
+    data = status_dict(hive_of(story))
+    assert json.loads(json.dumps(data, allow_nan=False))["engines"][0]["last_step"]["metrics"] == {"loss": None}
+
+
+@pytest.mark.parametrize(
+    ("method", "decides", "target"),
+    [
+        (Method.ENOUGH_EPISODES, "episodes", 32),
+        (Method.ENOUGH_TASKS, "tasks", 8),
+        (Method.ENOUGH_NON_DUMMY_TASKS, "non-dummy tasks", 8),
+        (Method.ANY_CLIENT_AGREES, "clients agreed", 1),
+        (Method.ALL_CLIENTS_AGREE, "clients agreed", 1),
+    ],
+)
+def test_the_measure_that_the_method_waits_for_is_marked(method: Method, decides: str, target: int) -> None:
+    hive = Hive()
+    rules = Collection(method=method, batch_size=8, num_repeat=4)
+    evolve(hive, ev.EngineConfigured(engine=ENGINE, config="", config_digest="", collection=rules, model="m"))
+    found = [measure for measure in measures(hive.engine(ENGINE), 0) if measure.decides]
+    assert [(measure.name, measure.target) for measure in found] == [(decides, target)]
+
+
+def test_each_phase_says_what_it_waits_for() -> None:
+    story = Story()
+    hive = Hive()
+    said: dict[Phase, str] = {}
+
+    def fold_all() -> None:
+        for event in story.events:
+            evolve(hive, event)
+            engine = hive.engines.get(ENGINE)
+            if engine is not None:
+                said[engine.phase] = engine_status(engine, story.now_ns).detail
+        story.events.clear()
+
+    story.configure()
+    fold_all()
+    assert said[Phase.OFFLINE] == "configured, waiting for start"
+    story.boot()
+    fold_all()
+    assert said[Phase.BOOTING] == "replicas load"
+    story.publish(0)
+    story.claim(0, "t")
+    fold_all()
+    assert said[Phase.ROLLING] == "0 of 8 tasks"
+    story.tell(ev.RollingClosed(at_ns=story.now_ns, engine=ENGINE, run=1))
+    fold_all()
+    assert said[Phase.ROLLING_POST] == "waiting for 1 running episodes to finish"
+    story.tell(ev.SyncingStarted(at_ns=story.now_ns, engine=ENGINE, run=1))
+    fold_all()
+    assert said[Phase.WEIGHT_SYNCING] == "loading version 0: 2 of 2 replicas"
+
+
+def test_time_is_that_of_the_reader_and_never_before_the_newest_event(hive: Hive) -> None:
+    later = status_dict(hive, hive.now_ns + 10 * SECOND)
+    assert later["now_ns"] == hive.now_ns + 10 * SECOND
+    assert status_dict(hive, 0)["now_ns"] == hive.now_ns
+
+
+def test_lengths_and_sizes_are_for_people() -> None:
+    assert [duration(s) for s in (0.04, 9.96, 59.6, 185, 25_920, 273_600)] == [
+        "0.0 s", "10 s", "1 m 00 s", "3 m 05 s", "7 h 12 m", "3 d 04 h",
+    ]  # fmt: skip
+    assert [byte_size(n) for n in (0, 43_210, 1_234_567, 988_000_000, 999_900_000, 2 << 40)] == [
+        "0 B", "43 kB", "1.2 MB", "988 MB", "1.0 GB", "2.2 TB",
+    ]  # fmt: skip
+    assert one_line(" a\x1b[31m\nb ") == "a [31m b"
+
+
+def test_the_status_needs_no_terminal_library() -> None:
+
+    code = (
+        "import sys, bombus.hive.status; "
+        "sys.exit(any(name in sys.modules for name in ('textual', 'rich', 'torch', 'nats')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_who_names_no_bus_is_told_where_its_address_is() -> None:
+    assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ""
+    told = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
+    assert "give --nats" in told
+    assert "`nats-url` in its data folder" in told

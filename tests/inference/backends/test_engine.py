@@ -1,0 +1,353 @@
+"""The engine against plain transformers: same distributions, same tokens, whatever shares its batch and its cache."""
+
+import random
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from bombus.errors import Code, EngineFault, Refused
+from bombus_inference.backends.torch.engine import Engine
+from bombus_inference.settings import EngineSettings
+from tests.inference.backends.small_engines import (
+    CONTEXT,
+    VOCABULARY,
+    Answers,
+    another,
+    answer,
+    engine_for,
+    finish,
+    llama,
+    paged,
+    qwen,
+    reference_logprobs,
+    request,
+    worst_difference,
+)
+
+MODELS = {"llama": llama, "qwen": qwen}
+
+
+@pytest.fixture(params=sorted(MODELS), scope="module")
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return MODELS[request.param]()
+
+
+def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
+    """Of mixed lengths; two thirds begin alike."""
+    numbers = random.Random(seed)
+    common = [numbers.randrange(VOCABULARY) for _ in range(longest)]
+    made = []
+    for index in range(count):
+        tail = [numbers.randrange(VOCABULARY) for _ in range(numbers.randint(1, 20))]
+        made.append((common[: numbers.randint(0, longest - 20)] if index % 3 else []) + tail)
+    return made
+
+
+def test_logprobs_agree_with_a_plain_forward_pass_for_mixed_lengths_and_shared_prefixes(model):
+    engine = engine_for(model)
+    asked = prompts(24)
+    for ticket, prompt in enumerate(asked):
+        engine.add(ticket, request(prompt, seed=ticket, max_tokens=30))
+    answers = finish(engine)
+    assert engine.stats.cached_tokens > 0
+    for ticket, prompt in enumerate(asked):
+        made = answers[ticket].only
+        assert len(made.tokens) == 30
+        assert worst_difference(model, prompt, made) < 1e-4
+
+
+def test_a_conversation_that_goes_on_finds_its_earlier_turns_in_the_cache(model):
+    engine = engine_for(model)
+    first = list(range(10, 40))
+    turn = answer(engine, request(first, max_tokens=9)).only
+    longer = [*first, *turn.tokens, 1, 2, 3]
+    again = answer(engine, request(longer, max_tokens=9)).only
+    assert again.cached == 36  # the last sampled token's keys and values were never computed: 38 // 4 blocks
+    assert worst_difference(model, longer, again) < 1e-4
+
+
+def test_greedy_gives_what_transformers_generates(model):
+    engine = engine_for(model)
+    asked = prompts(9, seed=1)
+    for ticket, prompt in enumerate(asked):
+        engine.add(ticket, request(prompt, temperature=0.0, max_tokens=20))
+    answers = finish(engine)
+    for ticket, prompt in enumerate(asked):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        assert answers[ticket].only.tokens == expected[0, len(prompt) :].tolist()
+        assert worst_difference(model, prompt, answers[ticket].only) < 1e-4
+
+
+def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(model):
+    asked = request(list(range(20)), seed=7, max_tokens=25)
+    alone = answer(engine_for(model), asked).only
+    engine = engine_for(model)
+    for ticket, prompt in enumerate(prompts(15), start=100):
+        engine.add(ticket, request(prompt, seed=None, temperature=0.7, max_tokens=ticket % 30 + 1))
+    engine.step()
+    engine.add(1, asked)
+    among = finish(engine)[1].only
+    assert among.tokens == alone.tokens
+    assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+def test_the_choices_of_a_request_differ_and_prefill_their_prompt_once(model):
+    engine = engine_for(model)
+    prompt = list(range(41))
+    made = answer(engine, request(prompt, n=6, max_tokens=10))
+    assert len({tuple(choice.tokens) for choice in made.choices.values()}) == 6
+    assert engine.stats.prefill_tokens == 41 + 5 * 1  # ten blocks are shared, the last token is computed by each
+    for choice in made.choices.values():
+        assert worst_difference(model, prompt, choice) < 1e-4
+
+
+def test_requests_with_the_same_prompt_in_one_batch_prefill_it_once(model):
+    engine = engine_for(model, prefill_tokens_max=16)
+    prompt = list(range(49))
+    for ticket in range(5):
+        engine.add(ticket, request(prompt, seed=ticket))
+    answers = finish(engine)
+    assert engine.stats.prefill_tokens == 49 + 4 * 1
+    assert all(worst_difference(model, prompt, made.only) < 1e-4 for made in answers.values())
+
+
+def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model):
+    prompt = [5, 6, 7]
+    made = answer(engine_for(model), request(prompt, temperature=0.6, max_tokens=20)).only
+    expected = torch.log_softmax(reference_logprobs(model, prompt, made.tokens) / 0.6, dim=-1)
+    chosen = expected.gather(1, torch.tensor(made.tokens)[:, None]).squeeze(1)
+    assert made.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
+
+
+def test_alternatives_are_the_likeliest_tokens_of_each_position(model):
+    prompt = [5, 6, 7]
+    made = answer(engine_for(model), request(prompt, top_logprobs=4, max_tokens=6)).only
+    values, tokens = reference_logprobs(model, prompt, made.tokens).topk(4)
+    assert [[token for token, _ in row] for row in made.top] == tokens.tolist()
+    assert [value for row in made.top for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-4)
+
+
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(model):
+    prompt = [1, 2, 3]
+    free = answer(engine_for(model), request(prompt, max_tokens=20)).only
+    stop = free.tokens[6]
+    made = answer(engine_for(model), request(prompt, max_tokens=20, stop=(stop,))).only
+    assert made.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert made.finish == "stop"
+    assert free.finish == "length"
+
+
+def test_a_completion_ends_where_the_model_does(model):
+    made = answer(engine_for(model), request([1] * (CONTEXT - 5), max_tokens=0)).only
+    assert (len(made.tokens), made.finish) == (5, "length")
+
+
+def test_streaming_gives_a_frame_a_token_and_the_rest_comes_in_one(model):
+    streamed = answer(engine_for(model), request([1, 2], stream=True)).only
+    whole = answer(engine_for(model), request([1, 2], stream=False)).only
+    assert (streamed.frames, whole.frames) == (12, 1)
+    assert streamed.tokens == whole.tokens
+    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (request([1] * CONTEXT), Code.PROMPT_TOO_LONG),
+        (request([]), Code.MALFORMED),
+        (request([VOCABULARY]), Code.MALFORMED),
+        (request([-1]), Code.MALFORMED),
+        (request([1], n=0), Code.MALFORMED),
+        (request([1], temperature=float("nan")), Code.MALFORMED),
+        (request([1], temperature=-1.0), Code.MALFORMED),
+        (request([1], top_p=0.0), Code.MALFORMED),
+        (request([1], top_logprobs=21), Code.MALFORMED),
+        (request([1], run=2), Code.WRONG_PHASE),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_a_code(asked, code):
+    engine = engine_for(llama())
+    with pytest.raises(Refused) as refusal:
+        engine.add(1, asked)
+    assert refusal.value.code == code
+    assert not engine.has_work
+
+
+def test_a_full_queue_refuses():
+    engine = engine_for(llama(), max_waiting=4)
+    engine.add(1, request([1], n=4))
+    with pytest.raises(Refused) as refusal:
+        engine.add(2, request([1]))
+    assert refusal.value.code == Code.OVERLOADED
+
+
+def test_a_cache_that_holds_not_one_sequence_is_refused_at_birth():
+    with pytest.raises(EngineFault, match="kv_cache_bytes"):
+        engine_for(llama(), kv_cache_bytes=1 << 16)
+
+
+def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
+    model = llama()
+    blocks = 20
+    some = EngineSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
+    engine = Engine(paged(model), some, run=1, version=0, job_tokens=CONTEXT)
+    assert engine.max_model_len == blocks * 4 - 1
+    assert f"sequences end at 79 tokens and not at the job's {CONTEXT}" in caplog.text
+    engine.add(1, request([1] * 70, max_tokens=50))
+    engine.add(2, request([2] * 70, max_tokens=50))
+    answers = finish(engine)
+    assert [(len(answers[ticket].only.tokens), answers[ticket].only.finish) for ticket in (1, 2)] == [(9, "length")] * 2
+    with pytest.raises(Refused, match="the prompt has 79 tokens; this model takes 79 with its completion") as caught:
+        engine.add(3, request([3] * 79))
+    assert caught.value.code == Code.PROMPT_TOO_LONG
+
+
+def test_the_jobs_length_holds_where_no_other_is_set():
+    def longest(job_tokens: int | None, **settings: int) -> int:
+        chosen = EngineSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
+        return Engine(paged(llama()), chosen, run=1, version=0, job_tokens=job_tokens).max_model_len
+
+    assert longest(100) == 100
+    assert longest(None) == CONTEXT
+    assert longest(1 << 20) == CONTEXT, "the model's own"
+    assert longest(100, max_model_len=60) == 60
+    assert longest(100, max_model_len=120) == 100
+
+
+def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):
+    engine = engine_for(model)
+    engine.add(1, request(list(range(50)), n=3, stream=True, max_tokens=100))
+    engine.add(2, request([4, 5, 6]))
+    engine.step()
+    engine.abort(1)
+    answers = finish(engine)
+    assert list(answers) == [2]
+    assert engine.stats.blocks_held == 0
+
+
+def test_a_tiny_cache_makes_sequences_wait_or_begin_again_with_the_same_result(model):
+    asked = prompts(10, seed=3)
+    requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(asked)]
+
+    def run(**settings: object) -> tuple[Answers, int]:
+        engine = engine_for(model, **settings)
+        for ticket, one in enumerate(requests):
+            engine.add(ticket, one)
+        answers = finish(engine)
+        assert engine.stats.blocks_held == 0
+        return answers, engine.stats.preemptions
+
+    roomy, none = run()
+    # 116 tokens: one sequence at its longest and a little more. The other half of the bytes is for rows.
+    tight, some = run(kv_cache_bytes=2 * 116 // 4 * _block_bytes(model), max_model_len=112, prefill_tokens_max=24)
+    assert none == 0
+    assert some > 0
+    for ticket, prompt in enumerate(asked):
+        assert tight[ticket].only.tokens == roomy[ticket].only.tokens
+        assert worst_difference(model, prompt, tight[ticket].only) < 1e-4
+
+
+def _block_bytes(model: PreTrainedModel) -> int:
+    return engine_for(model)._pool.block_bytes(model.config, 4, torch.float32)
+
+
+def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model):
+    engine = engine_for(model)
+    prompt = list(range(30))
+    engine.add(1, request(prompt, max_tokens=20))
+    answers = Answers()
+    for _ in range(8):
+        answers.take(engine.step())
+    newer = another(model)
+    engine.swap_weights(newer.state_dict(), version=1, run=1)
+    made = finish(engine, answers)[1].only
+    assert made.versions == [0] * 8 + [1] * 12
+    assert made.frames == 2
+    assert engine.stats.blocks_held == 0
+
+
+def test_after_a_swap_new_requests_use_new_keys_and_values_only(model):
+    engine = engine_for(model)
+    prompt = list(range(30))
+    engine.add(1, request(prompt, max_tokens=30))
+    for _ in range(5):
+        engine.step()
+    newer = another(model)
+    engine.swap_weights(newer.state_dict(), version=1, run=1)
+    engine.add(2, request(prompt))
+    answers = finish(engine)
+    again = answer(engine, request([*prompt, *answers[1].only.tokens, 3])).only
+    assert answers[2].only.cached == 0
+    assert worst_difference(newer, prompt, answers[2].only) < 1e-4
+    assert again.cached == 28  # only what request 2 computed: request 1 mixes versions
+    assert worst_difference(newer, [*prompt, *answers[1].only.tokens, 3], again) < 1e-4
+
+
+def test_a_prompt_that_is_half_way_through_at_a_swap_begins_again(model):
+    engine = engine_for(model, prefill_tokens_max=16)
+    prompt = list(range(50))
+    engine.add(1, request(prompt))
+    engine.step()
+    newer = another(model)
+    engine.swap_weights(newer.state_dict(), version=1, run=1)
+    made = finish(engine)[1].only
+    assert made.versions == [1] * 12
+    assert worst_difference(newer, prompt, made) < 1e-4
+
+
+def test_weights_of_another_shape_are_refused_and_change_nothing():
+    engine = engine_for(llama())
+    before = answer(engine, request([1, 2])).only
+    state = dict(llama(seed=1).state_dict())
+    state["model.norm.weight"] = torch.ones(3)
+    with pytest.raises(EngineFault, match=r"model\.norm\.weight"):
+        engine.swap_weights(state, version=1, run=1)
+    assert answer(engine, request([1, 2])).only == before
+
+
+def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine():
+    engine = engine_for(llama())
+    good = dict(llama().state_dict())
+    bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}
+    engine.swap_weights(bad, version=1, run=1)
+    fault = answer(engine, request([1, 2])).fault
+    assert fault is not None
+    assert "not finite" in fault.why
+    assert engine.stats.blocks_held == 0
+    engine.swap_weights(good, version=2, run=1)
+    assert worst_difference(llama(), [1, 2], answer(engine, request([1, 2])).only) < 1e-4
+
+
+def test_sequences_of_very_different_lengths_decode_side_by_side(model):
+    """Rows of several capacities, some outgrown on the way, and more of them than memory for rows."""
+    numbers = random.Random(5)
+    asked = [
+        [numbers.randrange(VOCABULARY) for _ in range(length)] for length in (1, 5, 30, 50, 60, 100, 110, 126, 200)
+    ]
+    for budget in (4 << 20, 600 << 10):
+        engine = engine_for(model, kv_cache_bytes=budget)
+        for ticket, prompt in enumerate(asked):
+            engine.add(ticket, request(prompt, seed=ticket, max_tokens=50 if ticket % 2 else 7))
+        answers = finish(engine)
+        for ticket, prompt in enumerate(asked):
+            assert worst_difference(model, prompt, answers[ticket].only) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_half_precision_stays_near_the_plain_model(dtype):
+    model = llama().to(dtype)
+    engine = engine_for(model)
+    asked = prompts(6)
+    for ticket, prompt in enumerate(asked):
+        engine.add(ticket, request(prompt, seed=ticket))
+    for ticket, made in finish(engine).items():
+        assert worst_difference(model, asked[ticket], made.only) < 0.2

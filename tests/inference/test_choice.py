@@ -1,0 +1,144 @@
+"""Which engine a replica has, what becomes of one that cannot be had, and the command that chooses it."""
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from pydantic import ValidationError
+
+from bombus.errors import Refused
+from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
+from bombus.weights.models import build_tiny
+from bombus_inference import cli, service
+from bombus_inference.backends.protocol import Policy, settled
+from bombus_inference.backends.torch.backend import TorchBackend
+from bombus_inference.settings import EngineSettings, InferenceSettings, OpenAISettings
+from tests.inference.backends.foreign_servers import KEY, ForeignCompletions, serving
+from tests.inference.backends.http_backends import Asker, silent
+from tests.inference.backends.small_engines import llama, request
+from tests.inference.test_service import COMPUTE, Hive, ask, play, ready, started, weights
+
+__all__ = ["play"]
+
+
+@asynccontextmanager
+async def replica(**settings: object) -> AsyncIterator[None]:
+    chosen = InferenceSettings(
+        replica="r1",
+        alive_every_s=0.05,
+        load_retry_s=0.01,
+        compute=COMPUTE,
+        **settings,  # type: ignore[arg-type]
+    )
+    running = asyncio.create_task(service.run(chosen))
+    try:
+        yield
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
+        broke = await play.hears(EngineBroke)
+        assert broke.run == 1
+        assert broke.reason.startswith("replica r1 cannot load version 0: ")
+        assert "run `bombus install vllm` first" in broke.reason
+
+
+async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    model = tmp_path / "v0"
+    build_tiny(model)
+    await play.say(started(1), ready(1, 0, weights(model)))
+    async with serving(ForeignCompletions(model, lacks=frozenset({"ids"}))) as url:
+        elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
+        async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
+            broke = await play.hears(EngineBroke)
+            assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
+            assert (await play.hears(ReplicaAlive)).version == -1
+
+
+async def test_a_server_elsewhere_serves_the_versions_of_the_log(
+    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVER_KEY", KEY)
+    for version in (0, 1):
+        build_tiny(tmp_path / f"v{version}", version)
+    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0")))
+    async with serving(ForeignCompletions(tmp_path / "v0")) as url:
+        elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
+        async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
+            assert (await play.hears(WeightsLoadedFact)).version == 0
+            alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+            assert (await ask(alive.url, 1, [5, 6])).only.versions == [0] * 12
+            await play.say(ready(1, 1, weights(tmp_path / "v1")))
+            assert (await play.hears(WeightsLoadedFact)).version == 1
+            assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "job", "chosen"),
+    [
+        (None, "cpu", "auto", "float32"),
+        (None, "cpu", "bfloat16", "bfloat16"),
+        (None, "cuda", "float32", "float32"),
+        (None, "cuda:1", "auto", "bfloat16"),
+        ("float16", "cuda", "bfloat16", "float16"),
+    ],
+)
+def test_a_precision_that_is_left_open_is_the_jobs(
+    tmp_path: Path, own: Literal["float16"] | None, device: str, job: str, chosen: str
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9, "dtype": "bfloat16"}')
+    policy = Policy(tmp_path, run=1, version=0, max_model_len=9, dtype=job)
+    assert settled(EngineSettings(dtype=own, device=device), policy).dtype == chosen
+
+
+async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    asker = Asker()
+    made: list[float] = []
+    for run, dtype in ((1, "float32"), (2, "bfloat16")):
+        backend = TorchBackend(EngineSettings(kv_cache_bytes=4 << 20), asker.deliver)
+        try:
+            await backend.bring_in(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
+            answer = await asker.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
+            made.append(answer.only.logprobs[0])
+        finally:
+            await backend.stop()
+    assert 0 < abs(made[0] - made[1]) < 0.1
+
+
+def test_the_openai_backend_needs_a_url() -> None:
+    with pytest.raises(ValidationError, match="needs the url of a server"):
+        InferenceSettings(backend="openai")
+    with pytest.raises(ValidationError):
+        OpenAISettings(url="here")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--backend", "openai"], "needs the url of a server"),
+        (["--backend", "vllm", "--tensor-parallel", "0"], "--tensor-parallel 0 is refused: it takes a whole number"),
+        (["--max-model-len", "1"], "--max-model-len 1 is refused: it takes a whole number, at least 2"),
+        (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it takes a number, more than 0"),
+    ],
+)
+def test_the_command_says_what_is_wrong(words: list[str], why: str) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    with pytest.raises(Refused, match=why):
+        cli.settings_of(parser.parse_args(words))

@@ -1,0 +1,274 @@
+"""A made-up run of a hive, from one seed: the events that tests of the screen fold and draw."""
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from bombus.hive import events as ev
+from bombus.hive.events import (
+    AbortReason,
+    BatchEpisode,
+    BatchGroup,
+    Collection,
+    EpisodeType,
+    Event,
+    NotedCall,
+    Outcome,
+)
+from bombus.hive.records import CallRef
+
+SECOND = 1_000_000_000
+START_NS = 1_767_268_800 * SECOND  # 12:00:00 UTC
+ENGINE = "main"
+CLIENTS = ("maze-runner", "math-harness", "ann-laptop", "swe-agent-07")
+TASKS = ("maze 7x7", "gcd chain", "word ladder", "sudoku 4x4", "brackets", "knights")
+RULES = Collection(batch_size=8, num_repeat=4)
+
+
+class Story:
+    """Events in order, with a clock that moves as they are told."""
+
+    def __init__(self, seed: int = 7, engine: str = ENGINE) -> None:
+        self.random = random.Random(seed)
+        self.engine = engine
+        self.now_ns = START_NS
+        self.events: list[Event] = []
+        self.run = 1
+        self.episodes = 0
+        self.calls = 0
+
+    def tell(self, event: Event) -> None:
+        self.events.append(event)
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += int(seconds * SECOND)
+
+    @property
+    def at(self) -> dict[str, Any]:
+        return {"at_ns": self.now_ns, "engine": self.engine}
+
+    def configure(self) -> None:
+        self.tell(ev.EpochOpened(at_ns=self.now_ns, epoch=1, leader="coordinator-a"))
+        self.wait(1)
+        self.tell(
+            ev.EngineConfigured(
+                **self.at, config="{}", config_digest="9f2c41d07b", collection=RULES, model="Qwen2.5-0.5B-Instruct"
+            )
+        )
+
+    def boot(self, replicas: int = 2) -> None:
+        self.configure()
+        self.wait(0.4)
+        self.tell(ev.EngineStarted(**self.at, run=self.run, config_digest="9f2c41d07b"))
+        for number in range(replicas):
+            self.wait(0.3)
+            name = f"replica-{'abcdef'[number]}"
+            self.tell(ev.ReplicaJoined(**self.at, replica=name, url=f"http://10.0.0.{number + 4}:8000"))
+        self.tell(ev.TrainerOpened(**self.at, run=self.run, trainer="trainer-0", trainer_epoch=1))
+        for stage, seconds in (("reading the model", 6.2), ("writing version 0", 3.1), ("replicas load", 2.4)):
+            self.tell(ev.EngineProgressed(**self.at, run=self.run, stage=stage))
+            self.wait(seconds)
+
+    def publish(self, version: int, replicas: int = 2) -> None:
+        weights = ev.Weights(where=f"weights/{version}", bytes=988_000_000, sha256="ab" * 32)
+        self.tell(ev.WeightsReady(**self.at, run=self.run, version=version, weights=weights))
+        for number in range(replicas):
+            self.wait(0.4)
+            name = f"replica-{'abcdef'[number]}"
+            self.tell(ev.WeightsLoaded(**self.at, run=self.run, version=version, replica=name))
+        if version == 0:
+            self.tell(ev.EngineBooted(**self.at, run=self.run))
+        self.tell(ev.RollingStarted(**self.at, run=self.run, version=version))
+
+    def claim(self, version: int, task: str, kind: EpisodeType = EpisodeType.TRAIN, limit_s: float = 240.0) -> str:
+        self.episodes += 1
+        episode = f"{self.engine}-{self.run}-{self.episodes}"
+        self.wait(self.random.uniform(0.01, 0.06))
+        self.tell(
+            ev.EpisodeClaimed(
+                **self.at,
+                run=self.run,
+                claim=f"c{self.episodes}",
+                client=CLIENTS[self.episodes % len(CLIENTS)],
+                episodes=(episode,),
+                type=kind,
+                discard_timeout_s=limit_s,
+                version=version,
+                task_hint=task,
+            )
+        )
+        return episode
+
+    def call(self, version: int, *episodes: str) -> None:
+        noted = []
+        for episode in episodes:
+            self.calls += 1
+            ref = CallRef(self.calls, f"call{self.calls}", b"0" * 16)
+            tokens = self.random.randint(40, 180)
+            merged = self.random.random() < 0.9
+            noted.append(NotedCall(episode, ref, 3 * tokens, tokens, version, version, merged=merged))
+        self.wait(self.random.uniform(0.02, 0.09))
+        self.tell(ev.CallsNoted(**self.at, run=self.run, calls=tuple(noted)))
+
+    def end(self, version: int, episode: str, task: str, reward: float, kind: EpisodeType = EpisodeType.TRAIN) -> None:
+        number = int(episode.rpartition("-")[2])
+        outcome = Outcome(episode=episode, task=task, reward=reward, digest=b"d" * 16, is_success=reward > 0.9)
+        self.wait(self.random.uniform(0.01, 0.05))
+        self.tell(
+            ev.EpisodeEnded(
+                **self.at,
+                run=self.run,
+                client=CLIENTS[number % len(CLIENTS)],
+                type=kind,
+                version=version,
+                outcomes=(outcome,),
+            )
+        )
+
+    def abort(self, reason: AbortReason, *episodes: str, detail: str = "") -> None:
+        self.tell(ev.EpisodeAborted(**self.at, run=self.run, episodes=episodes, reason=reason, detail=detail))
+
+    def skill(self, version: int) -> float:
+        return 0.12 + 0.7 / (1 + math.exp(-(version - 16) / 5)) + self.random.uniform(-0.05, 0.05)
+
+    def groups(self, version: int, count: int) -> Iterator[BatchGroup]:
+        """Groups of finished episodes, as the batch will name them."""
+        for number in range(count):
+            task = TASKS[(version + number) % len(TASKS)] + f" #{version * count + number}"
+            episodes = [self.claim(version, task) for _ in range(RULES.num_repeat)]
+            for _ in range(2):
+                self.call(version, *episodes)
+            members = []
+            for episode in episodes:
+                reward = min(1.0, max(0.0, self.random.gauss(self.skill(version), 0.2)))
+                self.end(version, episode, task, reward)
+                members.append(BatchEpisode(episode=episode, reward=reward, calls=()))
+            yield BatchGroup(task=task, episodes=tuple(members))
+
+    def train(self, version: int) -> None:
+        """One batch of `version`, and its step."""
+        groups = tuple(self.groups(version, RULES.batch_size))
+        step = version + 1
+        self.tell(ev.RollingClosed(**self.at, run=self.run))
+        self.tell(ev.BatchReady(**self.at, run=self.run, step=step, groups=groups, config_digest="9f2c41d07b"))
+        self.tell(ev.SyncingStarted(**self.at, run=self.run))
+        self.wait(3.2)
+        metrics = {
+            "loss": 0.4 * math.exp(-step / 12) + self.random.uniform(-0.02, 0.02),
+            "grad_norm": 0.9 + self.random.uniform(-0.2, 0.3),
+            "staleness_mean": 0.0,
+            "merged_share": 0.93,
+            "clip_fraction": 0.012,
+            "sampler_kl": 0.0008,
+            "sequences": 34.0,
+            "tokens": 7312.0,
+        }
+        self.tell(
+            ev.StepCompleted(
+                **self.at,
+                run=self.run,
+                step=step,
+                trainer_epoch=1,
+                checkpoint=f"step-{step}",
+                checkpoint_digest="cd" * 16,
+                metrics=metrics,
+            )
+        )
+        self.publish(step)
+
+    def evaluate(self, version: int, count: int = 6) -> None:
+        for number in range(count):
+            episode = self.claim(version, f"held-out {number}", EpisodeType.EVAL)
+            self.call(version, episode)
+            self.end(version, episode, f"held-out {number}", self.skill(version) - 0.04, EpisodeType.EVAL)
+
+
+def rolling(steps: int = 32) -> Story:
+    """A run that has learned for a while, in the middle of collecting the next batch."""
+    story = Story()
+    story.boot()
+    story.publish(0)
+    for version in range(steps):
+        if version % 4 == 0:
+            story.evaluate(version)
+        story.train(version)
+        if version == 9:
+            story.abort(AbortReason.INFRA, story.claim(version, "gcd chain"), detail="tool server unreachable")
+    list(story.groups(steps, 5))
+    old = [story.claim(steps, "word ladder #260", limit_s=60.0) for _ in range(3)]
+    story.call(steps, *old)
+    story.wait(31)
+    young = [story.claim(steps, f"{task} #261") for task in TASKS]
+    story.call(steps, *young[:4])
+    story.evaluate(steps, count=2)
+    lost = [story.claim(steps, "brackets #262") for _ in range(2)]
+    story.abort(AbortReason.IDLE, *lost)
+    dropped = ("t1", "t2")
+    story.tell(
+        ev.GroupDropped(
+            **story.at, run=1, reason=ev.DropReason.NO_SIGNAL, tasks=dropped, episodes=tuple(f"x{n}" for n in range(8))
+        )
+    )
+    story.call(steps, *young[:3])
+    story.wait(14)
+    story.call(steps, *young[2:])
+    return story
+
+
+def failed() -> Story:
+    """A run that could not boot."""
+    story = Story()
+    story.boot(replicas=1)
+    story.tell(
+        ev.EngineFailed(
+            **story.at,
+            run=1,
+            reason="replica-a could not load version 0: the safetensors file is 988,000,000 bytes long and its header "
+            "names 988,097,824; copy it again, or check that the shared folder is not full",
+        )
+    )
+    return story
+
+
+def chaos(seed: int, count: int = 150) -> list[Event]:
+    """Events of every kind in no sensible order: what is on a log has happened, and every fold must take it."""
+    story = Story(seed)
+    draw = story.random
+    episodes: list[str] = []
+
+    def some() -> str:
+        return draw.choice(episodes) if episodes else "main-1-0"
+
+    def tell(kind: type[Event], **fields: Any) -> None:
+        story.tell(kind(**story.at, run=story.run, **fields))
+
+    def restart() -> None:
+        story.run += 1
+        story.tell(ev.EngineStarted(**story.at, run=story.run, config_digest="d"))
+
+    replica = "replica-a"
+    actions: list[Callable[[], object]] = [
+        *4 * [lambda: episodes.append(story.claim(0, "t"))],
+        *4 * [lambda: story.call(draw.randint(0, 3), some(), some())],
+        *4 * [lambda: story.end(draw.randint(0, 3), some(), draw.choice(TASKS), draw.random())],
+        lambda: story.end(1, some(), "t", draw.random(), EpisodeType.EVAL),
+        lambda: story.abort(draw.choice(list(AbortReason)), some(), detail="why"),
+        lambda: tell(ev.GroupDropped, reason=ev.DropReason.STALE, tasks=("t",), episodes=(some(), some())),
+        lambda: story.tell(ev.StorageFilled(what="calls", used=95, size=100, why="nearly full")),
+        lambda: story.tell(ev.StorageFreed(what="calls", used=5, size=100)),
+        lambda: tell(ev.PoolCleared, reason=ev.DropReason.OVERFLOW, episodes=3, bytes=99),
+        lambda: story.train(draw.randint(0, 3)),
+        lambda: tell(ev.StepFailed, step=1, trainer_epoch=1, reason="out of memory", failures=1),
+        lambda: story.publish(draw.randint(0, 5)),
+        lambda: story.boot(1),
+        lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),
+        lambda: tell(ev.SyncAgreed, client="ann"),
+        lambda: tell(ev.EngineStopped),
+        lambda: tell(ev.EngineFailed, reason="a reason"),
+        restart,
+    ]
+    while len(story.events) < count:
+        story.wait(draw.random())
+        draw.choice(actions)()
+    return story.events[:count]

@@ -1,0 +1,178 @@
+"""The screen itself: pictures of it, and what its keys do.
+
+After a wanted change: `pytest tests/overwatch/test_app.py --snapshot-update`, then look at the pictures.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from textual.pilot import Pilot
+
+from bombus_overwatch.app import Help, Overwatch
+from bombus_overwatch.edges import Banner, KeyBar
+from bombus_overwatch.screen import Link
+from bombus_overwatch.widgets import EpisodesPanel, PhaseBar, TailPanel
+from tests.overwatch.story import SECOND, Story, failed, rolling
+
+WIDE = (120, 36)
+Compare = Callable[..., bool]
+
+
+def app_of(story: Story) -> Overwatch:
+    """The screen two seconds after the story's last event, its clock standing still."""
+    app = Overwatch("demo", clock=lambda: story.now_ns + 2 * SECOND)
+    for position, event in enumerate(story.events, 1):
+        app.take(position, event)
+    app.report(Link.LIVE)
+    return app
+
+
+def text(app: Overwatch, panel: type[Banner | KeyBar | PhaseBar | TailPanel | EpisodesPanel]) -> str:
+    return app.screen_stack[0].query_one(panel).render().plain
+
+
+@pytest.fixture(scope="module")
+def story() -> Story:
+    return rolling(6)
+
+
+# ---- pictures -------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_rolls_with_its_curves(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(rolling()), terminal_size=WIDE)
+
+
+def test_an_engine_that_could_not_boot(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(failed()), terminal_size=(100, 30))
+
+
+def test_a_small_terminal_gone_back_in_time(snap_compare: Compare) -> None:
+    assert snap_compare(app_of(rolling()), press=["pageup", "left"], terminal_size=(80, 24))
+
+
+# ---- keys -----------------------------------------------------------------------------------------------------
+
+
+async def test_pause_holds_the_view_while_events_go_on(story: Story) -> None:
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press("p")
+        held = text(app, TailPanel)
+        app.take(len(story.events) + 1, story.events[-1])
+        app.draw()
+        assert text(app, TailPanel) == held
+        assert "held" in text(app, Banner)
+        assert "1 behind" in text(app, KeyBar)
+        await pilot.press("p")
+        assert "live" in text(app, Banner)
+        assert text(app, TailPanel) != held
+
+
+async def test_arrows_go_through_time_and_end_comes_back(story: Story) -> None:
+    app = app_of(story)
+    newest = len(story.events)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press("left", "left")
+        assert f"event {newest - 2:,}" in text(app, Banner)
+        await pilot.press("right")
+        assert f"event {newest - 1:,}" in text(app, Banner)
+        await pilot.press("home", "right", "right", "right")
+        assert "BOOTING" in text(app, PhaseBar)
+        assert "waiting for a trainer" in text(app, PhaseBar)
+        await pilot.press("end")
+        assert f"event {newest:,}" in text(app, Banner)
+        assert "live" in text(app, Banner)
+
+
+async def test_f_goes_through_the_kinds_of_events(story: Story) -> None:
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press("f")
+        assert "filter: engine" in text(app, KeyBar)
+        assert "claimed" not in text(app, TailPanel)
+        assert "rolling on version 6" in text(app, TailPanel)
+        await pilot.press(*"fffffff")
+        assert "filter: all" in text(app, KeyBar)
+
+
+async def test_e_shows_the_next_engine() -> None:
+    one, two = Story(engine="one"), Story(engine="two")
+    one.boot()
+    two.boot()
+    app = Overwatch("demo", clock=lambda: one.now_ns)
+    for position, event in enumerate(one.events + two.events, 1):
+        app.take(position, event)
+    async with app.run_test(size=WIDE) as pilot:
+        assert "engine one 1 of 2" in text(app, Banner)
+        await pilot.press("e")
+        assert "engine two 2 of 2" in text(app, Banner)
+        await pilot.press("e")
+        assert "engine one 1 of 2" in text(app, Banner)
+
+
+async def test_help_opens_and_closes_and_q_quits(story: Story) -> None:
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, Help)
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Help)
+        await pilot.press("q")
+    assert app.return_code == 0
+    assert not app.is_running
+
+
+# ---- drawing --------------------------------------------------------------------------------------------------
+
+
+async def drawn(app: Overwatch, pilot: Pilot[None], wanted: str) -> None:
+    """Return once the banner says this."""
+    async with asyncio.timeout(10):
+        while wanted not in text(app, Banner):
+            await pilot.pause(0.02)
+
+
+class Counting(Overwatch):
+    """Remembers at which position it was drawn."""
+
+    def __init__(self, story: Story) -> None:
+        super().__init__("demo", clock=lambda: story.now_ns)
+        self.pictures: list[int] = []
+
+    def draw(self) -> None:
+        super().draw()
+        self.pictures.append(self.timeline.newest)
+
+
+async def test_a_burst_of_events_is_drawn_together(story: Story) -> None:
+    app = Counting(story)
+    async with app.run_test(size=WIDE) as pilot:
+        for position, event in enumerate(story.events, 1):
+            app.take(position, event)
+        await drawn(app, pilot, f"event {len(story.events):,}")
+        assert app.pictures == [0, len(story.events)]
+
+
+async def test_catching_up_shows_how_far_it_is(story: Story) -> None:
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        app.report(Link.CATCHING_UP, target=2 * len(story.events))
+        await drawn(app, pilot, f"catching up ━━━━━───── of {2 * len(story.events):,}")
+
+
+async def test_a_bus_that_is_away_is_said_with_the_reason(story: Story) -> None:
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        app.report(Link.AWAY, "the bus is away")
+        await drawn(app, pilot, "reconnecting")
+        assert "the bus is away" in text(app, KeyBar)
+
+
+@pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])
+async def test_any_size_of_terminal_will_do(story: Story, size: tuple[int, int]) -> None:
+    app = app_of(story)
+    async with app.run_test(size=size) as pilot:
+        await pilot.press("left", "f")
+        app.export_screenshot()

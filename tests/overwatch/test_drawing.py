@@ -1,0 +1,80 @@
+"""Bars, sparklines and the chart, against pictures drawn by hand."""
+
+import math
+
+from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
+from bombus_overwatch.model import View, fold
+from bombus_overwatch.palette import clock_time, figure, fit, fit_end
+from bombus_overwatch.screen import screen_data
+from bombus_overwatch.widgets import CollectionPanel
+from tests.coordinator.steady_clients import Steady
+
+
+def test_a_bar_is_full_only_when_its_target_is_reached() -> None:
+    assert bar(0, 8, 4) == ("", "────")
+    assert bar(3, 8, 4) == ("━╸", "──")
+    assert bar(999, 1000, 4) == ("━━━╸", "")
+    assert bar(9, 8, 4) == ("━━━━", "")
+    assert bar(1, 0, 2) == ("", "──")
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([5, 5], 8) == "▁▁"
+    assert sparkline([4, 8], 8, floor=0.0) == "▅█"
+    assert sparkline([], 8) == ""
+
+
+def test_a_figure_that_is_no_number_leaves_a_gap() -> None:
+    assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
+    assert figure(math.nan) == "nan"
+
+
+def test_more_values_than_cells_are_averaged() -> None:
+    assert buckets([1, 3, 5, 7], 2) == [2, 6]
+    assert len(buckets(list(range(1000)), 7)) == 7
+
+
+def test_a_rising_line_goes_from_corner_to_corner() -> None:
+    rows = braille_line([(0, 0), (1, 1)], Range(0, 1), Range(0, 1), width=2, height=1)
+    assert rows == [["⡠", "⠊"]]
+
+
+def test_a_single_point_is_a_dot() -> None:
+    rows = braille_line([(0, 0)], Range(0, 1), Range(0, 1), width=2, height=2)
+    assert rows == [[" ", " "], ["⡀", " "]]
+
+
+def test_a_flat_line_lies_in_the_middle_of_its_range() -> None:
+    flat = range_of([2.0, 2.0])
+    assert flat.low < 2.0 < flat.high
+    assert flat.place(2.0, 101) == 50
+
+
+def test_text_is_fitted_to_cells_not_to_characters() -> None:
+    assert fit("bee", 5) == "bee  "
+    assert fit("bee", 5, right=True) == "  bee"
+    assert fit("bumblebee", 5) == "bumb…"
+    assert fit("蜂蜂蜂", 5) == "蜂蜂…"
+    assert fit("bee", 0) == ""
+    assert fit_end("main-1-1094", 6) == "…-1094"
+
+
+def test_numbers_and_times_are_short() -> None:
+    assert [figure(value) for value in (0.01234, 12.345, 1234.5, 12_345_678.0)] == [
+        "0.0123",
+        "12.3",
+        "1,234",
+        "1.23e+07",
+    ]
+    assert clock_time(3_661 * 1_000_000_000) == "01:01:01"
+
+
+def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:
+    run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
+    run.run(12)
+    view = View()
+    for position, event in enumerate(run.desk.log, 1):
+        fold(view, position, event)
+    lines = CollectionPanel().lines(screen_data(view, run.desk.now_ns, "main"), 70, 10)
+    assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes wait"

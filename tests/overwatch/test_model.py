@@ -1,0 +1,272 @@
+"""The fold behind the screen, and what is shown of it."""
+
+import time
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bombus.hive import events as ev
+from bombus.hive.describe import line_of
+from bombus.hive.events import AbortReason, EpisodeType, Event
+from bombus_overwatch.describe import GROUPS, Group
+from bombus_overwatch.model import TAIL_KEPT, View, fold
+from bombus_overwatch.screen import Screen, StageState, screen_data
+from bombus_overwatch.timeline import Timeline, replicate
+from tests.coordinator.steady_clients import Steady
+from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, rolling
+
+
+def folded(events: list[Event], view: View | None = None, start: int = 1) -> View:
+    view = view or View()
+    for position, event in enumerate(events, start):
+        fold(view, position, event)
+    return view
+
+
+def shown(story: Story, after_s: float = 0.0, group: Group = Group.ALL) -> Screen:
+    return screen_data(folded(story.events), story.now_ns + int(after_s * SECOND), ENGINE, group)
+
+
+@pytest.fixture
+def story() -> Story:
+    """An engine that rolls on version 0."""
+    story = Story()
+    story.boot()
+    story.publish(0)
+    return story
+
+
+# ---- rewards and figures --------------------------------------------------------------------------------------
+
+
+def test_training_reward_is_the_mean_of_a_versions_episodes(story: Story) -> None:
+    for reward in (0.25, 0.75):
+        story.end(0, story.claim(0, "t"), "t", reward)
+    assert shown(story).rewards.now_mean == 0.5
+    assert shown(story).rewards.train == (), "version 0 is still being sampled from"
+    story.publish(1)
+    assert shown(story).rewards.train == ((0, 0.5),)
+
+
+def test_held_out_episodes_have_a_curve_of_their_own(story: Story) -> None:
+    story.end(0, story.claim(0, "t", EpisodeType.EVAL), "t", 1.0, EpisodeType.EVAL)
+    rewards = shown(story).rewards
+    assert rewards.held_out == ((0, 1.0),)
+    assert rewards.now_episodes == 0
+
+
+def test_a_new_run_begins_its_curves_anew_and_keeps_the_tail(story: Story) -> None:
+    story.train(0)
+    assert shown(story).training.loss
+    story.tell(ev.EngineStopped(at_ns=story.now_ns, engine=ENGINE, run=1))
+    story.tell(ev.EngineStarted(at_ns=story.now_ns, engine=ENGINE, run=2, config_digest="d"))
+    screen = shown(story)
+    assert screen.rewards.train == ()
+    assert screen.training.loss == ()
+    assert screen.tail[-2].text == "run 1 stopped"
+
+
+def test_a_steps_figures_come_from_its_metrics(story: Story) -> None:
+    story.train(0)
+    training = shown(story).training
+    assert training.last_step == 1
+    assert len(training.loss) == len(training.grad_norm) == 1
+    assert training.merge_share == 0.93
+    assert ("clip_fraction", 0.012) in training.others
+
+
+def test_before_the_first_step_the_merge_share_is_that_of_the_calls(story: Story) -> None:
+    story.call(0, *(story.claim(0, "t") for _ in range(8)))
+    merged = sum(call.merged for event in story.events if isinstance(event, ev.CallsNoted) for call in event.calls)
+    assert shown(story).training.merge_share == merged / 8
+
+
+def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
+    groups = tuple(story.groups(0, 2))
+    story.tell(ev.BatchReady(at_ns=story.now_ns, engine=ENGINE, run=1, step=1, groups=groups, config_digest="d"))
+    training = shown(story, after_s=4.0).training
+    assert (training.step_in_flight, training.groups, training.episodes) == (1, 2, 8)
+    assert training.in_flight_s == 4.0
+
+
+def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
+    run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
+    run.run(100)
+    view, paced = View(), 0
+    for position, event in enumerate(run.desk.log, 1):
+        fold(view, position, event)
+        screen = screen_data(view, event.at_ns, ENGINE)
+        assert screen.status is not None or position == 1
+        if isinstance(event, ev.EpisodeEnded) and screen.training.step_in_flight and screen.status:
+            assert f"step {screen.training.step_in_flight} training" in screen.status.detail
+            assert screen.status.pace is not None
+            paced += bool(screen.status.pace.waits)
+    assert paced > 10
+    assert len(view.trail(ENGINE).rewards) > 5, "the versions at the claims"
+
+
+def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
+    episode = story.claim(0, "t")
+    for _ in range(60):
+        story.wait(1.0)
+        story.call(0, episode)
+    recent = [
+        e for e in story.events if isinstance(e, ev.CallsNoted) and e.at_ns // SECOND > story.now_ns // SECOND - 30
+    ]
+    tokens = sum(call.completion_tokens for event in recent for call in event.calls)
+    assert shown(story).rates.tokens_s == pytest.approx(tokens / 30)
+    assert shown(story, after_s=60).rates.tokens_s == 0.0
+
+
+def test_losses_are_counted_by_reason(story: Story) -> None:
+    story.abort(AbortReason.IDLE, story.claim(0, "t"), story.claim(0, "t"))
+    story.abort(AbortReason.CLIENT, story.claim(0, "t"))
+    cleared = ev.PoolCleared(
+        at_ns=story.now_ns, engine=ENGINE, run=1, reason=ev.DropReason.OVERFLOW, episodes=9, bytes=1
+    )
+    story.tell(cleared)
+    screen = shown(story)
+    assert screen.aborted == (("idle", 2), ("client", 1))
+    assert screen.dropped == (("overflow", 9),)
+
+
+# ---- episodes, boot, engines ----------------------------------------------------------------------------------
+
+
+def test_episodes_are_sorted_by_idle_time_and_stand_out_near_their_limit(story: Story) -> None:
+    first = story.claim(0, "t", limit_s=60.0)
+    story.wait(50)
+    second = story.claim(0, "t", limit_s=240.0)
+    rows = shown(story).episodes
+    assert [row.episode.episode for row in rows] == [first, second]
+    assert [row.near for row in rows] == [True, False]
+    story.call(0, first)
+    assert [row.episode.episode for row in shown(story).episodes] == [second, first]
+
+
+def test_stages_of_booting_have_their_times() -> None:
+    story = Story()
+    story.boot()
+    stages = shown(story, after_s=1.0).stages
+    assert [stage.name for stage in stages] == ["reading the model", "writing version 0", "replicas load"]
+    assert [stage.state for stage in stages] == [StageState.DONE, StageState.DONE, StageState.RUNNING]
+    assert [stage.took_s for stage in stages] == pytest.approx([6.2, 3.1, 3.4])
+
+
+def test_the_stage_that_broke_is_told_from_those_that_were_done() -> None:
+    assert [stage.state for stage in shown(failed()).stages] == [StageState.DONE, StageState.DONE, StageState.BROKEN]
+
+
+def test_a_run_that_fails_later_did_boot(story: Story) -> None:
+    story.wait(3600)
+    story.tell(ev.EngineFailed(at_ns=story.now_ns, engine=ENGINE, run=1, reason="r"))
+    last = shown(story).stages[-1]
+    assert last.state == StageState.DONE
+    assert last.took_s == pytest.approx(2.4 + 0.8)
+
+
+def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
+    one, other = Story(engine="one"), Story(engine="two")
+    one.boot()
+    other.boot()
+    view = folded(one.events + other.events[1:])
+    screen = screen_data(view, one.now_ns, "two")
+    assert screen.engines == ("one", "two")
+    assert screen.tail[0].text == "epoch 1 opened by coordinator-a"
+    assert len(screen.tail) == len(other.events)
+
+
+def test_an_empty_log_has_a_screen() -> None:
+    screen = screen_data(View(), 0)
+    assert screen.status is None
+    assert screen.tail == ()
+
+
+# ---- the tail -------------------------------------------------------------------------------------------------
+
+
+def test_a_flood_of_calls_does_not_wash_away_trouble(story: Story) -> None:
+    story.abort(AbortReason.INFRA, story.claim(0, "t"), detail="no disk")
+    episode = story.claim(0, "t")
+    for _ in range(TAIL_KEPT + 50):
+        story.call(0, episode)
+    trouble = shown(story, group=Group.TROUBLE).tail
+    assert [row.text for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
+
+
+def test_every_event_has_words_and_a_group() -> None:
+    told = {type(event): event for seed in range(20) for event in chaos(seed)}
+    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(told)
+    assert all(line_of(event) for event in told.values())
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(max_examples=20, deadline=None)
+def test_whatever_is_on_a_log_can_be_shown(seed: int) -> None:
+    events = chaos(seed)
+    assert all(line_of(event) for event in events)
+    screen_data(folded(events), events[-1].at_ns if events else 0)
+
+
+def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:
+    story.abort(AbortReason.CLIENT, story.claim(0, "t"), detail="\x1b[2J\r\nall is well\x07")
+    assert shown(story).tail[-1].text == "main-1-1 aborted: client ( [2J  all is well )"
+
+
+# ---- the fold -------------------------------------------------------------------------------------------------
+
+
+@given(seed=st.integers(0, 10_000), cuts=st.lists(st.integers(0, 400), max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_folding_in_chunks_from_copies_equals_folding_at_once(seed: int, cuts: list[int]) -> None:
+    events = chaos(seed)
+    view, done = View(), 0
+    for cut in [*sorted(cuts), len(events)]:
+        before = replicate(view)
+        view = folded(events[done:cut], replicate(view), done + 1)
+        assert before == folded(events[:done]), "a copy does not change with the view that it was made of"
+        done = max(done, min(cut, len(events)))
+    assert view == folded(events)
+
+
+@given(seed=st.integers(0, 10_000), position=st.integers(0, 500))
+@settings(max_examples=25, deadline=None)
+def test_going_back_gives_the_fold_of_the_prefix(seed: int, position: int) -> None:
+    events = chaos(seed)
+    timeline = Timeline(chunk_events=16, chunks_kept=1_000)
+    for number, event in enumerate(events, 1):
+        timeline.fold(number, event)
+    assert timeline.at(position) == folded(events[:position])
+    assert timeline.live == folded(events)
+
+
+def test_only_the_newest_events_can_be_gone_back_to() -> None:
+    timeline = Timeline(chunk_events=10, chunks_kept=3)
+    events = rolling(2).events[:95]
+    for number, event in enumerate(events, 1):
+        timeline.fold(number, event)
+    assert (timeline.oldest, timeline.newest) == (70, 95)
+    assert timeline.at(5) == folded(events[:70])
+    assert timeline.moved(95, -1) == 94
+    assert timeline.moved(72, -10) == 70
+    assert timeline.moved(70, 1) == 71
+    assert timeline.moved(94, 100) == 95
+
+
+def test_positions_with_gaps_are_stepped_over() -> None:
+    timeline = Timeline()
+    for position, event in zip((3, 7, 20), rolling(0).events):
+        timeline.fold(position, event)
+    assert timeline.moved(20, -1) == 7
+    assert timeline.at(19).position == 7
+
+
+def test_twenty_thousand_events_fold_in_no_time() -> None:
+    events = rolling(8).events
+    started = time.perf_counter()
+    timeline = Timeline()
+    for position in range(1, 20_001):
+        timeline.fold(position, events[(position - 1) % len(events)])
+    assert time.perf_counter() - started < 5.0, "about 0.4 s on an idle core"

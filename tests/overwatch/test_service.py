@@ -1,0 +1,81 @@
+"""The screen on a real bus."""
+
+import asyncio
+from pathlib import Path
+
+from bombus.bus import Bus, EmbeddedServer
+from bombus.hive.events import Event, encode_event, kind_of
+from bombus_overwatch.app import Overwatch
+from bombus_overwatch.screen import Link
+from bombus_overwatch.service import follow
+from tests.conftest import SMALL_STREAMS
+from tests.overwatch.story import Story, rolling
+
+WAIT_S = 20.0
+
+
+async def publish(bus: Bus, events: list[Event], start: int = 1) -> None:
+    acks = [
+        bus.publish(bus.subjects.event(event.engine, kind_of(event)), encode_event(event), msg_id=f"e{number}")
+        for number, event in enumerate(events, start)
+    ]
+    await asyncio.gather(*acks)
+
+
+class Watched(Overwatch):
+    """A screen that can be waited for."""
+
+    def __init__(self, story: Story) -> None:
+        super().__init__("demo", clock=lambda: story.now_ns)
+        self.told = asyncio.Event()
+
+    def take(self, position: int, event: Event) -> None:
+        super().take(position, event)
+        self.told.set()
+
+    def report(self, link: Link, why: str = "", target: int = 0) -> None:
+        super().report(link, why, target)
+        self.told.set()
+
+    async def reached(self, position: int, link: Link) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while self.timeline.newest < position or self.standing.link != link:
+                await self.told.wait()
+                self.told.clear()
+
+
+async def test_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None:
+    story = rolling(2)
+    await publish(bus, story.events[:-5])
+    app = Watched(story)
+    async with app.run_test(size=(120, 36)):
+        feed = asyncio.create_task(follow(app, bus))
+        await app.reached(len(story.events) - 5, Link.LIVE)
+        await publish(bus, story.events[-5:], len(story.events) - 4)
+        await app.reached(len(story.events), Link.LIVE)
+        assert app.timeline.live.hive.engines["main"].version == 2
+        feed.cancel()
+        await asyncio.gather(feed, return_exceptions=True)
+
+
+async def test_a_server_that_dies_is_waited_for(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    server.start()
+    story = Story()
+    story.boot()
+    async with await Bus.connect(server.url, "demo") as bus:
+        await bus.ensure_streams(SMALL_STREAMS)
+        await publish(bus, story.events[:-1])
+        app = Watched(story)
+        async with app.run_test(size=(120, 36)):
+            feed = asyncio.create_task(follow(app, bus))
+            await app.reached(len(story.events) - 1, Link.LIVE)
+            await asyncio.to_thread(server.stop)
+            await app.reached(len(story.events) - 1, Link.AWAY)
+            await asyncio.to_thread(server.start)
+            await app.reached(len(story.events) - 1, Link.LIVE)
+            await publish(bus, story.events[-1:], len(story.events))
+            await app.reached(len(story.events), Link.LIVE)
+            feed.cancel()
+            await asyncio.gather(feed, return_exceptions=True)
+    await asyncio.to_thread(server.stop)

@@ -1,0 +1,190 @@
+"""A log as one file: byte for byte what the bus had, whole or refused."""
+
+import gzip
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bombus.bus import Bus, Stored, snapshots
+from bombus.cli import main
+from bombus.errors import LogCorrupted
+from bombus.hive import inbox
+from bombus.hive.events import NotedCall, decode_event
+from bombus.hive.records import (
+    CallRecord,
+    CallRef,
+    Choice,
+    SamplingParams,
+    digest,
+    encode_record,
+    pack_logprobs,
+    pack_tokens,
+)
+from bombus.replay import archive
+from bombus.replay.archive import FORMAT, FileSource, Header, pack
+from bombus.replay.export import calls_of, export
+from bombus.replay.source import BusSource, NotOnLog, Source, state_at
+from tests.bus.test_snapshots import folded, two_snapshots
+from tests.coordinator.test_shell import ENGINE, boot, claim, end, leading, log_of
+from tests.logs.facts import TINY, recorded
+
+
+async def all_of(source: Source, after: int = 0) -> list[Stored]:
+    return [stored async for stored in source.stored(after)]
+
+
+async def record_call(bus: Bus, episode: str, name: str, parent: CallRef | None = None, note: bool = True) -> CallRef:
+    """A call as a gateway records it; with `note` the coordinator hears of it."""
+    record = CallRecord(
+        id=name,
+        engine=ENGINE,
+        run=1,
+        episode=episode,
+        parent=parent,
+        prompt_tail=pack_tokens([1, 2]),
+        prompt_tokens=2,
+        choices=(Choice(tokens=pack_tokens([3]), logprobs=pack_logprobs([-1.0])),),
+        sampling=SamplingParams(),
+    )
+    body = encode_record(record)
+    ack = await bus.publish(bus.subjects.call(ENGINE, episode), body, msg_id=name)
+    ref = CallRef(ack.seq, name, digest(body))
+    if note:
+        call = NotedCall(episode, ref, 2, 1, 0, 0)
+        await bus.send(inbox.CallRecorded(id=f"recorded-{name}", engine=ENGINE, run=1, call=call))
+    return ref
+
+
+async def one_episode(bus: Bus) -> list[CallRef]:
+    """An episode of two calls that ended, and one open."""
+    async with leading(bus):
+        await boot(bus, batch_size=100)
+        granted = await bus.ask(claim("k"))
+        assert isinstance(granted, inbox.Granted)
+        (episode,) = granted.episodes
+        unheard = await record_call(bus, episode, "unheard", note=False)
+        refs = [await record_call(bus, episode, "one", unheard)]
+        refs.append(await record_call(bus, episode, "two", refs[0]))
+        await bus.ask(end(episode, 1.0))
+        await bus.ask(claim("open"))
+    return [unheard, *refs]
+
+
+async def test_an_archive_has_every_byte_of_the_log_and_its_calls(bus: Bus, tmp_path: Path) -> None:
+    refs = await one_episode(bus)
+    path = tmp_path / "a.bombuslog"
+    written = await export(BusSource(bus, "the bus"), path)
+    stored = await log_of(bus)
+    assert (written.events, written.calls, written.calls_gone) == (len(stored), 3, 0)
+    with FileSource.open(path) as source:
+        assert await all_of(source) == stored
+        assert source.hive == bus.subjects.hive
+        assert [record.id for record in await source.records(refs)] == ["unheard", "one", "two"]
+        assert await state_at(source, len(stored)) == await folded(bus)
+    assert [each.name for each in tmp_path.iterdir()] == ["a.bombuslog"], "no draft is left behind"
+
+
+async def test_an_archive_can_be_exported_again(bus: Bus, tmp_path: Path) -> None:
+    await one_episode(bus)
+    first, second = tmp_path / "first", tmp_path / "second"
+    await export(BusSource(bus, "the bus"), first)
+    with FileSource.open(first) as source:
+        await export(source, second)
+    assert first.read_bytes() == second.read_bytes()
+
+
+async def test_without_calls_nothing_of_what_was_said_is_in_it(bus: Bus, tmp_path: Path) -> None:
+    refs = await one_episode(bus)
+    path = tmp_path / "a.bombuslog"
+    assert (await export(BusSource(bus, "the bus"), path, with_calls=False)).calls == 0
+    with FileSource.open(path) as source, pytest.raises(LogCorrupted, match="call one"):
+        await source.records(refs[1:])
+
+
+async def test_calls_that_the_hive_no_longer_has_are_counted(bus: Bus, tmp_path: Path) -> None:
+    refs = await one_episode(bus)
+    await bus.purge_below(bus.subjects.calls_stream, refs[1].seq)
+    path = tmp_path / "a.bombuslog"
+    written = await export(BusSource(bus, "the bus"), path)
+    assert (written.calls, written.calls_gone) == (2, 1)
+
+
+async def test_a_compacted_log_brings_the_state_that_it_begins_with(bus: Bus, tmp_path: Path) -> None:
+    everything = await two_snapshots(bus)
+    await bus.purge_below(bus.subjects.events_stream, 8)
+    path = tmp_path / "a.bombuslog"
+    await export(BusSource(bus, "the bus"), path)
+    with FileSource.open(path) as source:
+        end = (await source.end()).seq
+        assert (await source.base()) == ((await snapshots.load(bus, 8)).hive, 8)
+        assert await state_at(source, end) == everything
+        with pytest.raises(NotOnLog, match="8 was compacted"):
+            await state_at(source, 7)
+
+
+async def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> None:
+    body = TINY.read_bytes()
+    for length in (0, 10, 500, len(body) // 2, len(body) - 9, len(body) - 1):
+        path = tmp_path / f"cut-{length}"
+        path.write_bytes(body[:length])
+        with pytest.raises((LogCorrupted, NotOnLog), match=r"cut off|is no archive"), FileSource.open(path) as source:
+            await all_of(source)
+
+
+async def test_a_file_without_its_trailer_is_refused(tmp_path: Path) -> None:
+    frames = gzip.decompress(TINY.read_bytes())
+    trailer = pack(list(archive._frames(TINY))[-1])
+    assert frames.endswith(trailer)
+    path = tmp_path / "cut"
+    path.write_bytes(gzip.compress(frames[: -len(trailer)]))
+    with FileSource.open(path) as source, pytest.raises(LogCorrupted, match="cut off"):
+        await all_of(source)
+
+
+async def test_a_file_with_a_damaged_byte_is_refused(tmp_path: Path) -> None:
+    body = bytearray(TINY.read_bytes())
+    body[-6] ^= 1  # in the checksum
+    path = tmp_path / "damaged"
+    path.write_bytes(body)
+    with FileSource.open(path) as source, pytest.raises(LogCorrupted, match="damaged"):
+        await all_of(source)
+
+
+def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
+    newer = Header(format=FORMAT + 1, bombus="9.0.0", hive="main", last=0, last_ns=0)
+    body = msgspec.msgpack.decode(pack(newer)[4:]) | {"something": "new"}
+    packed = msgspec.msgpack.encode(body)
+    path = tmp_path / "newer"
+    path.write_bytes(gzip.compress(len(packed).to_bytes(4, "little") + packed))
+    with pytest.raises(NotOnLog, match=r"format 2, written by bombus 9\.0\.0.*upgrade bombus"):
+        FileSource.open(path).__enter__()
+
+
+def test_what_is_no_archive_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "packed").write_bytes(gzip.compress(b"\x05\x00\x00\x00hello"))
+    for name in ("text", "packed"):
+        with pytest.raises(NotOnLog, match="is no archive"):
+            FileSource.open(tmp_path / name).__enter__()
+
+
+async def test_every_call_that_an_event_names_is_found() -> None:
+    with FileSource.open(TINY) as source:
+        events = [decode_event(stored.data) for stored in await all_of(source)]
+    named = {kind: [ref for event in events if event.__struct_config__.tag == kind for ref in calls_of(event)]
+             for kind in ("calls.noted", "episode.ended", "batch.ready")}  # fmt: skip
+    assert set(named["batch.ready"]) < set(named["episode.ended"]) == set(named["calls.noted"])
+
+
+def test_the_command_says_what_it_wrote_and_overwrites_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "again.bombuslog"
+    words = ["log", "export", str(path), "--log", str(TINY)]
+    assert main(words) == 0
+    facts = recorded(TINY)
+    assert f"{facts['events']} events, {facts['calls']} calls" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["log", "export", str(tmp_path / "no/such/folder"), "--log", str(TINY)]) == 2

@@ -1,0 +1,269 @@
+"""`bombus replay episode`: what became of it, and every token with the figures that it was trained with."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bombus.cli import main
+from bombus.config.job import RunConfig
+from bombus.errors import LogCorrupted
+from bombus.hive import events as ev
+from bombus.hive.events import AbortReason, BatchReady, EpisodeType
+from bombus.hive.records import CallRef, SamplingParams
+from bombus.replay.archive import FileSource
+from bombus.replay.episode.html import page
+from bombus.replay.episode.story import Story, tell
+from bombus.replay.episode.text import text
+from bombus.replay.episode.tree import Reply, Token, Told, Turn, read_turns, text_of
+from bombus.replay.export import export
+from bombus.replay.source import NotOnLog, state_at
+from bombus_trainer.data.batch import prepare
+from bombus_trainer.data.reading import read_batch
+from bombus_trainer.settings import TrainerSettings
+from tests.logs.facts import TINY
+
+Capture = pytest.CaptureFixture[str]
+HOSTILE = "<script>alert(1)</script> & \"quoted\" 'too' \x1b[31m \u202e"
+
+
+@pytest.fixture
+def golden() -> Iterator[FileSource]:
+    with FileSource.open(TINY) as source:
+        yield source
+
+
+async def test_a_trained_episode_has_its_tree_and_its_advantage(golden: FileSource) -> None:
+    """Rewards 0.25 and 0.75: over their standard deviation (n - 1) of 0.3536 that is 0.7071 either way."""
+    told = await read_turns(golden, await tell(golden, "main-1-5"))
+    story = told.story
+    assert (story.task, story.step, story.version) == ("tree", 1, 0)
+    assert story.fate.startswith("trained in step 1")
+    assert story.outcome is not None
+    sign = 1 if story.outcome.reward == 0.75 else -1
+    assert [turn.advantage for turn in told.turns] == pytest.approx([sign * 0.70710] * 3, abs=1e-4)
+    assert [turn.parent for turn in told.turns] == [0, 1, 0], "the rewritten history begins a line of its own"
+    assert told.lines() == [(1, 2), (3,)]
+    assert [[message["role"] for message in turn.messages] for turn in told.turns] == [
+        ["user"], ["user"], ["user", "assistant", "user"],
+    ]  # fmt: skip
+    tokens = [token for turn in told.turns for reply in turn.replies for token in reply.tokens]
+    assert all(token.trained and token.version == 0 and token.logprob < 0 for token in tokens)
+    for turn in told.turns:
+        (reply,) = turn.replies
+        assert reply.message is not None
+        said = "".join(token.text for token in reply.tokens)
+        for special in ("<|im_start|>", "<|im_end|>", "<pad>", "<eos>"):
+            said = said.replace(special, "")
+        assert said == reply.message["content"]
+    assert told.turns[1].prompt_tokens == told.turns[0].prompt_tokens + len(told.turns[0].replies[0].tokens) + (
+        told.turns[1].prompt_added
+    )
+
+
+async def test_rewards_for_calls_give_each_call_its_own_advantage(golden: FileSource) -> None:
+    """Turn by turn, 0.0, 0.5 and 1.0 against zeros: the first has nothing to compare."""
+    stories = [await read_turns(golden, await tell(golden, episode)) for episode in ("main-1-12", "main-1-13")]
+    better = max(stories, key=lambda told: told.story.outcome.reward if told.story.outcome else 0.0)
+    assert [turn.advantage for turn in better.turns] == pytest.approx([0.0, 0.7071, 0.7071], abs=1e-4)
+
+
+async def told_under(golden: FileSource, episode: str, turn_tokens_max: int = 0, **trainer: str) -> Told:
+    """An episode as it would be told, had its run been configured with these settings too."""
+    story = await tell(golden, episode)
+    assert story.config is not None
+    tree = json.loads(story.config.config)
+    tree["trainer"] |= trainer
+    if turn_tokens_max:
+        tree["rollout"]["max_response_length_in_one_turn"] = turn_tokens_max
+    story.config = msgspec.structs.replace(story.config, config=json.dumps(tree))
+    return await read_turns(golden, story)
+
+
+async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(golden: FileSource) -> None:
+    told = await told_under(golden, "main-1-5", adv_estimator="reinforce_plus_plus")
+    assert {turn.advantage for turn in told.turns} == {None}
+    assert "no advantages: reinforce_plus_plus normalises over the whole batch: see `bombus replay batch`" in told.notes
+
+
+async def test_an_episode_that_the_job_masks_is_not_said_to_be_trained(golden: FileSource) -> None:
+    """One of its calls was cut at the six tokens that its client asked for."""
+    for overlong, turn_tokens_max, trained in (("keep", 6, True), ("mask", 6, False), ("mask", 7, True)):
+        told = await told_under(golden, "main-1-5", turn_tokens_max, overlong=overlong)
+        assert any(token.trained for turn in told.turns for reply in turn.replies for token in reply.tokens) == trained
+        assert all("cut at the job's limit" in turn.untrained for turn in told.turns) != trained
+
+
+async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_with(golden: FileSource) -> None:
+    async for entry in golden.events():
+        if not isinstance(entry.event, BatchReady):
+            continue
+        batch = await read_batch(golden, entry.event)
+        job = (await state_at(golden, entry.seq)).engine("main").active
+        assert job is not None
+        prepared = prepare(batch.groups, TrainerSettings.of_job(RunConfig.from_json(job.config)), vocab_size=1000)
+        trained: dict[str, list[tuple[float, ...]]] = {}
+        for line in (line for group in prepared.groups for line in group.lines):
+            sequence = line.sequence
+            columns = (sequence.tokens_T, sequence.logprobs_T, sequence.versions_T, line.advantages_T)
+            rows = zip(*(column[sequence.loss_mask_T].tolist() for column in columns))
+            trained.setdefault(sequence.episode, []).extend(rows)
+        for episode, rows_of_it in trained.items():
+            told = await read_turns(golden, await tell(golden, episode))
+            shown = [
+                (token.id, token.logprob, token.version, turn.advantage)
+                for turn in told.turns
+                for reply in turn.replies
+                for token in reply.tokens
+                if token.trained
+            ]
+            assert sorted(shown) == [pytest.approx(row) for row in sorted(rows_of_it)]
+
+
+@pytest.mark.parametrize(
+    ("episode", "became", "untrained"),
+    [
+        ("main-1-1", "ended with reward 0.5; dropped untrained: no_signal", ""),
+        ("main-1-7", "aborted: client (not needed)", ""),
+        ("main-1-8", "aborted: infra (the tool's server was away)", ""),
+        ("main-1-9", "a success; measured its policy version, and was not trained", "an evaluation episode"),
+        ("main-1-14", "aborted: engine_stopped", ""),
+        ("main-2-5", "waits in the pool", ""),
+    ],
+)
+def test_what_became_of_an_episode_is_said_first(episode: str, became: str, untrained: str, capsys: Capture) -> None:
+    assert main(["replay", "episode", "--log", str(TINY), episode]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"episode {episode}: ")
+    assert became in first
+    assert any(f"not trained: {untrained}" in line for line in rest) == bool(untrained)
+
+
+def test_tokens_are_listed_one_by_one_up_to_a_limit(capsys: Capture) -> None:
+    def rows(*words: str) -> list[str]:
+        assert main(["replay", "episode", "--log", str(TINY), "main-1-5", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert sum(" 0     1 " in line for line in rows()) == 3
+    assert sum("more: --tokens" in line for line in rows("--tokens", "1")) == 3
+    assert not any("logprob" in line for line in rows("--tokens", "0"))
+    assert main(["replay", "episode", "--log", str(TINY), "main-1-5", "--tokens", "-1"]) == 2
+
+
+async def test_an_episode_that_is_not_there_is_told_which_are(golden: FileSource) -> None:
+    with pytest.raises(NotOnLog, match=r"main-2-1 to main-2-5$"):
+        await tell(golden, "main-2-6")
+
+
+async def test_calls_that_are_gone_are_named_and_the_rest_is_told(golden: FileSource, tmp_path: Path) -> None:
+    path = tmp_path / "events-only"
+    await export(golden, path, with_calls=False)
+    with FileSource.open(path) as source:
+        told = await read_turns(source, await tell(source, "main-1-5"))
+    assert told.turns == ()
+    assert len(told.lost) == 3
+    assert any("tokens are shown by their ids" in note for note in told.notes)
+    assert told.story.outcome is not None
+    with pytest.raises(LogCorrupted):
+        await golden.records([CallRef(10_000, "none", b"")])
+
+
+# ---- what is drawn ------------------------------------------------------------------------------------------------
+
+
+def told_of(said: str, advantage: float | None = 0.5) -> Told:
+    """An episode whose every text is `said`."""
+    story = Story(
+        id="main-1-1", engine="main", run=1, client=said, type=EpisodeType.TRAIN, task=said, version=0, claimed_ns=1,
+        aborted=ev.EpisodeAborted(run=1, episodes=("main-1-1",), reason=AbortReason.CLIENT, detail=said),
+    )  # fmt: skip
+    function = {"name": said, "arguments": said}
+    message = {"role": said, "content": said, "tool_calls": [{"function": function}]}
+    tokens = (Token(1, said, -0.5, 3, True), Token(2, "b", -3.0, 3, False))
+    turn = Turn(
+        number=1, call="c1", parent=0, parent_reply=0, role=said, messages=(message,), prompt=said, prompt_tokens=3,
+        tools=({"function": {"name": said, "description": said}},), prompt_added=3, sampling=SamplingParams(),
+        replies=(Reply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="", advantage=advantage,
+    )  # fmt: skip
+    return Told(story=story, turns=(turn,), lost=(said,), notes=(said,))
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order; keeps their names, attributes and the text."""
+
+    VOID = frozenset({"meta", "input"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words = ""
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def test_a_page_needs_nothing_else_and_nothing_in_it_runs() -> None:
+    drawn = Page(page(told_of(HOSTILE), "the log"))
+    assert {tag for tag, _ in drawn.tags}.isdisjoint({"script", "link", "img", "iframe"})
+    for _, attributes in drawn.tags:
+        assert not {"src", "onclick", "onload"} & attributes.keys()
+        assert (attributes.get("href") or "#").startswith("#")
+    assert HOSTILE[:25] in drawn.words
+    assert "\x1b" not in drawn.words
+    assert "\u202e" not in drawn.words
+
+
+def test_a_token_on_the_page_says_its_figures_when_pointed_at() -> None:
+    drawn = Page(page(told_of("a"), "the log"))
+    titles = [attributes["title"] for tag, attributes in drawn.tags if "title" in attributes]
+    assert titles == [
+        "token 1 · logprob -0.5000 (p 0.607) · version 3 · advantage +0.5000",
+        "token 2 · logprob -3.0000 (p 0.050) · version 3 · not trained",
+    ]
+    kinds = [attributes.get("class") for tag, attributes in drawn.tags if "title" in attributes]
+    assert kinds == ["t up", "t m"]
+
+
+def test_the_command_writes_the_page(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "episode.html"
+    assert main(["replay", "episode", "--log", str(TINY), "main-1-5", "--html", str(path)]) == 0
+    drawn = Page(path.read_text())
+    assert "branch 2" in drawn.words
+    assert f"episode main-1-5 · {TINY}" in drawn.words
+    assert sum(attributes.get("class") == "tokens" for _, attributes in drawn.tags) == 3
+
+
+def test_a_terminal_gets_colours_and_a_file_gets_none() -> None:
+    plain = "\n".join(text(told_of("a"), 10, colour=False))
+    assert "\x1b" not in plain
+    painted = "\n".join(text(told_of("a"), 10, colour=True))
+    assert "\x1b[2m" in painted, "what is not trained is dim"
+    assert "\x1b[31m" not in "\n".join(text(told_of(HOSTILE), 10, colour=False))
+
+
+@dataclass
+class Words:
+    pieces: list[bytes]
+    specials: dict[int, str]
+
+
+def test_bytes_that_are_no_whole_character_are_spelled_out() -> None:
+    words = Words([b"", b"a", b"\xe2\x82", "€".encode()], {0: "<pad>"})
+    assert [text_of(token, words) for token in (0, 1, 2, 3, 4)] == ["<pad>", "a", "\\xe2\\x82", "€", "<4>"]
+    assert text_of(7, None) == "<7>"

@@ -1,0 +1,126 @@
+"""`bombus log verify` and `bombus log compact` on real logs, good and bad."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from bombus.bus import EPOCH, INBOX, Bus, snapshots
+from bombus.cli import main
+from bombus.errors import LogCorrupted, Refused
+from bombus.hive import events as ev
+from bombus.hive.events import Event
+from bombus.replay import upkeep
+from tests.bus.test_snapshots import folded, play, put, two_snapshots
+from tests.coordinator.test_shell import boot, leading
+
+
+async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
+    """What no coordinator would write."""
+    subject = bus.subjects.event(event.engine, ev.kind_of(event))
+    headers = {EPOCH: str(epoch), INBOX: str(answers)}
+    await bus.publish(subject, ev.encode_event(event), msg_id="forged", headers=headers)
+
+
+async def test_a_good_log_agrees_with_its_snapshots(bus: Bus) -> None:
+    await two_snapshots(bus)
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    seen: list[tuple[int, int]] = []
+    verified = await upkeep.verify(bus, lambda position, end: seen.append((position, end)))
+    assert (verified.first, verified.last, verified.epochs) == (1, newest.seq, 1)
+    assert verified.agreed == (8, 14)
+    assert seen[-1] == (newest.seq, newest.seq)
+
+
+async def test_an_empty_log_is_a_good_one(bus: Bus) -> None:
+    assert (await upkeep.verify(bus)).last == 0
+
+
+async def test_a_snapshot_that_is_not_the_fold_is_found(bus: Bus) -> None:
+    await two_snapshots(bus)
+    hive = await folded(bus, 14)
+    hive.engines["main"].counters.trained += 1
+    await put(bus, 14, hive=hive)
+    with pytest.raises(LogCorrupted, match="event 14 is not the fold"):
+        await upkeep.verify(bus)
+
+
+async def test_a_damaged_snapshot_is_found(bus: Bus) -> None:
+    await two_snapshots(bus)
+    await snapshots.save(bus, b"rubbish", 14)
+    with pytest.raises(LogCorrupted, match="snapshot at event 14"):
+        await upkeep.verify(bus)
+
+
+@pytest.mark.parametrize(("epoch", "answers"), [(0, 1_000), (2, 1_000), (1, 1)])
+async def test_an_event_that_no_leader_would_have_written_is_found(bus: Bus, epoch: int, answers: int) -> None:
+    async with leading(bus):
+        await boot(bus)
+    await append(bus, ev.EngineProgressed(engine="main", run=1, stage="x"), epoch, answers)
+    with pytest.raises(LogCorrupted, match=r"epoch|answers"):
+        await upkeep.verify(bus)
+
+
+async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
+    await two_snapshots(bus)
+    outcome = ev.Outcome(episode="main-1-99", task="t", reward=1.0, digest=b"d")
+    lost = msgspec.structs.replace(outcome, calls=(ev.CallRef(999, "lost", b"d" * 16),))
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    event = ev.EpisodeEnded(engine="main", run=1, client="c", outcomes=(lost,))
+    await append(bus, event, 1, int(newest.headers[INBOX]))
+    with pytest.raises(LogCorrupted, match="no message at 999"):
+        await upkeep.verify(bus)
+
+
+async def test_compacting_keeps_two_snapshots_and_everything_behind_the_older(bus: Bus) -> None:
+    everything = await two_snapshots(bus)
+    assert await upkeep.compact(bus) == 7
+    verified = await upkeep.verify(bus)
+    assert (verified.first, verified.agreed) == (9, (14,))
+    assert await upkeep.compact(bus) == 0, "again, it changes nothing"
+    async with leading(bus) as coordinator:
+        await play(bus, 100, 1)
+        assert set(everything.engine("main").pool) < set(coordinator.core.hive.engine("main").pool)
+
+
+async def test_a_log_without_two_good_snapshots_is_not_compacted(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus, batch_size=1000)
+        await play(bus, 0, 5)
+    with pytest.raises(Refused, match="0 of 2"):
+        await upkeep.compact(bus)
+    await put(bus, 8)
+    with pytest.raises(Refused, match="1 of 2"):
+        await upkeep.compact(bus)
+    await snapshots.save(bus, b"rubbish", 14)
+    with pytest.raises(LogCorrupted):
+        await upkeep.compact(bus)
+    assert (await bus.state(bus.subjects.events_stream)).first_seq == 1
+
+
+async def test_an_operator_verifies_and_compacts_by_command(
+    bus: Bus, nats_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await two_snapshots(bus)
+    where = ["--nats", nats_url, "--hive", bus.subjects.hive]
+
+    async def told(*words: str) -> tuple[int, str, str]:
+        code = await asyncio.to_thread(main, ["log", *words, *where])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    code, out, _ = await told("verify")
+    assert code == 0
+    assert "1 epochs" in out
+    assert "the snapshot at event 14 is the fold" in out
+    code, out, _ = await told("compact")
+    assert (code, "7 events were removed" in out) == (0, True)
+    code, out, _ = await told("verify")
+    assert (code, "from 9 to" in out) == (0, True)
+    await snapshots.save(bus, b"rubbish", 14)
+    for command in ("verify", "compact"):
+        code, out, err = await told(command)
+        assert (code, out) == (1, "")
+        assert "the snapshot at event 14" in err

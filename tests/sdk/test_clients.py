@@ -1,0 +1,312 @@
+"""Both clients against a whole hive behind a real HTTP server: real bus, coordinator and gateway."""
+
+import asyncio
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from bombus import AsyncSwarmClient, Credentials, EpisodesFailed, InfraError, Job, SwarmClient, Task, WorkflowOutput
+from bombus.bus import Bus
+from bombus.hive.events import AbortReason
+from bombus.hive.state import Phase
+from bombus.host.hive_keys import HiveKeys
+from bombus.sdk import transport
+from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
+from bombus.sdk.progress import Progress
+from tests.gateway.swarm_hive import PlayedHive, played_hive
+
+JOB = Job(model="tiny", batch_size=2, num_repeat=2, max_env_worker=8)
+TASK = Task(task_id="t1", main_query="1+1")
+
+
+@pytest.fixture
+async def played(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus) as played:
+        yield played
+
+
+@pytest.fixture
+async def url(played: PlayedHive) -> AsyncIterator[str]:
+    await played.start()
+    async with played.served() as url:
+        yield url
+
+
+async def test_a_client_starts_an_engine_and_runs_an_episode(played: PlayedHive) -> None:
+    async with played.served() as url:
+        with SwarmClient(url) as client:
+            starting = asyncio.create_task(asyncio.to_thread(client.auto_sync_train_config_and_start_engine, JOB))
+            await played.phase(Phase.BOOTING)
+            await played.boot()
+            await starting
+            assert played.engine.collection.batch_size == 2
+
+            episode, credentials = await asyncio.to_thread(client.begin_episode)
+            assert credentials.base_url == f"{url}/v1"
+            assert credentials.api_key.startswith("sk-bombus-")
+            assert credentials.model == "tiny"
+            assert await asyncio.to_thread(client.can_continue_episode, episode)
+            output = WorkflowOutput(reward=1.0, is_success=True, log_metrics={"length": [1.0, 3.0]})
+            await asyncio.to_thread(client.end_episode, TASK, episode, output)
+            stat = await asyncio.to_thread(client.get_rollout_stat)
+            assert stat.completed_tasks_rewards == {"t1": [1.0]}
+            assert await asyncio.to_thread(client.get_global_step) == 0
+            await asyncio.to_thread(client.stop_engine)
+            assert (await asyncio.to_thread(client.get_engine_status))[0] == "ENGINE.OFFLINE"
+
+
+async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
+    async with played.served() as url, AsyncSwarmClient(url) as client:
+        starting = asyncio.create_task(client.auto_sync_train_config_and_start_engine(JOB))
+        await played.phase(Phase.BOOTING)
+        await played.boot()
+        await starting
+        episode, credentials = await client.begin_episode()
+        assert credentials.base_url == f"{url}/v1"
+        async with client.keep_alive(episode, every_s=0.01):
+            await played.heard(lambda message: episode in getattr(message, "episodes", ()))
+        await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+        await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+        with pytest.raises(OtherOutcome):
+            await client.end_episode(TASK, episode, WorkflowOutput(reward=0.0))
+        assert await client.touch_episodes([episode]) == [episode]
+        with pytest.raises(EpisodeGone):
+            await client.end_episode(TASK, "main-1-99", WorkflowOutput(reward=0.0))
+
+
+async def test_another_clients_episode_cannot_be_ended(url: str) -> None:
+    async with AsyncSwarmClient(url) as one, AsyncSwarmClient(url, engine="main") as two:
+        episode, _ = await one.begin_episode()
+        with pytest.raises(NotYourEpisode):
+            await two.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
+
+
+async def test_a_prefix_stays_in_the_base_url(url: str) -> None:
+    async with AsyncSwarmClient(url, engine="main") as client:
+        _, credentials = await client.begin_episode()
+    assert credentials.base_url == f"{url}/e/main/v1"
+
+
+@pytest.mark.parametrize("in_path", [False, True])
+async def test_a_key_lets_a_client_do_what_the_key_is_for(bus: Bus, in_path: bool) -> None:
+    keys = HiveKeys(admin="an-admin-key-for-tests", client="a-client-key-for-tests")
+    async with played_hive(bus, keys=keys) as played, played.served() as url:
+
+        def client(key: str, engine: str | None = None) -> AsyncSwarmClient:
+            if in_path:
+                return AsyncSwarmClient(f"{url}/k/{key}/", engine=engine)
+            return AsyncSwarmClient(url, engine=engine, api_key=key)
+
+        async with AsyncSwarmClient(url, api_key="") as nobody:
+            with pytest.raises(Unauthorized, match="no key was sent"):
+                await nobody.get_engine_status()
+        async with client(keys.admin) as admin:
+            starting = asyncio.create_task(admin.auto_sync_train_config_and_start_engine(JOB))
+            await played.phase(Phase.BOOTING)
+            await played.boot()
+            await starting
+        async with client(keys.client, engine="main") as worker:
+            with pytest.raises(Unauthorized, match="admin key"):
+                await worker.stop_engine()
+            _, credentials = await worker.begin_episode()
+            assert credentials.base_url == f"{url}/e/main/v1"  # an agent does not get its client's key
+
+
+def test_a_key_is_in_the_header_and_in_nothing_that_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "a-client-key-for-tests"
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        raise httpx.ConnectError("refused")
+
+    with SwarmClient(f"http://hive/k/{key}", transport_=httpx.MockTransport(answer), retry_s=0) as client:
+        with pytest.raises(ServerUnreachable) as lost:
+            client.abort_episode("e1")
+        shown = [
+            client.server_url,
+            repr(vars(client)),
+            repr(lost.value),
+            caplog.text,
+            str(seen[0].url),
+            repr(seen[0].headers),
+        ]
+    assert seen[0].headers["authorization"] == f"Bearer {key}"
+    assert all(key not in text for text in shown)
+    assert "sk-1" not in repr(Credentials(base_url="u", api_key="sk-1", model="m", episode_uuid="e"))
+
+
+@pytest.mark.parametrize(
+    ("url", "api_key", "environment", "expected"),
+    [
+        ("http://h:1/", None, {}, ("http://h:1", "")),
+        ("http://h:1", "given", {"BOMBUS_ADMIN_KEY": "a"}, ("http://h:1", "given")),
+        ("http://h:1", "", {"BOMBUS_ADMIN_KEY": "a"}, ("http://h:1", "")),
+        ("http://h:1", None, {"BOMBUS_ADMIN_KEY": "a\n", "BOMBUS_CLIENT_KEY": "c"}, ("http://h:1", "a")),
+        ("http://h:1", None, {"BOMBUS_CLIENT_KEY": "c"}, ("http://h:1", "c")),
+        ("http://h:1/hive/k/path/", None, {"BOMBUS_CLIENT_KEY": "c"}, ("http://h:1/hive", "path")),
+        ("http://h:1/k/path", "given", {}, ("http://h:1", "given")),
+    ],
+)
+def test_a_key_is_the_one_that_is_given_or_in_the_url_or_in_the_environment(
+    url: str, api_key: str | None, environment: dict[str, str], expected: tuple[str, str]
+) -> None:
+    assert transport.address(url, api_key, environment) == expected
+
+
+@pytest.mark.parametrize("url", ["hive/k/secret", "http://hive/k/secret/e/main", "http://hive/k/sec ret"])
+def test_an_address_that_cannot_be_is_refused_without_its_key(url: str) -> None:
+    with pytest.raises(ValueError, match=r"server_url|characters") as refused:
+        SwarmClient(url)
+    assert "sec" not in str(refused.value)
+
+
+# ---- running many ---------------------------------------------------------------------------------------------
+
+
+async def test_a_group_is_claimed_and_ended_in_one_request_each(url: str, played: PlayedHive) -> None:
+    tasks_met = threading.Barrier(2, timeout=10)  # both episodes run at once
+
+    def agent(task: Task, credentials: Credentials) -> float:
+        tasks_met.wait()
+        return float(credentials.episode_uuid.endswith("1"))
+
+    with SwarmClient(url) as client:
+        outputs = await asyncio.to_thread(client.run_group, TASK, agent, 2)
+    assert {output.reward for output in outputs if output} == {0.0, 1.0}
+    assert len(played.engine.pool) == 2
+
+
+async def test_a_broken_environment_costs_its_group_one_episode_and_no_blame(url: str, played: PlayedHive) -> None:
+    async def agent(task: Task, credentials: Credentials) -> float:
+        if credentials.episode_uuid.endswith("-1"):
+            raise InfraError("the browser crashed")
+        return 1.0
+
+    async with AsyncSwarmClient(url) as client:
+        outputs = await client.run_group(TASK, agent, 2)
+        assert outputs[0] is None
+        assert outputs[1] is not None
+        assert played.engine.closed["main-1-1"].aborted == AbortReason.INFRA
+        assert len(played.engine.pool) == 1
+
+        async def broken(task: Task, credentials: Credentials) -> float:
+            raise ValueError("a bug")
+
+        with pytest.raises(EpisodesFailed, match="a bug"):
+            await client.run_group(TASK, broken, 2)
+    assert played.engine.closed["main-1-3"].aborted == AbortReason.CLIENT
+    assert not played.engine.open
+
+
+async def test_a_run_that_fails_is_tried_again_after_a_while(url: str) -> None:
+    slept: list[float] = []
+    tries: dict[str, int] = {}
+
+    def sometimes(task: Task) -> str:
+        tries[task.task_id] = tries.get(task.task_id, 0) + 1
+        if task.task_id == "bad" or (task.task_id == "shaky" and tries["shaky"] < 3):
+            raise RuntimeError(task.task_id)
+        return task.task_id.upper()
+
+    tasks = [Task(task_id=name) for name in ("good", "shaky", "bad")]
+    with SwarmClient(url, verbose=False, sleep=slept.append) as client:
+        with pytest.raises(EpisodesFailed) as caught:
+            client.run_episodes_until_all_complete(tasks, sometimes)
+        assert caught.value.results == ["GOOD", "SHAKY", None]
+        assert list(caught.value.failures) == [2]
+        assert tries == {"good": 1, "shaky": 3, "bad": 3}
+        assert len(slept) == 4
+        tries.clear()
+        with pytest.raises(EpisodesFailed):
+            client.run_episodes_until_all_complete(tasks, sometimes, auto_retry=False)
+        assert tries == {"good": 1, "shaky": 1, "bad": 1}
+
+
+async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None:
+    with SwarmClient(url, verbose=False) as client:
+
+        def rollout(task: Task) -> str:
+            episode, _ = client.begin_episode()
+            client.end_episode(task, episode, WorkflowOutput(reward=0.5))
+            return episode
+
+        tasks = [Task(task_id="same") for _ in range(24)]
+        episodes = await asyncio.to_thread(client.run_episodes_until_all_complete, tasks, rollout, 12)
+    assert len(set(episodes)) == 24
+    assert len(played.engine.pool) == 24
+
+
+async def test_async_runs_are_tried_again_too() -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def always(task: Task) -> None:
+        raise RuntimeError("no")
+
+    async with AsyncSwarmClient("http://nowhere", verbose=False, sleep=sleep) as client:
+        with pytest.raises(EpisodesFailed):
+            await client.run_episodes_until_all_complete([TASK], always)
+    assert len(slept) == 2
+    assert slept[1] > slept[0]
+
+
+# ---- the transport --------------------------------------------------------------------------------------------
+
+
+def test_a_broken_connection_is_tried_again_and_the_trace_goes_along() -> None:
+    seen: list[httpx.Request] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        if len(seen) == 1:
+            raise httpx.ConnectError("refused")
+        if len(seen) == 2:
+            return httpx.Response(503, json={"detail": "later", "code": "overloaded"}, headers={"Retry-After": "3"})
+        return httpx.Response(200, json={"success": True})
+
+    slept: list[float] = []
+    client = SwarmClient("http://hive", transport_=httpx.MockTransport(answer), sleep=slept.append)
+    with TracerProvider().get_tracer("an agent").start_as_current_span("its work") as span:
+        client.abort_episode("e1")
+    client.abort_episode("e2")
+    assert slept[1] >= 3.0
+    context = span.get_span_context()
+    trace = f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
+    *traced, untraced = seen
+    assert {request.headers["traceparent"] for request in traced} == {trace}
+    assert "traceparent" not in untraced.headers
+    assert len({request.headers["idempotency-key"] for request in traced}) == 1
+
+
+def test_a_server_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="http://"):
+        SwarmClient("localhost:10086")
+
+
+def test_progress_is_one_line_that_counts() -> None:
+    progress = Progress(4, "episodes", shown=False)
+    progress.step()
+    progress.step(failed=True)
+    assert "2/4 episodes, 1 failed" in progress.line()
+
+
+@pytest.mark.parametrize("name", ["SwarmClient", "AsyncSwarmClient", "Job", "Task"])
+def test_the_client_needs_no_server_library(name: str) -> None:
+    script = f"""
+import sys, bombus
+assert "httpx" not in sys.modules and "pydantic" not in sys.modules, "import bombus is not lazy"
+bombus.{name}
+print([module for module in ("nats", "torch", "fastapi", "yaml", "transformers") if module in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

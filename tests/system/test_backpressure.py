@@ -1,0 +1,283 @@
+"""The bus away, its streams at their limits, its disk full: work waits or is refused, nothing acknowledged is lost."""
+
+import asyncio
+import json
+import subprocess
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from bombus.bus import Bus, EmbeddedServer, PubAck
+from bombus.bus.streams import blob_stream
+from bombus.errors import BusUnavailable
+from bombus.hive import inbox
+from bombus.hive.state import Hive
+from bombus_coordinator import storage
+from tests.conftest import MB, SMALL_STREAMS, freeze, thaw
+from tests.gateway.openai_hive import ENGINE, MODEL, GatewayHive, gateway_hive, new_id
+
+USER: Any = [{"role": "user", "content": "how are you?"}]
+SOON_S = 15.0
+
+
+async def ask(hive: GatewayHive, key: str) -> str:
+    answer = await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
+    return answer.id.removeprefix("chatcmpl-")
+
+
+def claim_body(client: str = "c1") -> dict[str, object]:
+    return {"client_uuid": client, "episode_type": "train", "discard_episode_timeout": 60.0}
+
+
+def says_try_again(answer: httpx.Response, code: str) -> None:
+    assert answer.status_code == 503, answer.text
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.json()["code"] == code
+
+
+# ---- the bus away ----
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen"])
+async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_go_on_when_it_is_back(
+    crashing: tuple[EmbeddedServer, Bus], how: str
+) -> None:
+    server, bus = crashing
+    async with gateway_hive(bus) as hive, httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
+        episode, key = await hive.claim()
+        before = await ask(hive, key)
+        await (freeze(server) if how == "frozen" else asyncio.to_thread(server.kill))
+        call = asyncio.create_task(ask(hive, key))
+        claim = asyncio.create_task(http.post("/claim_episode", json=claim_body()))
+        await asyncio.wait({call, claim}, timeout=3)
+        assert not call.done()
+        assert not claim.done()
+        if how == "frozen":
+            thaw(server)
+        else:
+            await asyncio.to_thread(server.start)
+        assert (await claim).json()["success"]
+        records = await hive.records(episode, 2)
+        assert [record.id for record in records] == [before, await call]
+        await hive.end(episode)
+
+
+async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_door(
+    crashing: tuple[EmbeddedServer, Bus],
+) -> None:
+    server, bus = crashing
+    async with gateway_hive(bus, record_s_max=0.5, command_s_max=1.0) as hive:
+        episode, key = await hive.claim()
+        await ask(hive, key)
+        await asyncio.to_thread(server.kill)
+        async with httpx.AsyncClient(base_url=hive.base_url, timeout=40) as http:
+            with pytest.raises(openai.InternalServerError) as refused:
+                await ask(hive, key)
+            assert refused.value.response.headers["retry-after"]
+            ending = {"client_uuid": "c1", "episode_uuid": episode, "task_id": "t", "workflow_output": {"reward": 1.0}}
+            posts = [
+                http.post("/claim_episode", json=claim_body()),
+                http.post("/end_episode", json=ending),
+                http.post("/start_engine"),
+                http.post("/stop_engine"),
+                http.post("/agree_sync_weight", json={"client_uuid": "c1"}),
+            ]
+            for answer in await asyncio.gather(*posts):
+                says_try_again(answer, "bus_down")
+        await asyncio.to_thread(server.start)
+        await hive.end(episode)
+
+
+async def test_what_waits_in_memory_is_bounded_and_beyond_it_calls_are_refused(
+    crashing: tuple[EmbeddedServer, Bus],
+) -> None:
+    server, bus = crashing
+    async with gateway_hive(bus) as hive:
+        episode, key = await hive.claim()
+        before = await ask(hive, key)
+        await asyncio.to_thread(server.kill)
+        waiting: list[asyncio.Future[PubAck]] = []
+
+        async def put_more() -> None:
+            for number in range(5000):
+                subject = bus.subjects.call(ENGINE, "other")
+                waiting.append(await bus.publisher.submit(subject, b"x", msg_id=f"f{number}", timeout_s=60))
+
+        with pytest.raises(BusUnavailable, match="in flight"):
+            await put_more()
+        assert len(waiting) <= 4096
+        with pytest.raises(openai.InternalServerError, match="in flight") as refused:
+            await ask(hive, key)
+        assert refused.value.response.headers["retry-after"]
+        await asyncio.to_thread(server.start)
+        seqs = [(await ack).seq for ack in waiting]
+        assert len(set(seqs)) == len(waiting), "what was taken in is stored, once"
+        call = await ask(hive, key)
+        assert [record.id for record in await hive.records(episode, 2)] == [before, call]
+
+
+# ---- streams at their limits ----
+
+
+async def _resize(bus: Bus, stream: str, size: int) -> None:
+    found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{stream}")).data)
+    body = json.dumps(found["config"] | {"max_bytes": size}).encode()
+    answer = await bus.requests.ask(f"$JS.API.STREAM.UPDATE.{stream}", body)
+    assert "error" not in json.loads(answer.data), answer.data
+
+
+async def _grow(hive: GatewayHive, bus: Bus, what: str) -> None:
+    """Make a stream so large that a tenth of it holds what a test does next."""
+    for number in range(100):
+        if what == "events":
+            episode, _ = await hive.claim()
+            await bus.ask(inbox.Abort(id=new_id(), engine=ENGINE, client="c1", episodes=(episode,)))
+        elif what == "inbox":
+            await bus.publish(bus.subjects.inbox("touch"), b"x" * 1000, msg_id=f"f{number}")
+        elif what == "calls":
+            await bus.publish(bus.subjects.call(ENGINE, "other"), b"x" * 1000, msg_id=f"f{number}")
+    if what == "blobs":
+        await bus.put_blob("other", b"x" * 100_000)
+
+
+@asynccontextmanager
+async def watched(hive: GatewayHive, bus: Bus, disk: Path | None = None, reserve: int = 0) -> AsyncIterator[None]:
+    """While the leader's watch of the storage runs."""
+    watching = asyncio.create_task(storage.watch(bus, lambda: hive.follower.hive, disk, reserve, period_s=0.05))
+    try:
+        yield
+        assert not watching.done()
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
+async def told(hive: GatewayHive, holds: Callable[[Hive], bool]) -> None:
+    """Return once the gateway knows."""
+    assert hive.gateway is not None
+    await hive.follower.wait_for(holds, SOON_S)
+    await hive.gateway.follower.wait_for(holds, SOON_S)
+
+
+async def takes_no_new_work(hive: GatewayHive, key: str, what: str) -> None:
+    async with httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
+        says_try_again(await http.post("/claim_episode", json=claim_body()), "storage_full")
+        status = (await http.get("/get_engine_status")).json()
+        assert status["engine_status"] == "ENGINE.ROLLING"
+        assert what in status["engine_status_detail"]
+    with pytest.raises(openai.InternalServerError, match=what) as refused:
+        await ask(hive, key)
+    assert refused.value.response.headers["retry-after"]
+    assert refused.value.code == "storage_full"
+
+
+@pytest.mark.parametrize("what", ["inbox", "events", "calls", "blobs"])
+async def test_a_stream_that_is_nearly_full_takes_no_new_work_but_what_is_under_way_ends(bus: Bus, what: str) -> None:
+    names = bus.subjects
+    streams = {"inbox": names.inbox_stream, "events": names.events_stream, "calls": names.calls_stream}
+    stream = {**streams, "blobs": blob_stream(names)}[what]
+    async with gateway_hive(bus) as hive, watched(hive, bus):
+        await _grow(hive, bus, what)
+        episode, key = await hive.claim()
+        await ask(hive, key)
+        size = (await bus.state(stream)).max_bytes
+        await _resize(bus, stream, int((await bus.state(stream)).bytes / 0.93))
+        await told(hive, lambda state: what in state.full)
+        await takes_no_new_work(hive, key, what)
+        await hive.end(episode)
+        await _resize(bus, stream, size)
+        await told(hive, lambda state: not state.full)
+        _, key = await hive.claim()
+        assert await ask(hive, key)
+
+
+async def test_decisions_wait_for_an_event_log_that_is_full_and_land_when_it_is_not(bus: Bus) -> None:
+    async with gateway_hive(bus) as hive:
+        episode, _ = await hive.claim()
+        state = await bus.state(bus.subjects.events_stream)
+        await _resize(bus, bus.subjects.events_stream, max(4096, state.bytes + 1))
+        result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0, metadata={"note": "x" * 4096})
+        end = inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,))
+        with pytest.raises(BusUnavailable):
+            await bus.ask(end, 2)
+        assert (await bus.state(bus.subjects.events_stream)).last_seq == state.last_seq
+        await _resize(bus, bus.subjects.events_stream, state.max_bytes)
+        assert isinstance(await bus.ask(end, SOON_S), inbox.Done)
+        await hive.until(lambda engine: list(engine.pool) == [episode])
+
+
+# ---- the disk full ----
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder with 96 MB and no more."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(ballast: Path) -> None:
+    """Take every byte of the disk that is left."""
+    with ballast.open("ab", buffering=0) as file:
+        for size in (MB, 4096, 1):
+            try:
+                while file.write(b"x" * size) == size:
+                    pass
+            except OSError:
+                continue
+
+
+async def keep(server: EmbeddedServer) -> None:
+    """What the supervisor does for its server."""
+    while True:
+        if await asyncio.to_thread(server.needs_restart):
+            await asyncio.to_thread(server.stop)
+            await asyncio.to_thread(server.start)
+        await asyncio.sleep(0.1)
+
+
+async def test_a_full_disk_refuses_new_work_loses_nothing_and_all_goes_on_when_there_is_room(small_disk: Path) -> None:
+    server = EmbeddedServer(small_disk / "nats", store_bytes_max=100 << 30)
+    await asyncio.to_thread(server.start)
+    ballast = small_disk / "ballast"
+    acknowledged: list[str] = []
+    try:
+        async with await Bus.connect(server.url, "h") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            async with gateway_hive(bus, record_s_max=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
+                episode, key = await hive.claim()
+                acknowledged += [await ask(hive, key) for _ in range(3)]
+                ballast.write_bytes(b"x" * 60 * MB)
+                await told(hive, lambda state: storage.DISK in state.full)
+                await takes_no_new_work(hive, key, storage.DISK)
+                keeping = asyncio.create_task(keep(server))
+                fill(ballast)
+                body, failed = b"x" * MB, 0
+                try:
+                    await bus.publish(bus.subjects.call(ENGINE, "other"), body, msg_id="too much", timeout_s=2)
+                except BusUnavailable:
+                    failed += 1
+                assert failed, "the disk is not full"
+                ballast.unlink()
+                began = time.monotonic()
+                await told(hive, lambda state: not state.full)
+                acknowledged.append(await ask(hive, key))
+                assert time.monotonic() - began < SOON_S
+                assert [record.id for record in await hive.records(episode, 4)] == acknowledged
+                await hive.end(episode)
+                keeping.cancel()
+    finally:
+        await asyncio.to_thread(server.stop, 2)

@@ -1,0 +1,348 @@
+"""The whole thing: `bombus up` with its processes, driven from outside as a user would."""
+
+import asyncio
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import AuthenticationError, OpenAI, PermissionDeniedError
+
+from bombus import Job, SwarmClient, Task, WorkflowOutput
+from bombus.bus import Bus, Reader
+from bombus.demo.hive import free_port
+from bombus.hive import events as ev
+
+ROOT = Path(__file__).parents[2]
+READY_S = 120.0
+EXAMPLE_S = 150.0
+
+
+class Up:
+    """A running `bombus up`. `ready` is the line with which it became so, `log` what it logged."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.log = folder / "up.log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "bombus", "up", "--port", str(free_port()), "--data-dir", str(folder / "data"),
+                 "--threads", "1", *arguments],
+                stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+                env={**os.environ, "BOMBUS_CACHE": str(folder.parent / "cache")},
+            )  # fmt: skip
+        self.url = self._ready()
+
+    def _ready(self) -> str:
+        assert self.process.stdout is not None
+        timer = threading.Timer(READY_S, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                if line.startswith("ready "):
+                    self.ready = line
+                    return line.split()[1]
+        finally:
+            timer.cancel()
+        raise AssertionError(f"bombus up did not become ready:\n{self.log.read_text()}")
+
+    def services(self, name: str) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if child.cmdline()[1:4] == ["-m", "bombus", name]]
+
+    @property
+    def nats(self) -> str:
+        words = self.services("coordinator")[0].cmdline()
+        return words[words.index("--nats") + 1]
+
+    def interrupt(self) -> list[psutil.Process]:
+        """Ctrl-C; returns those of its processes that are still there afterwards."""
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        assert family
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(60)
+        _, alive = psutil.wait_procs(family, timeout=10)
+        return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    running = Up(tmp_path_factory.mktemp("hive"), "--gateways", "2", "--coordinators", "2")
+    yield running
+    assert running.interrupt() == [], "Ctrl-C leaves nothing behind"
+
+
+def example(up: Up, name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, name, "--url", up.url, *arguments],
+        cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stderr}\n{up.log.read_text()[-4000:]}"
+    return done.stdout
+
+
+def stop(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.stop_engine()
+
+
+def test_a_hive_trains_a_model_through_every_service_and_serves_the_new_weights(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+        job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus={"rollout": LENGTHS})
+        client.auto_sync_train_config_and_start_engine(job)
+        tasks = [Task(task_id="a", main_query="a="), Task(task_id="b", main_query="b=")]
+
+        def agent(task: Task, credentials: "object") -> WorkflowOutput:
+            model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)  # type: ignore[attr-defined]
+            messages = [{"role": "user", "content": task.main_query}]
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4, logprobs=True)  # type: ignore[arg-type]
+            assert reply.choices[0].logprobs is not None
+            return WorkflowOutput(reward=float((reply.choices[0].message.content or "").count(task.task_id)))
+
+        for _ in range(2):
+            client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 4))
+        client.wait_for_status("ENGINE.ROLLING")
+        assert client.get_global_step() == 2
+        episode, credentials = client.begin_episode(episode_type="eval")
+        agent(tasks[0], credentials)
+        client.end_episode(tasks[0], episode, WorkflowOutput(reward=0.5))
+        late = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=0)
+        with pytest.raises(PermissionDeniedError, match="has been ended"):
+            late.chat.completions.create(model="any", messages=[{"role": "user", "content": "c="}], max_tokens=2)
+        forged = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key[:-2] + "xx", max_retries=0)
+        with pytest.raises(AuthenticationError):
+            forged.chat.completions.create(model="any", messages=[{"role": "user", "content": "c="}], max_tokens=2)
+    stop(up)
+
+
+LENGTHS = {
+    "max_prompt_length": 256,
+    "max_response_length": 200,
+    "max_response_length_in_one_turn": 64,
+    "max_model_len": 512,
+}
+
+
+def test_an_asynchronous_run_rolls_on_while_it_trains_and_no_sample_is_over_the_bound(up: Up) -> None:
+    bombus = {"rollout": LENGTHS, "collection": {"max_staleness": 1}}
+    job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus=bombus)
+    numbers = itertools.count()
+
+    def play(client: SwarmClient) -> None:
+        while client.get_global_step() < 6:
+            task = f"t{next(numbers) // 4}"
+            episode, credentials = client.begin_episode()
+            model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
+            messages = [{"role": "user", "content": "a="}]
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=48)  # type: ignore[arg-type]
+            reward = float((reply.choices[0].message.content or "").count("a"))
+            client.end_episode(Task(task_id=task, main_query=""), episode, WorkflowOutput(reward=reward))
+
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(job)
+        with ThreadPoolExecutor(8) as players:
+            for played in [players.submit(play, client) for _ in range(8)]:
+                played.result(timeout=EXAMPLE_S)
+        assert client.get_engine_status()[0] == "ENGINE.ROLLING"
+    run = asyncio.run(newest_run(up))
+    steps = [event.metrics for event in run if isinstance(event, ev.StepCompleted)]
+    assert len(steps) >= 6
+    assert max(metrics["staleness_max"] for metrics in steps) == 1, "some were sampled a version before, none two"
+    assert all(metrics["episodes_left_out"] == 0 for metrics in steps)
+    assert not any(isinstance(event, ev.RollingClosed | ev.SyncingStarted) for event in run)
+    training = ended_meanwhile = 0
+    for event in run:
+        training += isinstance(event, ev.BatchReady) - isinstance(event, ev.StepCompleted)
+        ended_meanwhile += training > 0 and isinstance(event, ev.EpisodeEnded)
+    assert ended_meanwhile > 0
+    stop(up)
+
+
+async def newest_run(up: Up) -> list[ev.AnyEvent]:
+    """The events since the engine was started last."""
+    found: list[ev.AnyEvent] = []
+    async with await Bus.connect(up.nats, "main") as bus:
+        newest = await bus.last(bus.subjects.events_stream)
+        assert newest is not None
+        position = 0
+        async with Reader(bus, bus.subjects.events_stream, start_seq=1) as reader:
+            while position < newest.seq:
+                for stored in await reader.read():
+                    position = stored.seq
+                    event = ev.decode_event(stored.data)
+                    found = [] if isinstance(event, ev.EngineStarted) else [*found, event]
+    return found
+
+
+def test_the_weights_of_a_step_load_with_transformers(up: Up) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    newest = max((up.folder / "data/engines").rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
+    model = AutoModelForCausalLM.from_pretrained(newest.parent)
+    tokens = AutoTokenizer.from_pretrained(newest.parent)("a=", return_tensors="pt")
+    assert model(**tokens).logits.shape[-1] == model.config.vocab_size
+
+
+def test_the_arithmetic_agent_runs(up: Up) -> None:
+    assert "step 1: mean reward" in example(up, "arithmetic_agent.py", "--model", "tiny", "--steps", "2")
+    stop(up)
+
+
+def test_the_tool_agent_runs_and_its_turns_merge(up: Up) -> None:
+    example(up, "tool_agent.py", "--model", "tiny", "--steps", "1")
+    stop(up)
+
+
+def test_the_debug_client_leaves_no_episode_behind(up: Up) -> None:
+    example(up, "debug_client.py", "--model", "tiny", "--steps", "1")
+    with SwarmClient(up.url) as client:
+        assert client.get_rollout_stat().completed_episodes == 0
+    stop(up)
+
+
+def test_two_clients_share_an_engine_in_the_cocktail_and_make_steps_beyond_those_of_others(up: Up) -> None:
+    assert "from step 0 to step 1\n" in example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+    again = example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
+    first, last = map(int, re.findall(r"from step (\d+) to step (\d+)", again)[0])
+    assert last == first + 1 > 1
+    assert {line.split(":")[0] for line in again.splitlines()[1:]} == {"adding", "counting"}
+    stop(up)
+
+
+def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
+    program = (ROOT / "examples/readme.py").read_text()
+    for written, here in {"http://127.0.0.1:10086": up.url, "range(20)": "range(8)"}.items():
+        assert written in program
+        program = program.replace(written, here)
+    (tmp_path / "readme.py").write_text(program)
+    done = subprocess.run([sys.executable, tmp_path / "readme.py"], capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert done.returncode == 0, done.stderr
+    rewards = [float(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(rewards) == 8
+    assert max(rewards[-2:]) > rewards[0] + 0.1, "it visibly learns"
+    stop(up)
+
+
+def test_a_program_for_another_model_is_told_so_and_how_to_stop_the_one_that_runs(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+    command = [sys.executable, "debug_client.py", "--url", up.url, "--model", "smollm2"]
+    refused = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S)
+    assert refused.returncode == 1
+    assert "model.path is 'tiny', not 'smollm2'" in refused.stderr
+    assert "`bombus stop`" in refused.stderr
+    assert "Traceback" not in refused.stderr
+    stopping = [sys.executable, "-m", "bombus", "stop", "--nats", up.nats, "--hive", "main"]
+    told = [subprocess.run(stopping, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    assert told == ["engine main is stopped at step 0; its log, weights and checkpoints are kept\n",
+                    "engine main runs no job\n"]  # fmt: skip
+    with SwarmClient(up.url) as client:
+        assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+    unknown = subprocess.run([*stopping, "--engine", "other"], capture_output=True, text=True, timeout=60)
+    assert (unknown.returncode, unknown.stderr) == (
+        2, "bombus stop: hive main has no engine other; its engines are: main\n"
+    )  # fmt: skip
+
+
+def test_an_example_says_how_to_start_a_hive_and_shows_no_traceback() -> None:
+    command = [sys.executable, "arithmetic_agent.py", "--url", f"http://127.0.0.1:{free_port()}"]
+    with subprocess.Popen(command, cwd=ROOT / "examples", stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = process.stderr.readline()  # at once: its patience of two minutes is not waited for
+        process.kill()
+    assert re.fullmatch(r"waiting for http://127\.0\.0\.1:\d+, up to 120 s: start it with `bombus up`\n", said)
+
+
+def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
+    assert (up.folder / "data/nats-url").read_text().strip() == up.nats
+    assert up.ready == f"ready {up.url} (NATS at {up.nats})\n"
+    command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "engine main" in text
+    data = json.loads(
+        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
+    )
+    assert "main" in json.dumps(data)
+
+
+def test_services_that_die_are_started_again_and_the_hive_goes_on(up: Up) -> None:
+    for name in ("coordinator", "gateway"):
+        before = up.services(name)
+        for each in before:
+            each.kill()
+        psutil.wait_procs(before, timeout=10)
+        with SwarmClient(up.url) as client:  # its commands wait until somebody decides and answers
+            client.sync_train_config(Job(model="tiny"))
+        assert {each.pid for each in up.services(name)}.isdisjoint({each.pid for each in before})
+
+
+def test_an_unmodified_sdk_with_one_base_url_survives_the_death_of_the_gateway_that_serves_it(up: Up) -> None:
+    with SwarmClient(up.url) as client:
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+        episode, credentials = client.begin_episode()
+        model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=5)
+        messages = [{"role": "user", "content": "a="}]
+        for _ in range(2):
+            reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
+            messages += [{"role": "user", "content": "b="}]
+            serving = serving_us(up)  # over a connection that the SDK keeps open
+            serving.kill()
+            serving.wait(10)
+        reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+        assert reply.usage is not None
+        assert reply.usage.prompt_tokens > 8, "the turns before are in the prompt"
+        client.end_episode(Task(task_id="t", main_query=""), episode, WorkflowOutput(reward=1.0))
+        assert client.get_rollout_stat().completed_episodes == 1
+    stop(up)
+
+
+def serving_us(up: Up) -> psutil.Process:
+    """The gateway at the other end of a connection of this process; the newest one."""
+    port = int(up.url.rsplit(":", 1)[1])
+    ours = {
+        connection.laddr.port
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.raddr and connection.raddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+    }
+    for gateway in up.services("gateway"):
+        if any(connection.raddr and connection.raddr.port in ours for connection in gateway.net_connections("tcp")):
+            return gateway
+    raise AssertionError("no gateway has a connection to us")
+
+
+def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> None:
+    tiny = {"bombus": {"model": {"path": "tiny"}, "rollout": LENGTHS}}
+    file = tmp_path / "cluster.yaml"
+    engines = {"near": {"job": tiny, "trainer": {}, "inference": [{"kv_cache_mb": 64}]}, "far": {}}
+    file.write_text(json.dumps({"hive": "lab", "engines": engines}))
+    up = Up(tmp_path, "--config", str(file))
+    try:
+        with SwarmClient(f"{up.url}/e/near") as client:
+            client.wait_for_status("ENGINE.ROLLING", timeout_s=READY_S)
+        with SwarmClient(f"{up.url}/e/far") as client:
+            assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
+        assert [len(up.services(kind)) for kind in ("coordinator", "trainer", "inference", "gateway")] == [1, 1, 1, 1]
+    finally:
+        assert up.interrupt() == []
+
+
+def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    bad = tmp_path / "job.yaml"
+    bad.write_text("ajet: {rollout: {num_repeat: -1}}")
+    for arguments, words in ((["--hive", "No Good"], "hive"), (["--config", str(bad)], "num_repeat")):
+        done = subprocess.run(
+            [sys.executable, "-m", "bombus", "up", *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 2
+        assert re.search(words, done.stderr)

@@ -1,0 +1,367 @@
+"""Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on nonsense."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bombus.config.job import RunConfig
+from bombus.errors import EngineFault
+from bombus.hive.records import digest
+from bombus_trainer.backend import Interrupted
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.torch.optim import learning_rate
+from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.packing import pack
+from bombus_trainer.loading import load_executor
+from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import Facts
+from bombus_trainer.publish.directories import keep_only
+from bombus_trainer.publish.export import export
+from tests.trainer.small_batches import VOCAB, call, episode, item, tiny_model_folder, tiny_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def facts(step: int, attempt: int = 1) -> Facts:
+    return Facts(
+        engine="main", run=1, step=step, trainer_epoch=1, attempt=attempt, config_digest="c", metrics={"loss": 1.0}
+    )
+
+
+def two_turns(name: str, seed: int, reward: float) -> EpisodeCalls:
+    """Two turns of made-up tokens, with logprobs near those of a uniform policy."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=random).tolist()
+
+    first = call(f"{name}a", list(range(20)), draw(3), logprob=-math.log(VOCAB))
+    second = call(f"{name}b", draw(4), draw(5), parent=first, logprob=-math.log(VOCAB))
+    return episode(name, reward, first, second)
+
+
+def batch(seed: int = 0) -> list[Group]:
+    return [
+        Group(
+            f"task{g}",
+            tuple(two_turns(f"e{g}{i}", 100 * seed + 10 * g + i, reward=float(i % 2)) for i in range(4)),
+        )
+        for g in range(3)
+    ]
+
+
+def weights_of(executor: Executor) -> dict[str, bytes]:
+    return {name: digest(value.detach().numpy().tobytes()) for name, value in executor.model.trainable().items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"mini_batch_num": 2, "ppo_epochs": 2}])
+def test_the_same_seed_gives_the_same_bytes_after_three_steps(folder: Path, changes: dict[str, object]) -> None:
+    found = []
+    for _ in range(2):
+        executor = Executor(folder, tiny_settings(**changes))
+        for step in (1, 2, 3):
+            executor.train_step(batch(step), step)
+        found.append(weights_of(executor))
+    assert found[0] == found[1]
+    assert found[0] != weights_of(Executor(folder, tiny_settings(**changes)))
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}])
+def test_a_step_after_a_restart_is_the_step_without_one(
+    folder: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    settings = tiny_settings(**changes)
+    executor = Executor(folder, settings)
+    executor.train_step(batch(1), 1)
+    saved = executor.save(tmp_path, facts(1))
+    executor.train_step(batch(2), 2)
+    restarted = Executor(folder, settings)
+    restarted.restore(Path(saved.path), saved.digest)
+    restarted.train_step(batch(2), 2)
+    assert weights_of(restarted) == weights_of(executor)
+
+
+@pytest.mark.parametrize("changes", [{"learning_rate": 0.02}, {"learning_rate": 0.05, "lora_rank": 4}])
+def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[str, object]) -> None:
+    """Every third token pays. Sampled from exported weights, so that the whole way round is in it."""
+    executor = Executor(folder, tiny_settings(**changes))
+    prompt = list(range(18))
+    random = torch.Generator().manual_seed(0)
+    rewards = []
+    for step in range(1, 13):
+        weights = export(executor, tmp_path, step - 1, 1)
+        sampler = AutoModelForCausalLM.from_pretrained(weights.where, dtype=torch.float32)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(sampler(torch.tensor([prompt])).logits[0, -1], dim=-1)
+        arms = torch.multinomial(logprobs.exp(), 32, replacement=True, generator=random).tolist()
+        episodes = [
+            episode(f"e{i}", float(arm % 3 == 0), call(f"c{i}", prompt, [arm], logprob=float(logprobs[arm])))
+            for i, arm in enumerate(arms)
+        ]
+        metrics = executor.train_step([Group("arms", tuple(episodes))], step)
+        assert metrics["kl_sampler_abs"] < 1e-3
+        rewards.append(metrics["reward_mean"])
+    assert rewards[0] < 0.7
+    assert rewards[-1] > 0.9
+
+
+def test_a_group_without_signal_changes_nothing(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings())
+    before = weights_of(executor)
+    same = Group("t", tuple(two_turns(f"e{i}", i, reward=1.0) for i in range(4)))
+    metrics = executor.train_step([same], 1)
+    assert weights_of(executor) == before
+    assert (metrics["updates"], metrics["groups_without_signal"], metrics["tokens_computed"]) == (0, 1, 0)
+
+
+def test_the_metrics_say_what_was_computed(folder: Path) -> None:
+    metrics = Executor(folder, tiny_settings()).train_step(batch(), 3)
+    assert metrics["tokens_trained"] == 3 * 4 * (3 + 5)
+    assert metrics["sequences"] == 12
+    assert metrics["merged_share"] == 0.5
+    assert metrics["tokens_unshared"] == 12 * (20 + 3 + 4 + 5 - 1)
+    assert metrics["tokens_computed"] <= 20 + 12 * (3 + 4 + 5 - 1)  # one prompt for all
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["staleness_mean"] == 2  # sampled under version 0, trained from version 2
+    assert metrics["lr"] == 1e-2
+
+
+def test_a_step_says_what_it_computed_a_second(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings(mini_batch_num=2))
+    metrics = executor.train_step(batch(), 1)
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
+    # 3,072 elements of attention's and 6,144 of the rest's matrices in each of 2 layers, trained, and old logprobs.
+    least = (6 + 2) * 2 * (3072 + 6144) * metrics["tokens_computed"]
+    assert least < metrics["model_flops_per_s"] * seconds < 1.5 * least
+    assert "mfu" not in metrics
+
+
+def test_an_episode_whose_records_are_nonsense_leaves_its_group(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings())
+    outside = episode("odd", 100.0, call("odd", [1, 2], [VOCAB + 5]))
+    (group, *_) = batch()
+    metrics = executor.train_step([Group(group.task, (*group.episodes, outside))], 1)
+    assert metrics["episodes_left_out"] == 1
+    other = Executor(folder, tiny_settings())
+    other.train_step([group], 1)
+    assert weights_of(executor) == weights_of(other)
+
+
+def test_a_loss_that_is_not_finite_fails_the_step_and_updates_nothing(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings())
+    before = weights_of(executor)
+    (group, *_) = batch()
+    absurd = Group("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
+    with pytest.raises(EngineFault, match="not finite"):
+        executor.train_step([absurd], 1)
+    assert weights_of(executor) == before
+
+
+def test_a_step_is_interrupted_between_micro_batches(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings(bin_tokens=64))
+    asked = iter([False, False, True])
+    before = weights_of(executor)
+    with pytest.raises(Interrupted):
+        executor.train_step(batch(), 1, lambda: next(asked))
+    assert weights_of(executor) == before
+
+
+def test_micro_batches_add_up_to_the_update_of_the_whole(folder: Path) -> None:
+    found = []
+    for bin_tokens in (64, 4096):
+        executor = Executor(folder, tiny_settings(bin_tokens=bin_tokens))
+        found.append(executor.train_step(batch(), 1))
+    assert found[0]["grad_norm"] == pytest.approx(found[1]["grad_norm"], rel=1e-4)
+    assert found[0]["loss"] == pytest.approx(found[1]["loss"], abs=1e-5)
+
+
+ALGORITHMS: list[dict[str, object]] = [
+    {"estimator": "reinforce_plus_plus_baseline", "aggregation": "token"},
+    {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    {"loss": "cispo", "entropy_coef": 0.01},
+    {"loss": "importance_sampling", "correction": "sequence_tis"},
+    {"correction": "sequence_mask", "use_opsm": True, "opsm_delta": 0.01},
+    {"correction": "icepop", "importance_floor": 0.2, "importance_cap": 5.0},
+    {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "constant"},
+]
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: next(iter(changes.values())))
+def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, changes: dict[str, object]) -> None:
+    """Packed and shared, or each sequence in a bin of its own: the same losses and gradients over two updates."""
+    found = []
+    for layout in ({"bin_tokens": 4096}, {"bin_tokens": 16, "share_prefixes": False}):
+        executor = Executor(folder, tiny_settings(ppo_epochs=2, **changes, **layout))
+        found.append(executor.train_step(batch(), 1))
+    names = ("loss", "grad_norm", "clip_fraction", "importance_capped", "masked_share", "kl_sampler", "entropy")
+    assert found[0]["grad_norm"] > 0
+    assert [found[1][name] for name in names] == pytest.approx([found[0][name] for name in names], rel=2e-3, abs=1e-5)
+
+
+def test_an_entropy_bonus_widens_the_distribution(folder: Path) -> None:
+    entropies = []
+    for coefficient in (0.0, 1.0):
+        executor = Executor(folder, tiny_settings(entropy_coef=coefficient))
+        for step in (1, 2, 3):
+            executor.train_step(batch(), step)
+        entropies.append(executor.train_step(batch(), 4)["entropy"])
+    assert entropies[1] > entropies[0] + 0.1
+
+
+def test_without_packing_each_sequence_is_computed_alone_and_the_update_is_the_same(folder: Path) -> None:
+    found = []
+    for packing in (False, True):
+        executor = Executor(folder, tiny_settings(packing=packing))
+        found.append(executor.train_step(batch(), 1))
+    alone, packed = found
+    assert alone["bins"] == 3 * 4
+    assert packed["bins"] == 1
+    assert alone["tokens_computed"] > packed["tokens_computed"]
+    assert alone["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4)
+
+
+def test_a_kl_term_pulls_back_to_the_model_as_loaded(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings(kl_coef=0.5))
+    assert executor.train_step(batch(1), 1)["kl_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert executor.train_step(batch(2), 2)["kl_reference"] > 0.0
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "lora_alpha": 8.0}])
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_weights_load_with_transformers_and_compute_the_same(
+    tmp_path: Path, tied: bool, changes: dict[str, object]
+) -> None:
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(**changes))
+    executor.train_step(batch(), 1)
+    weights = export(executor, tmp_path / "weights", 1, trainer_epoch=1, tokenizer="tok")
+    place = Path(weights.where)
+    assert weights.bytes == (place / "model.safetensors").stat().st_size
+    assert (place / "chat_template.jinja").exists()
+    served = AutoModelForCausalLM.from_pretrained(place)
+    wanted = item(list(range(10)), list(range(1, 10)))
+    (packed,) = pack([wanted], 100)
+    with torch.no_grad():
+        ours = executor.model.score(packed).logprobs_N
+        logits = served(torch.arange(9)[None]).logits[0]
+        theirs = torch.log_softmax(logits, dim=-1)[torch.arange(9), torch.arange(1, 10)]
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: Path) -> None:
+    executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8.0))
+    executor.train_step(batch(), 1)
+    base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path, 1, 1).where).state_dict()
+    name = "model.layers.1.mlp.down_proj"
+    trained = executor.model.trainable()
+    product = trained[f"{name}.lora_b"].detach() @ trained[f"{name}.lora_a"].detach()
+    assert product.abs().max() > 0
+    torch.testing.assert_close(served[f"{name}.weight"], base[f"{name}.weight"] + 2.0 * product)
+    torch.testing.assert_close(served["lm_head.weight"], base["lm_head.weight"])
+
+
+def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model", dtype=torch.bfloat16)
+    executor = Executor(folder, tiny_settings())
+    assert {value.dtype for value in executor.model.trainable().values()} == {torch.float32}
+    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path / "weights", 0, 1).where, dtype="auto")
+    assert served.dtype == torch.bfloat16
+
+
+def test_a_checkpoint_of_which_one_byte_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+    executor = Executor(folder, tiny_settings())
+    executor.train_step(batch(), 1)
+    saved = executor.save(tmp_path, facts(1))
+    place = Path(saved.path)
+    for name in ("state.safetensors", "manifest.json"):
+        whole = (place / name).read_bytes()
+        middle = len(whole) // 2
+        (place / name).write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+        with pytest.raises(EngineFault, match="damaged"):
+            checkpoint.load(place, saved.digest)
+        (place / name).write_bytes(whole)
+    assert checkpoint.load(place, saved.digest).facts == facts(1)
+    with pytest.raises(EngineFault, match="cannot be read"):
+        checkpoint.load(tmp_path / "nowhere", saved.digest)
+
+
+def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    saved = Executor(folder, tiny_settings(lora_rank=4)).save(tmp_path, facts(1))
+    with pytest.raises(EngineFault, match="another model"):
+        Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
+
+
+def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touched(
+    folder: Path, tmp_path: Path
+) -> None:
+    executor = Executor(folder, tiny_settings())
+    saved = [executor.save(tmp_path / "c", facts(step)) for step in (1, 2, 3)]
+    for name in (".draft-epoch-1-left", ".draft-epoch-2-being-written", "step-00000009-epoch-2-attempt-1"):
+        (tmp_path / "c" / name).mkdir()
+    keep_only(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
+    assert sorted(place.name for place in (tmp_path / "c").iterdir()) == [
+        ".draft-epoch-2-being-written",
+        "step-00000002-epoch-1-attempt-1",
+        "step-00000003-epoch-1-attempt-1",
+        "step-00000009-epoch-2-attempt-1",
+    ]
+    where = [export(executor, tmp_path / "w", version, 1).where for version in (0, 1, 2)]
+    keep_only(tmp_path / "w", where[1:], trainer_epoch=1)
+    assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    linear = tiny_settings(learning_rate=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    assert [learning_rate(step, linear) for step in range(1, 8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    cosine = tiny_settings(learning_rate=1.0, schedule="cosine", total_steps=4)
+    assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.5, 0.0])
+    assert learning_rate(10**6, tiny_settings(learning_rate=0.1, schedule="cosine")) == 0.1
+
+
+def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) -> None:
+    def write(draft: Path) -> dict[str, checkpoint.Seal]:
+        for rank in (0, 1):
+            (draft / "state").mkdir(exist_ok=True)
+            (draft / "state" / f"{rank}.pt").write_bytes(bytes([rank]) * 100)
+        seals = checkpoint.seal_files(draft, lambda name: name.endswith("0.pt"))
+        return seals | checkpoint.seal_files(draft, lambda name: name.endswith("1.pt"))
+
+    saved = checkpoint.save_files(tmp_path, facts(1), "verl", 2, write)
+    place = Path(saved.path)
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+    assert checkpoint.read_facts(place, saved.digest) == facts(1)
+    (place / "state" / "1.pt").write_bytes(b"other")
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # what is not read
+    with pytest.raises(EngineFault, match=r"damaged: state/1\.pt"):
+        checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+    (place / "state" / "1.pt").unlink()
+    with pytest.raises(EngineFault, match="cannot be read"):
+        checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
+
+
+def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(folder: Path, tmp_path: Path) -> None:
+    saved = checkpoint.save_files(tmp_path, facts(1), "verl", 2, lambda draft: {})
+    with pytest.raises(EngineFault, match="written by 2 ranks, and this trainer has 4: start it with 2"):
+        checkpoint.verify_files(Path(saved.path), saved.digest, "verl", 4, lambda name: True)
+    with pytest.raises(EngineFault, match="is the verl backend's: it cannot go on with torch"):
+        Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
+
+
+def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path: Path) -> None:
+    saved = Executor(folder, tiny_settings()).save(tmp_path, facts(1))
+    manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
+    assert manifest.keys() == {"format", "facts", "state_bytes", "state_sha256"}
+    assert manifest["format"] == 1
+
+
+def test_what_verl_has_trained_is_not_trained_again_with_torch() -> None:
+    job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
+    with pytest.raises(EngineFault, match="only be done with the torch backend"):
+        load_executor(job, tiny_settings())

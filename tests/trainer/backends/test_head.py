@@ -1,0 +1,67 @@
+"""Logprobs and entropies a slice at a time, against autograd on whole logits."""
+
+import pytest
+import torch
+
+from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+
+HIDDEN, VOCABULARY, HEADS = 8, 17, 7
+HEAD_OF_TERM = torch.tensor([0, 0, 1, 2, 3, 3, 4, 5, 6])
+
+
+def given() -> tuple[torch.Tensor, torch.Tensor, HeadPlan]:
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(HEADS, HIDDEN, generator=random).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=random).requires_grad_()
+    targets = torch.randint(VOCABULARY, (len(HEAD_OF_TERM),), generator=random)
+    temperatures = torch.tensor([1.0, 0.5, 1.0, 2.0, 1.0, 0.7, 1.0])
+    return hidden, weight, HeadPlan(HEAD_OF_TERM, targets, temperatures, rows_max=3)
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, head: HeadPlan) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax((hidden @ weight.t()) / head.temperatures_U[:, None], dim=1)
+    entropy = -(logprobs.exp() * logprobs).sum(dim=1)
+    return logprobs[head.head_of_term_N, head.targets_N], entropy[head.head_of_term_N]
+
+
+@pytest.mark.parametrize("pulls", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.3)])
+@pytest.mark.parametrize("trained", ["both", "hidden", "weight"])
+def test_gradients_of_logprobs_and_entropies_are_those_on_whole_logits(
+    pulls: tuple[float, float], trained: str
+) -> None:
+    hidden, weight, head = given()
+    hidden.requires_grad_(trained != "weight")
+    weight.requires_grad_(trained != "hidden")
+    leaves = [leaf for leaf in (hidden, weight) if leaf.requires_grad]
+    pull = torch.randn(2, len(HEAD_OF_TERM), generator=torch.Generator().manual_seed(1))
+
+    def total(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        return (pulls[0] * pull[0] * logprobs + pulls[1] * pull[1] * entropy).sum()
+
+    expected = torch.autograd.grad(total(*whole(hidden, weight, head)), leaves)
+    actual = torch.autograd.grad(total(*chosen_logprobs(hidden, weight, head, entropy_grad=True)), leaves)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert theirs.abs().max() > 0.1
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_values_are_those_on_whole_logits() -> None:
+    hidden, weight, head = given()
+    for mine, theirs in zip(chosen_logprobs(hidden, weight, head, True), whole(hidden, weight, head), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_an_entropy_that_nobody_pulls_on_has_no_gradient() -> None:
+    hidden, weight, head = given()
+    logprobs, entropy = chosen_logprobs(hidden, weight, head)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+
+
+def test_no_tensor_of_a_batch_holds_a_vocabulary_for_each_row() -> None:
+    hidden, weight, head = given()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+        chosen_logprobs(hidden, weight, head, entropy_grad=True)
+    assert kept
+    assert max(kept) <= max(hidden.numel(), weight.numel(), HEADS * HIDDEN)

@@ -1,0 +1,180 @@
+"""The packed, shared, chunked computation against plain transformers, one sequence at a time."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bombus.errors import EngineFault
+from bombus_trainer.backends.torch.model import PolicyModel
+from bombus_trainer.data.packing import Item, pack
+from tests.trainer.small_batches import VOCAB, item, tiny_model_folder, tiny_settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def branching_items() -> list[Item]:
+    """Three prompts; completions that share prompts, share each other's beginnings, or are the same."""
+    random = np.random.default_rng(0)
+    items: list[Item] = []
+    first_id = 0
+    for _ in range(3):
+        prompt = random.integers(0, VOCAB, random.integers(20, 60)).tolist()
+        turn = prompt + random.integers(0, VOCAB, 25).tolist()
+        lines = [prompt + random.integers(0, VOCAB, random.integers(2, 30)).tolist() for _ in range(4)]
+        lines += [turn + random.integers(0, VOCAB, random.integers(2, 10)).tolist() for _ in range(3)]
+        lines += [lines[0], turn, prompt[:7]]
+        for number, line in enumerate(lines):
+            trained = range(max(1, min(len(prompt), len(line) - 2)), len(line))
+            items.append(item(line, list(trained), first_id, temperature=0.7 if number % 2 else 1.0))
+            first_id += len(items[-1].terms)
+    return items
+
+
+def plain_logprobs(model: torch.nn.Module, wanted: Item) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(wanted.tokens_T)[None]).logits[0].double()
+    at = torch.from_numpy(wanted.positions_N)
+    scaled = logits[at - 1] / torch.from_numpy(wanted.terms.temperatures_N).double()[:, None]
+    return torch.log_softmax(scaled, dim=-1).gather(1, torch.from_numpy(wanted.terms.targets_N)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("bin_tokens", [100, 1 << 20])
+@pytest.mark.parametrize("share", [True, False])
+def test_logprobs_and_gradients_are_those_of_the_sequences_alone(folder: Path, bin_tokens: int, share: bool) -> None:
+    items = branching_items()
+    policy = PolicyModel.load(folder, tiny_settings(logits_bytes_max=1 << 16))
+    plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    pull = torch.randn(sum(len(each.terms) for each in items), generator=torch.Generator().manual_seed(1))
+
+    expected = torch.cat([plain_logprobs(plain, each) for each in items])
+    (expected * pull).sum().backward()
+    actual = torch.zeros(len(expected))
+    bins = pack(items, bin_tokens, share)
+    for packed in bins:
+        scored = policy.score(packed).logprobs_N
+        actual[packed.terms.ids_N] = scored.detach()
+        (scored * pull[packed.terms.ids_N]).sum().backward()
+
+    torch.testing.assert_close(actual, expected.detach().float(), atol=1e-5, rtol=0)
+    gradients = policy.trainable()
+    for name, parameter in plain.named_parameters():
+        mine = gradients[name].grad
+        assert mine is not None
+        assert parameter.grad is not None
+        assert (mine - parameter.grad).norm() <= 1e-4 * parameter.grad.norm(), name
+    computed = sum(len(packed.tokens_T) for packed in bins)
+    unshared = sum(len(each.tokens_T) - 1 for each in items)
+    assert computed < 0.6 * unshared if share and bin_tokens > 100 else computed <= unshared
+
+
+def test_entropy_is_that_of_the_distribution_at_its_temperature(folder: Path) -> None:
+    policy = PolicyModel.load(folder, tiny_settings())
+    wanted = item([5, 6, 7, 8], [2], temperature=0.5)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    (packed,) = pack([wanted], 100)
+    with torch.no_grad():
+        logits = plain(input_ids=torch.tensor([[5, 6, 7, 8]])).logits[0, 1] / 0.5
+        expected = torch.distributions.Categorical(logits=logits).entropy()
+        torch.testing.assert_close(policy.score(packed).entropy_N[0], expected)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"gradient_checkpointing": True}, {"lora_rank": 4}, {"lora_rank": 4, "precision": "bfloat16"}]
+)
+def test_other_ways_to_compute_give_gradients_to_every_trained_parameter(
+    folder: Path, changes: dict[str, object]
+) -> None:
+    policy = PolicyModel.load(folder, tiny_settings(**changes))
+    (packed,) = pack(branching_items(), 1 << 20)
+    policy.score(packed).logprobs_N.sum().backward()
+    gradients = {name: parameter.grad for name, parameter in policy.trainable().items()}
+    assert all(gradient is not None for gradient in gradients.values())
+    assert all(parameter.dtype == torch.float32 for parameter in policy.trainable().values())
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder: Path) -> None:
+    (packed,) = pack(branching_items(), 1 << 20)
+    found = []
+    for checkpointing in (False, True):
+        policy = PolicyModel.load(folder, tiny_settings(gradient_checkpointing=checkpointing))
+        policy.score(packed).logprobs_N.sum().backward()
+        found.append([parameter.grad for parameter in policy.trainable().values()])
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(plain, checkpointed)
+
+
+def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -> None:
+    (packed,) = pack(branching_items(), 1 << 20)
+    kept: list[int] = []
+    for checkpointing in (False, True):
+        policy = PolicyModel.load(folder, tiny_settings(gradient_checkpointing=checkpointing))
+        own = {parameter.untyped_storage().data_ptr() for parameter in policy.trainable().values()}
+        storages: dict[int, int] = {}
+
+        def note(tensor: torch.Tensor, own: set[int] = own, storages: dict[int, int] = storages) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            logprobs_N = policy.score(packed).logprobs_N
+        kept.append(sum(storages.values()))
+        logprobs_N.sum().backward()
+    assert kept[1] < kept[0] / 3
+
+
+def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:
+    """What a GPU does with a bfloat16 model, here on the CPU."""
+    (packed,) = pack(branching_items(), 1 << 20)
+    policy = PolicyModel.load(folder, tiny_settings(precision="bfloat16"))
+    exact = policy.score(packed).logprobs_N.detach()
+    policy._autocast = True
+    rounded = policy.score(packed).logprobs_N
+    rounded.sum().backward()
+    assert all(parameter.dtype == torch.float32 for parameter in policy.trainable().values())
+    assert all(
+        parameter.grad is not None and parameter.grad.dtype == torch.float32
+        for parameter in policy.trainable().values()
+    )
+    difference = (rounded.detach() - exact).abs().max()
+    assert 1e-5 < difference < 0.2
+    assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.dense_weights())
+
+
+def test_the_reference_is_the_model_as_loaded_with_and_without_adapters(folder: Path) -> None:
+    (packed,) = pack(branching_items(), 1 << 20)
+    for changes in ({"lora_rank": 4}, {"kl_coef": 0.1}):
+        policy = PolicyModel.load(folder, tiny_settings(**changes))
+        before = policy.score(packed).logprobs_N.detach()
+        with torch.no_grad():
+            for parameter in policy.trainable().values():
+                parameter.add_(0.05)
+        assert (policy.score(packed).logprobs_N - before).abs().max() > 0.01
+        torch.testing.assert_close(policy.score_reference(packed), before)
+
+
+def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    config = CohereConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        logit_scale=0.1,
+    )
+    CohereForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineFault, match="cohere"):
+        PolicyModel.load(tmp_path, tiny_settings())
+
+
+def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match="cannot be loaded"):
+        PolicyModel.load(tmp_path, tiny_settings())

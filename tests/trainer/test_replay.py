@@ -1,0 +1,253 @@
+"""`bombus replay batch` and `train` on the log that a real trainer left: the same bytes, or the reason why not."""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from bombus.bus import Bus
+from bombus.config.documents import parse_job
+from bombus.hive.state import Phase
+from bombus.replay.archive import FileSource
+from bombus.replay.export import export
+from bombus.replay.source import BusSource
+from bombus_trainer.data.sample_files import load_samples
+from bombus_trainer.data.samples import Sample
+from bombus_trainer.replay import batch as replay_batch
+from bombus_trainer.replay import train as replay_train
+from bombus_trainer.replay.batch import batch_samples
+from bombus_trainer.replay.logged_run import read_run
+from bombus_trainer.replay.train import changed
+from tests.conftest import SMALL_STREAMS
+from tests.trainer.trainer_hive import ENGINE, staged
+
+STEPS = 4  # the checkpoints of the last two are kept
+
+
+class Finished:
+    """A run of four steps: its folder, its log as a file, and step 2's samples as the bus gave them."""
+
+    def __init__(self, folder: Path, hive: str, samples: list[Sample]) -> None:
+        self.folder = folder
+        self.log = folder / "log.bombus"
+        self.engines = folder / "trainer"
+        self.hive = hive
+        self.samples = samples
+
+    def run(self, command: str, *words: str) -> int:
+        module = {"batch": replay_batch, "train": replay_train}[command]
+        parser = argparse.ArgumentParser()
+        module.add_arguments(parser)
+        return module.run(parser.parse_args(["--log", str(self.log), *words]))
+
+
+async def train(url: str, hive: str, folder: Path, dtype: str, lora: bool = False) -> Finished:
+    """With `lora` only adapters are published."""
+    async with await Bus.connect(url, hive, name="test") as bus:
+        await bus.ensure_streams(SMALL_STREAMS)
+        async with staged(bus, folder) as stage:
+            stage.train(options=stage.options.model_copy(update={"weights_lora": "adapter"}) if lora else None)
+            debug = "debug/{rollout_id}.pt"
+            job = stage.job(
+                save_debug_rollout_data=debug, mini_batch_num=2, max_tokens_per_bin=32, lora_rank=4 if lora else 0
+            )
+            await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
+            for version in range(STEPS + 1):
+                await stage.until(Phase.ROLLING, version)
+                if version < STEPS:
+                    await stage.play_batch(shift=version)
+        source = BusSource(bus, "the bus")
+        finished = Finished(folder, hive, await batch_samples(source, await read_run(source), 2))
+        await export(source, finished.log)
+        return finished
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def finished(nats_url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Finished:
+    folder = tmp_path_factory.mktemp(request.param)
+    return asyncio.run(train(nats_url, f"replay-{request.param}", folder, request.param))
+
+
+@pytest.fixture(scope="module")
+def finished_lora(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return asyncio.run(train(nats_url, "replay-lora", tmp_path_factory.mktemp("lora"), "bfloat16", lora=True))
+
+
+@contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """One bit of a file is another one."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
+
+
+def test_a_step_is_made_again_from_its_checkpoint_to_the_same_bytes(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finished.run("train", "--step", "4") == 0
+    said = capsys.readouterr().out
+    assert "starting from the checkpoint of step 3" in said
+    assert "step 4 agrees: its weights are the bytes of version 4" in said
+
+
+def test_a_run_that_published_adapters_is_made_again_to_the_same_adapters(
+    finished_lora: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finished_lora.run("train", "--step", "2") == 0
+    assert capsys.readouterr().out.count("the same bytes as the log") == 2
+    with damaged(finished_lora.folder / "model" / "model.safetensors"):
+        assert finished_lora.run("train", "--step", "1") == 1
+    assert "the model as loaded here has other weights than version 0" in capsys.readouterr().out
+
+
+def test_where_no_checkpoint_is_kept_the_steps_before_are_made_too(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert finished.run("train", "--step", "2") == 0
+    said = capsys.readouterr().out
+    assert "starting from the model as loaded: no checkpoint up to step 1 is kept" in said
+    assert said.count("the same bytes as the log") == 2
+
+
+def test_a_checkpoint_that_was_tampered_with_is_told_and_not_used(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state,) = finished.engines.glob("checkpoints/*/main/run-1/step-00000003-*/state.safetensors")
+    with damaged(state):
+        assert finished.run("train", "--step", "4") == 0
+    said = capsys.readouterr().out
+    assert "is damaged: state.safetensors does not match its manifest: it is passed over" in said
+    assert "starting from the model as loaded" in said
+
+
+def test_another_model_than_the_runs_is_told_and_the_bytes_do_not_agree(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with damaged(finished.folder / "model" / "model.safetensors"):
+        assert finished.run("train", "--step", "1") == 1
+    said = capsys.readouterr().out
+    assert "the model as loaded here has other weights than version 0" in said
+    assert "step 1 does not agree: version 1 is sha256 " in said
+    assert "what the step was made on is not known, its checkpoint is gone" in said
+
+
+def test_other_threads_are_given_as_the_reason(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.get_num_threads()
+    try:
+        with damaged(finished.folder / "model" / "model.safetensors"):
+            assert finished.run("train", "--step", "1", "--threads", str(before + 1)) == 1
+        assert f"it was made with {before} threads, here with {before + 1}" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_the_step_was_made_on_is_compared_while_its_checkpoint_says_so(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (state,) = finished.engines.glob("checkpoints/*/main/run-1/step-00000003-*/state.safetensors")
+    before = torch.get_num_threads()
+    try:
+        with damaged(finished.folder / "model" / "model.safetensors"), damaged(state):
+            assert finished.run("train", "--step", "4") == 1
+            assert "the machine is the same (cpu: " in capsys.readouterr().out
+            assert finished.run("train", "--step", "4", "--threads", str(before + 1)) == 1
+            assert f"{before + 1} threads): sums in another order have other last bits" in capsys.readouterr().out
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_branch_without_changes_is_the_run_itself(finished: Finished, tmp_path: Path) -> None:
+    assert finished.run("train", "--from", "3", "--to", "4", "--out", str(tmp_path / "b")) == 0
+    report = json.loads((tmp_path / "b" / "metrics.json").read_text())
+    (served,) = finished.engines.glob("weights/*/main/run-1/version-00000004-*/model.safetensors")
+    assert (tmp_path / "b" / "model" / "model.safetensors").read_bytes() == served.read_bytes()
+    assert [row["step"] for row in report["steps"]] == [3, 4]
+    for row in report["steps"]:
+        assert row["branch"]["loss"] == row["log"]["loss"]
+
+
+def test_a_branch_with_another_rate_has_other_weights_which_transformers_loads(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "b"
+    changes = ["--set", "lr=0.02", "--set", "trainer.clip_low=0.1"]
+    assert finished.run("train", "--from", "2", "--to", "3", *changes, "--out", str(out)) == 0
+    assert "on the way: step 1" in capsys.readouterr().out
+    report = json.loads((out / "metrics.json").read_text())
+    assert report["set"] == ["lr=0.02", "trainer.clip_low=0.1"]
+    (first, _) = report["steps"]
+    assert (first["branch"]["lr"], first["log"]["lr"]) == (0.02, 0.01)
+    (served,) = finished.engines.glob("weights/*/main/run-1/version-00000003-*")
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(place).state_dict() for place in (out / "model", served))
+    assert any(not torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+def test_a_branch_with_another_loss_has_what_follows_from_it() -> None:
+    job = parse_job({"bombus": {"trainer": {"adv_estimator": "dr_grpo", "clip_high": 0.28, "lr": 0.5}}})
+    branch = changed(job, ["loss=gspo"]).trainer
+    assert (branch.clip_low, branch.clip_high, branch.lr) == (3e-4, 0.28, 0.5)
+    assert (branch.adv_estimator, branch.loss_aggregation) == ("dr_grpo", "constant")
+    assert changed(job, ["adv_estimator=grpo"]).trainer.loss_aggregation == "episode"
+    assert changed(job, ["loss=importance_sampling"]).trainer.correction == "none"
+    assert changed(job, []) == job
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--step", "9"], "has no batch for step 9 on this log; it has 1 to 4"),
+        (["--step", "1", "--run", "7"], "has no run 7 of engine main, but 1"),
+        (["--step", "1", "--engine", "other"], "has no engine other, but main"),
+        (["--step", "1", "--set", "lr=1"], "belong to a branch"),
+        (["--from", "1", "--to", "2"], "a branch needs --from A --to B --out DIR"),
+        (
+            ["--from", "1", "--to", "2", "--out", "OUT", "--set", "lrr=1"],
+            "--set lrr is unknown; did you mean bombus.trainer.lr?",
+        ),
+        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "lr=7"], "--set lr = 7 is refused: it takes a number"),
+        (["--from", "1", "--to", "2", "--out", "OUT", "--set", "collection.batch_size=7"], "it takes trainer settings"),
+        (["--from", "1", "--to", "2", "--out", "FULL"], "is not empty: name another --out"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(
+    finished: Finished, words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"OUT": str(tmp_path / "out"), "FULL": str(finished.folder)}
+    assert finished.run("train", *(places.get(word, word) for word in words)) in (1, 2)
+    assert why in capsys.readouterr().err
+
+
+# ---- batches ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_out_of_a_file_is_that_of_the_bus_and_the_one_that_the_trainer_wrote(finished: Finished) -> None:
+    with FileSource.open(finished.log) as source:
+        found = await batch_samples(source, await read_run(source), 2)
+    assert found == finished.samples
+    assert [sample.label for sample in found] == ["answer 0", "answer 1"] * 2
+    (path,) = finished.engines.glob("rollouts/*/main/run-1/debug/2.pt")
+    without = [replace(each, label=None, metadata={"bombus": each.metadata["bombus"]}) for each in found]
+    assert load_samples(path) == without  # a trainer reads batches, not what clients said of their episodes
+
+
+def test_batch_writes_a_file_and_says_what_is_in_it(
+    finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "batch.pt"
+    assert finished.run("batch", "2", "--out", str(out)) == 0
+    assert load_samples(out) == finished.samples
+    assert "4 samples of 4 episodes, 20 trained tokens, mean reward 0.500" in capsys.readouterr().out
+    assert finished.run("batch", "2", "--out", str(tmp_path / "batch.csv")) == 2
+    assert "takes a file ending in .pt or .parquet" in capsys.readouterr().err
+    assert finished.engines.is_dir()
+    assert finished.samples[0].metadata["bombus"]["engine"] == ENGINE

@@ -1,0 +1,348 @@
+"""The trainer on a real bus under a real coordinator; gateway, replica and clients are played."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.hive import inbox
+from bombus.hive.events import StepCompleted, Weights
+from bombus.hive.state import Phase
+from bombus.weights.adapters import ADAPTER_FILE
+from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.data.batch import Group
+from bombus_trainer.data.reading import BusCalls, read_batch
+from bombus_trainer.data.sample_files import load_samples
+from bombus_trainer.publish import checkpoint
+from bombus_trainer.publish.checkpoint import Facts
+from bombus_trainer.publish.export import export
+from bombus_trainer.service import Trainer
+from bombus_trainer.settings import TrainerSettings
+from tests.trainer.small_batches import VOCAB
+from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, served, staged
+
+
+@pytest.fixture
+async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(bus, tmp_path) as stage:
+        yield stage
+
+
+async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    first = stage.engine.weights
+    assert first is not None
+    before = served(first.weights)
+    original = load_file(stage.folder / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], value) for name, value in original.items())
+    files = msgspec.msgpack.decode(await stage.bus.get_blob(first.weights.tokenizer), type=dict[str, bytes])
+    assert files["tokenizer.json"] == (stage.folder / "model" / "tokenizer.json").read_bytes()
+
+    await stage.play_batch()
+    await stage.until(Phase.ROLLING, version=1)
+    done, second = stage.engine.step_done, stage.engine.weights
+    assert done is not None
+    assert second is not None
+    assert done.metrics["reward_mean"] == 0.5
+    assert done.metrics["tokens_trained"] == 4 * 5
+    assert any(not torch.equal(value, before[name]) for name, value in served(second.weights).items())
+    assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == 1
+
+
+async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job())
+    for version in range(4):
+        await stage.until(Phase.ROLLING, version)
+        if version < 3:
+            await stage.play_batch()
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    kept = {what: sorted(stage.options.folder.glob(f"{what}/*/main/run-1/*")) for what in ("weights", "checkpoints")}
+    assert [place.name[:16] for place in kept["checkpoints"]] == ["step-00000002-ep", "step-00000003-ep"]
+    assert [place.name[:16] for place in kept["weights"]][-2:] == ["version-00000002", "version-00000003"]
+
+
+async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
+    """Be a trainer that boots the run."""
+    run = stage.engine.run
+    opened = await stage.bus.ask(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
+    assert isinstance(opened, inbox.Done)
+    executor = Executor(stage.folder / "model", TrainerSettings.of_job(stage.job()))
+    weights = export(executor, stage.folder / "played", 0, opened.epoch)
+    await stage.say(
+        inbox.WeightsSaved(id=stage.id(), engine=ENGINE, run=run, step=0, trainer_epoch=opened.epoch, weights=weights)
+    )
+    await stage.until(Phase.ROLLING, version=0)
+    return executor, opened.epoch, weights
+
+
+async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage) -> None:
+    await stage.start(stage.job())
+    executor, _, _ = await play_trainer(stage)
+    await stage.play_batch()
+    await stage.follower.wait_for(lambda _: stage.engine.batch is not None, WAIT_S)
+    batch = stage.engine.batch
+    assert batch is not None
+    stage.train()
+    await stage.until(Phase.ROLLING, version=1)
+    assert stage.engine.step_done is not None
+    assert stage.engine.step_done.trainer_epoch == 2
+    executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    ready = stage.engine.weights
+    assert ready is not None
+    same = served(ready.weights)
+    assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
+
+
+async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_published_from_its_checkpoint(
+    stage: Stage,
+) -> None:
+    await stage.start(stage.job())
+    executor, epoch, _ = await play_trainer(stage)
+    await stage.play_batch()
+    await stage.follower.wait_for(lambda _: stage.engine.batch is not None, WAIT_S)
+    batch = stage.engine.batch
+    assert batch is not None
+    metrics = executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    facts = Facts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
+    saved = executor.save(stage.folder / "played", facts)
+    await stage.say(
+        inbox.StepDone(
+            id=stage.id(),
+            engine=ENGINE,
+            run=1,
+            step=1,
+            trainer_epoch=epoch,
+            checkpoint=saved.path,
+            checkpoint_digest=saved.digest,
+        )
+    )
+    stage.train()
+    await stage.until(Phase.ROLLING, version=1)
+    ready, done = stage.engine.weights, stage.engine.step_done
+    assert ready is not None
+    assert done is not None
+    assert done.checkpoint_digest == saved.digest
+    same = served(ready.weights)
+    assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
+
+
+async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:
+    stage.train("old")
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    stage.train("new")
+    await stage.follower.wait_for(lambda _: stage.engine.trainer == "new", WAIT_S)
+    await stage.play_batch()
+    await stage.until(Phase.ROLLING, version=1)
+    assert stage.engine.trainer == "new"
+    assert stage.engine.trainer_epoch == 2
+
+
+async def test_r11_a_trainer_that_was_superseded_cannot_end_the_run_of_its_successor(stage: Stage) -> None:
+    stage.train("old")
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    stage.train("new")
+    await stage.follower.wait_for(lambda _: stage.engine.trainer_epoch == 2, WAIT_S)
+    for epoch in (1, 2):
+        broke = inbox.EngineBroke(id=stage.id(), engine=ENGINE, run=1, reason=f"said {epoch}", trainer_epoch=epoch)
+        await stage.say(broke)
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure == "said 2"
+
+
+async def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_sentence(stage: Stage) -> None:
+    stage.train()
+    job = stage.job()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"path": "/nowhere/at/all"})}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure == "there is no model at /nowhere/at/all: a model's folder has a config.json"
+
+
+async def test_r11_a_step_that_fails_three_times_stops_the_engine_with_the_reason(stage: Stage) -> None:
+    stage.options.folder.mkdir()
+    (stage.options.folder / "checkpoints").write_text("a file where a folder should be")
+    stage.train()
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert "step 1 failed 3 times" in stage.engine.failure
+    assert "NotADirectoryError" in stage.engine.failure
+
+
+async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch(spoil="t2")
+    await stage.until(Phase.ROLLING, version=1)
+    done = stage.engine.step_done
+    assert done is not None
+    assert done.metrics["episodes_left_out"] == 2
+    assert done.metrics["tokens_trained"] == 2 * 5
+
+
+async def test_r14_of_an_asynchronous_run_no_episode_over_the_bound_is_trained_whatever_was_noted_of_it(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job(max_staleness=1))
+    await stage.until(Phase.ROLLING, version=0)
+    for step, versions in enumerate(((0, 0), (0, 1), (0, 1)), start=1):
+        await stage.play_batch(shift=step, noted=step - 1, versions=versions)
+        await stage.until(Phase.ROLLING, version=step)
+    completed = [event.metrics for event in stage.events if isinstance(event, StepCompleted)]
+    assert [metrics["staleness_max"] for metrics in completed] == [0, 1, 1]
+    assert [metrics["stale_share"] for metrics in completed] == [0, 0.5, 1]
+    assert [metrics["episodes_stale"] for metrics in completed] == [0, 0, 2], "of version 0 in step 3: 2 versions old"
+    assert [metrics["episodes_left_out"] for metrics in completed] == [0, 0, 2]
+    assert all(metrics["seconds_waited"] > 0 for metrics in completed)
+
+
+async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job(lora_rank=2))
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    await stage.until(Phase.ROLLING, version=1)
+    await stage.bus.ask(inbox.Stop(id=stage.id(), engine=ENGINE))
+    await stage.restart()
+    await stage.until(Phase.ROLLING, version=0)
+    ready = stage.engine.weights
+    assert stage.engine.run == 2
+    assert ready is not None
+    assert ready.weights.adapter_of is not None
+    original = load_file(stage.folder / "model" / "model.safetensors")
+    assert all(torch.equal(value, original[name]) for name, value in served(ready.weights.adapter_of).items())
+    added = load_file(Path(ready.weights.where) / ADAPTER_FILE)
+    assert not any(value.any() for name, value in added.items() if ".lora_B." in name)
+
+
+async def test_a_job_has_the_samples_of_each_step_written_below_its_runs_folder(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="mine/rollout_{rollout_id}.pt"))
+    for version in range(3):
+        await stage.until(Phase.ROLLING, version)
+        if version < 2:
+            await stage.play_batch()
+    folder = stage.options.folder / "rollouts" / stage.bus.subjects.hive / ENGINE / "run-1" / "mine"
+    assert sorted(path.name for path in folder.iterdir()) == ["rollout_1.pt", "rollout_2.pt"]
+    samples = load_samples(folder / "rollout_2.pt")
+    assert [(sample.prompt.split()[-1], sample.reward) for sample in samples] == [("w17", 0.0), ("w17", 1.0)] * 2
+    assert samples[1].response.split() == ["w21", "w21", "w5", "w6", "w31", "w31", "w32"]
+    assert samples[1].loss_mask == [1, 1, 0, 0, 1, 1, 1]
+    assert stage.engine.step_done is not None
+    assert stage.engine.step_done.metrics["debug_rollouts_failed"] == 0.0
+
+
+async def test_debug_rollout_data_that_cannot_be_written_does_not_cost_the_step(stage: Stage) -> None:
+    folder = stage.options.folder / "rollouts" / stage.bus.subjects.hive / ENGINE / "run-1"
+    folder.mkdir(parents=True)
+    (folder / "mine").write_text("a file where a folder should be")
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="mine/rollout_{rollout_id}.pt"))
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    await stage.until(Phase.ROLLING, version=1)
+    assert stage.engine.step_done is not None
+    assert stage.engine.step_done.metrics["debug_rollouts_failed"] == 1.0
+    assert stage.engine.step_failures == 0
+
+
+async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_refused_in_one_sentence(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job(save_debug_rollout_data="/etc/rollout_{rollout_id}.pt"))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure == (
+        "trainer.save_debug_rollout_data = '/etc/rollout_{rollout_id}.pt' is refused: it takes a path below the run's "
+        "folder; start the trainer with --debug-root to allow others"
+    )
+
+
+def other_tokenizer(folder: Path, words: int) -> Path:
+    """A tokenizer of so many words, and no model."""
+    folder.mkdir()
+    Tokenizer(WordLevel({f"v{token}": token for token in range(words)}, unk_token="v0")).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(stage: Stage) -> None:
+    wrong = other_tokenizer(stage.folder / "wrong", VOCAB + 10)
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": str(wrong)})}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure == (
+        f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
+        "and the model's ids end at 63; set model.tokenizer to the model's own"
+    )
+    await stage.start(job)  # the same trainer goes on with a job that is right
+    await stage.until(Phase.ROLLING, version=0)
+
+
+async def test_a_tokenizer_from_elsewhere_that_fits_is_what_gateways_get(stage: Stage) -> None:
+    fitting = other_tokenizer(stage.folder / "fitting", VOCAB)
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": str(fitting)})}))
+    await stage.until(Phase.ROLLING, version=0)
+    assert stage.engine.weights is not None
+    blob = await stage.bus.get_blob(stage.engine.weights.weights.tokenizer)
+    files = msgspec.msgpack.decode(blob, type=dict[str, bytes])
+    assert files["tokenizer.json"] == (fitting / "tokenizer.json").read_bytes()
+    assert files["config.json"] == (stage.folder / "model" / "config.json").read_bytes()
+
+
+async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_get_it(stage: Stage) -> None:
+    stage.train()
+    await stage.start(stage.job(backend="verl", processes=2))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure == (
+        "trainer.backend is verl, and verl is not installed in this trainer's environment: run `bombus install verl`, "
+        "and start the trainer with --backend verl"
+    )
+
+
+class Lost(Executor):
+    """Stands for a model on several ranks of which one is gone."""
+
+    def train_step(
+        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+    ) -> dict[str, float]:
+        raise BackendLost("rank 1: no room")
+
+
+async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_makes_the_step(stage: Stage) -> None:
+    def load(job: RunConfig) -> Backend:
+        return Lost(Path(job.model.path), TrainerSettings.of_job(job))
+
+    trainer = asyncio.create_task(Trainer(stage.bus, stage.options, load=load).run())
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=0)
+    await stage.play_batch()
+    with pytest.raises(ExceptionGroup) as ended:
+        await trainer
+    assert ended.group_contains(BackendLost, match="no room")
+    assert stage.engine.step_failures == 1
+    stage.train()
+    await stage.until(Phase.ROLLING, version=1)

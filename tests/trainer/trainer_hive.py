@@ -1,0 +1,171 @@
+"""A hive for the trainer's tests: a real bus and coordinator; gateway, replica and clients are played."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from bombus.bus import Bus
+from bombus.bus.follow import Follower
+from bombus.config.job import RunConfig
+from bombus.hive import inbox
+from bombus.hive.events import AnyEvent, NotedCall, Weights
+from bombus.hive.inbox import EpisodeResult
+from bombus.hive.records import CallRef, digest, encode_record
+from bombus.hive.state import EngineState, Phase
+from bombus_coordinator.shell import Coordinator
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.service import Trainer
+from tests.trainer.small_batches import call, tiny_model_folder
+
+ENGINE = "main"
+REPLICA = "r1"
+WAIT_S = 30.0
+
+
+class Stage:
+    """A hive with a coordinator, ready to be configured. `engine` is the fold as everybody sees it."""
+
+    def __init__(self, bus: Bus, folder: Path) -> None:
+        self.bus = bus
+        self.folder = folder
+        self.options = TrainerOptions(
+            engine=ENGINE, folder=folder / "trainer", retry_s=0.01, retry_s_max=0.02, presence_s=0.2
+        )
+        self.events: list[AnyEvent] = []
+        self.follower = Follower(bus, lambda _, event: self.events.append(event))
+        self.trainers: list[asyncio.Task[None]] = []
+        self._ids = itertools.count()
+
+    @property
+    def engine(self) -> EngineState:
+        return self.follower.hive.engine(ENGINE)
+
+    def id(self) -> str:
+        return f"test-{next(self._ids)}"
+
+    async def until(self, phase: Phase, version: int = -1) -> None:
+        await self.follower.wait_for(lambda _: self.engine.phase == phase and self.engine.version >= version, WAIT_S)
+
+    def job(self, max_staleness: int = 0, **trainer: object) -> RunConfig:
+        return RunConfig.model_validate(
+            {
+                "model": {"path": str(self.folder / "model")},
+                "rollout": {"num_repeat": 2},
+                "collection": {"batch_size": 2, "max_staleness": max_staleness},
+                "trainer": {"lr": 0.01, "lora_rank": 0, **trainer},
+            }
+        )
+
+    async def start(self, job: RunConfig) -> None:
+        configure = inbox.Configure(
+            id=self.id(),
+            engine=ENGINE,
+            config=job.to_json(),
+            config_digest=job.digest,
+            collection=job.to_collection(),
+            model=job.model.path,
+        )
+        await self.bus.ask(configure)
+        await self.restart()
+
+    async def restart(self) -> None:
+        answer = await self.bus.ask(inbox.Start(id=self.id(), engine=ENGINE))
+        await self.follower.wait_position(answer.position)
+
+    def train(self, name: str = "", options: TrainerOptions | None = None) -> asyncio.Task[None]:
+        task = asyncio.create_task(Trainer(self.bus, options or self.options, name).run())
+        self.trainers.append(task)
+        return task
+
+    async def replica(self) -> None:
+        """Serves whatever is newest, at once."""
+        while True:
+            await self.say(
+                inbox.ReplicaAlive(
+                    id=self.id(),
+                    engine=ENGINE,
+                    replica=REPLICA,
+                    url="http://replica",
+                    run=self.engine.run,
+                    version=self.engine.version,
+                )
+            )
+            await self._something_newer(self.engine.run, self.engine.version)
+
+    async def _something_newer(self, run: int, version: int) -> None:
+        try:
+            await self.follower.wait_for(lambda _: (self.engine.run, self.engine.version) != (run, version), 1.0)
+        except TimeoutError:
+            pass
+
+    async def say(self, fact: inbox.Message) -> None:
+        await self.bus.send(fact)
+
+    async def play_batch(
+        self, spoil: str = "", shift: int = 0, noted: int = 0, versions: tuple[int, int] = (0, 0)
+    ) -> None:
+        """Two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
+
+        The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; what the
+        coordinator is told of them is `noted`.
+        """
+        for task, version in zip(("t1", "t2"), versions, strict=True):
+            claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
+            granted = await self.bus.ask(claim)
+            assert isinstance(granted, inbox.Granted)
+            results = []
+            for number, episode in enumerate(granted.episodes):
+                first = call(
+                    f"{episode}-a", list(range(18)), [20 + (number + shift) % 8, 21], episode=episode, version=version
+                )
+                sampled = [30 + (number + shift) % 8, 31, 32]
+                second = call(f"{episode}-b", [5, 6], sampled, parent=first, episode=episode, version=version)
+                for record in (first, second):
+                    body = encode_record(record)
+                    ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+                    spoiled = task == spoil and record is second
+                    ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
+                    said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
+                    await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))
+                said = {"label": f"answer {number}"}
+                results.append(EpisodeResult(episode=episode, task=task, reward=float(number), metadata=said))
+            await self.bus.ask(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
+
+    async def feed(self) -> None:
+        """Play a batch whenever the engine rolls: step k's is the same in every hive."""
+        while True:
+            await self.follower.wait_for(
+                lambda _: self.engine.phase == Phase.ROLLING and self.engine.step == self.engine.version
+            )
+            step = self.engine.step + 1
+            await self.play_batch(shift=step)
+            await self.follower.wait_for(lambda _, step=step: self.engine.step == step)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def staged(bus: Bus, folder: Path) -> AsyncIterator[Stage]:
+    """A hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards."""
+    tiny_model_folder(folder / "model")
+    stage = Stage(bus, folder)
+    coordinator = Coordinator(bus)
+    tasks = [asyncio.create_task(each) for each in (coordinator.lead(), stage.follower.run())]
+    await coordinator.leading.wait()
+    tasks.append(asyncio.create_task(stage.replica()))
+    try:
+        yield stage
+    finally:
+        for task in (*tasks, *stage.trainers):
+            task.cancel()
+        await asyncio.gather(*tasks, *stage.trainers, return_exceptions=True)
+
+
+def served(weights: Weights) -> dict[str, torch.Tensor]:
+    file = Path(weights.where) / "model.safetensors"
+    assert sha256(file.read_bytes()).hexdigest() == weights.sha256
+    return load_file(file)

