@@ -3,7 +3,7 @@
 import math
 
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
-from bombus_overwatch.model import View, fold
+from bombus_overwatch.model import HiveView, fold
 from bombus_overwatch.palette import clock_time, figure, fit, fit_end
 from bombus_overwatch.screen import screen_data
 from bombus_overwatch.widgets import CollectionPanel
@@ -73,7 +73,7 @@ def test_numbers_and_times_are_short() -> None:
 def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:
     run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(12)
-    view = View()
+    view = HiveView()
     for position, event in enumerate(run.desk.log, 1):
         fold(view, position, event)
     lines = CollectionPanel().lines(screen_data(view, run.desk.now_ns, "main"), 70, 10)

@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from bombus.hive import events as ev
 from bombus.hive.describe import line_of
 from bombus.hive.events import AbortReason, EpisodeType, Event
-from bombus_overwatch.describe import GROUPS, Group
-from bombus_overwatch.model import TAIL_KEPT, View, fold
+from bombus_overwatch.describe import GROUPS, EventGroup
+from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
 from tests.coordinator.steady_clients import Steady
 from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, rolling
 
 
-def folded(events: list[Event], view: View | None = None, start: int = 1) -> View:
-    view = view or View()
+def folded(events: list[Event], view: HiveView | None = None, start: int = 1) -> HiveView:
+    view = view or HiveView()
     for position, event in enumerate(events, start):
         fold(view, position, event)
     return view
 
 
-def shown(story: Story, after_s: float = 0.0, group: Group = Group.ALL) -> Screen:
+def shown(story: Story, after_s: float = 0.0, group: EventGroup = EventGroup.ALL) -> Screen:
     return screen_data(folded(story.events), story.now_ns + int(after_s * SECOND), ENGINE, group)
 
 
@@ -94,7 +94,7 @@ def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
 def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
     run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(100)
-    view, paced = View(), 0
+    view, paced = HiveView(), 0
     for position, event in enumerate(run.desk.log, 1):
         fold(view, position, event)
         screen = screen_data(view, event.at_ns, ENGINE)
@@ -104,7 +104,7 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
             assert screen.status.pace is not None
             paced += bool(screen.status.pace.waits)
     assert paced > 10
-    assert len(view.trail(ENGINE).rewards) > 5, "the versions at the claims"
+    assert len(view.history(ENGINE).rewards) > 5, "the versions at the claims"
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
@@ -179,7 +179,7 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
 
 
 def test_an_empty_log_has_a_screen() -> None:
-    screen = screen_data(View(), 0)
+    screen = screen_data(HiveView(), 0)
     assert screen.status is None
     assert screen.tail == ()
 
@@ -192,7 +192,7 @@ def test_a_flood_of_calls_does_not_wash_away_trouble(story: Story) -> None:
     episode = story.claim(0, "t")
     for _ in range(TAIL_KEPT + 50):
         story.call(0, episode)
-    trouble = shown(story, group=Group.TROUBLE).tail
+    trouble = shown(story, group=EventGroup.TROUBLE).tail
     assert [row.text for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
 
 
@@ -222,7 +222,7 @@ def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:
 @settings(max_examples=25, deadline=None)
 def test_folding_in_chunks_from_copies_equals_folding_at_once(seed: int, cuts: list[int]) -> None:
     events = chaos(seed)
-    view, done = View(), 0
+    view, done = HiveView(), 0
     for cut in [*sorted(cuts), len(events)]:
         before = replicate(view)
         view = folded(events[done:cut], replicate(view), done + 1)

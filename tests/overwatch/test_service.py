@@ -39,7 +39,7 @@ class Watched(Overwatch):
 
     async def reached(self, position: int, link: Link) -> None:
         async with asyncio.timeout(WAIT_S):
-            while self.timeline.newest < position or self.standing.link != link:
+            while self.timeline.newest < position or self.viewer.link != link:
                 await self.told.wait()
                 self.told.clear()
 

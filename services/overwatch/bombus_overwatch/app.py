@@ -17,11 +17,11 @@ from textual.widgets import Static
 from bombus.hive.events import Event
 from bombus.hive.state import Hive
 from bombus_overwatch import palette as pal
-from bombus_overwatch.describe import Group
-from bombus_overwatch.edges import Banner, Edge, KeyBar
-from bombus_overwatch.model import SECOND, View
+from bombus_overwatch.describe import EventGroup
+from bombus_overwatch.edges import Banner, KeyBar, StatusLine
+from bombus_overwatch.model import SECOND, HiveView
 from bombus_overwatch.reward import RewardPanel
-from bombus_overwatch.screen import Link, Standing, engines_of, screen_data
+from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
 from bombus_overwatch.timeline import Timeline
 from bombus_overwatch.widgets import (
     CollectionPanel,
@@ -54,6 +54,15 @@ NOTES = (
     "that event: what everybody knew then."
 )
 
+HELP_GROUPS = (
+    EventGroup.ENGINE,
+    EventGroup.EPISODES,
+    EventGroup.BATCHES,
+    EventGroup.TRAINING,
+    EventGroup.WEIGHTS,
+    EventGroup.TROUBLE,
+)
+
 
 class Help(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -65,7 +74,7 @@ class Help(ModalScreen[None]):
         for key, what in HELP:
             text.append(f"{key:<11}", f"bold {pal.AMBER}").append(f"{what}\n", pal.TEXT)
         text.append("\n")
-        for group in (Group.ENGINE, Group.EPISODES, Group.BATCHES, Group.TRAINING, Group.WEIGHTS, Group.TROUBLE):
+        for group in HELP_GROUPS:
             mark, colour = pal.MARKS[group]
             text.append(f"{mark} {group}  ", colour)
         text.append(f"\n\n{NOTES}", pal.QUIET)
@@ -109,12 +118,12 @@ class Overwatch(App[None]):
         super().__init__()
         self.up = asyncio.Event()  # the screen is there; feed it from now on
         self.timeline = Timeline()
-        self.standing = Standing(hive=hive)
+        self.viewer = ViewerState(hive=hive)
         self._clock = clock
-        self._held: View | None = None
+        self._held: HiveView | None = None
         self._held_now_ns = 0
         self._engine = ""
-        self._group = Group.ALL
+        self._group = EventGroup.ALL
         self._dirty = True
         self._drawn_ns = 0
         self._rounds = 0
@@ -138,7 +147,7 @@ class Overwatch(App[None]):
     def on_mount(self) -> None:
         self.register_theme(pal.THEME)
         self.theme = pal.THEME.name
-        self.title = f"bombus {self.standing.hive}"
+        self.title = f"bombus {self.viewer.hive}"
         self.set_interval(REDRAW_S, self._redraw)
         self.draw()
         self.up.set()
@@ -147,7 +156,7 @@ class Overwatch(App[None]):
 
     def begin(self, position: int, hive: Hive) -> None:
         """Forget everything: the log is about to be read from behind `position`, where the state was `hive`."""
-        self.timeline = Timeline(View(hive=hive, position=position))
+        self.timeline = Timeline(HiveView(hive=hive, position=position))
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:
@@ -157,7 +166,7 @@ class Overwatch(App[None]):
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
         """Say how events come in; `target` is the position to catch up with."""
-        self.standing = replace(self.standing, link=link, why=why, target=target)
+        self.viewer = replace(self.viewer, link=link, why=why, target=target)
         self._dirty = True
 
     # ---- drawing ----------------------------------------------------------------------------------------------
@@ -168,7 +177,7 @@ class Overwatch(App[None]):
         While catching up, seldom: folding comes first.
         """
         self._rounds += 1
-        if self.standing.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
+        if self.viewer.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
             return
         if self._dirty or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
             self.draw()
@@ -182,15 +191,15 @@ class Overwatch(App[None]):
         else:
             view, now_ns = self.timeline.live, self._drawn_ns
         data = screen_data(view, now_ns, self._engine, self._group)
-        standing = replace(
-            self.standing,
+        viewer = replace(
+            self.viewer,
             newest=self.timeline.newest,
             oldest=self.timeline.oldest,
             held=self._held.position if self._held is not None else None,
         )
         base = self.screen_stack[0]
-        for edge in base.query(Edge):
-            edge.tell(standing)
+        for line in base.query(StatusLine):
+            line.show_viewer(viewer)
         for panel in base.query(Panel):
             panel.show(data)
 
@@ -227,7 +236,7 @@ class Overwatch(App[None]):
             self.draw()
 
     def action_next_filter(self) -> None:
-        groups = list(Group)
+        groups = list(EventGroup)
         self._group = groups[(groups.index(self._group) + 1) % len(groups)]
         self.draw()
 

@@ -10,7 +10,7 @@ from math import isfinite
 from rich.cells import cell_len, set_cell_size
 from textual.theme import Theme
 
-from bombus_overwatch.describe import Group
+from bombus_overwatch.describe import EventGroup
 from bombus_overwatch.screen import Link
 
 AMBER = "#e69f00"
@@ -39,15 +39,15 @@ THEME = Theme(
     dark=True,
 )
 
-MARKS: dict[Group, tuple[str, str]] = {
-    Group.ALL: ("·", TEXT),
-    Group.ENGINE: ("◆", AMBER),
-    Group.EPISODES: ("•", TEXT),
-    Group.CALLS: ("·", QUIET),
-    Group.BATCHES: ("■", PURPLE),
-    Group.TRAINING: ("▲", SKY),
-    Group.WEIGHTS: ("●", GREEN),
-    Group.TROUBLE: ("✗", VERMILLION),
+MARKS: dict[EventGroup, tuple[str, str]] = {
+    EventGroup.ALL: ("·", TEXT),
+    EventGroup.ENGINE: ("◆", AMBER),
+    EventGroup.EPISODES: ("•", TEXT),
+    EventGroup.CALLS: ("·", QUIET),
+    EventGroup.BATCHES: ("■", PURPLE),
+    EventGroup.TRAINING: ("▲", SKY),
+    EventGroup.WEIGHTS: ("●", GREEN),
+    EventGroup.TROUBLE: ("✗", VERMILLION),
 }
 
 LINKS: dict[Link, tuple[str, str]] = {

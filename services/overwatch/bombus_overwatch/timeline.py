@@ -7,7 +7,7 @@ from typing import TypeVar
 import msgspec
 
 from bombus.hive.events import Event
-from bombus_overwatch.model import View, fold
+from bombus_overwatch.model import HiveView, fold
 
 CHUNK_EVENTS = 1_000
 CHUNKS_KEPT = 6  # at least the newest 5,000 events can be gone back to
@@ -45,10 +45,10 @@ def _shared(value: object) -> bool:
     return not isinstance(value, dict | list | deque | set)
 
 
-class Chunk:
+class TimelineChunk:
     """Events in a row, and the view before the first of them."""
 
-    def __init__(self, start: View) -> None:
+    def __init__(self, start: HiveView) -> None:
         self.start = start
         self.positions: list[int] = []
         self.events: list[Event] = []
@@ -58,16 +58,16 @@ class Timeline:
     """`live` is the fold of everything so far, on top of `start`; `at` gives the view of an earlier moment."""
 
     def __init__(
-        self, start: View | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
+        self, start: HiveView | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
     ) -> None:
-        self.live = start or View()
+        self.live = start or HiveView()
         self._chunk_events = chunk_events
-        self._chunks: deque[Chunk] = deque([Chunk(replicate(self.live))], maxlen=chunks_kept)
+        self._chunks: deque[TimelineChunk] = deque([TimelineChunk(replicate(self.live))], maxlen=chunks_kept)
 
     def fold(self, position: int, event: Event) -> None:
         chunk = self._chunks[-1]
         if len(chunk.events) >= self._chunk_events:
-            chunk = Chunk(replicate(self.live))
+            chunk = TimelineChunk(replicate(self.live))
             self._chunks.append(chunk)
         chunk.positions.append(position)
         chunk.events.append(event)
@@ -88,7 +88,7 @@ class Timeline:
         index = bisect_left(positions, position) + events
         return positions[min(max(index, 0), len(positions) - 1)]
 
-    def at(self, position: int) -> View:
+    def at(self, position: int) -> HiveView:
         """A view of its own, of all events up to `position`; of the oldest kept moment for anything before that."""
         chunk = self._chunks[0]
         for later in self._chunks:
