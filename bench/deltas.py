@@ -28,7 +28,7 @@ from bombus.weights.models import resolve_model
 from bombus_inference.backends.torch.backend import make_engine, read_state
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.lora import adapters_of
 from bombus_trainer.data.batch import EpisodeCalls, Group
@@ -95,7 +95,7 @@ def episode(name: str, prompt: list[int], tokens: bytes, logprobs: bytes, tokeni
 def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root: Path) -> None:
     executor = Executor(folder, TrainerSettings.model_validate({"precision": Precision.BFLOAT16, **changes}))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
+    compute = ComputeSettings(kv_cache_bytes=256 << 20, max_model_len=512)
     held = Held()
     newest = export(executor, root / "weights", 0, 1, held=held)
     engine = make_engine(Path(newest.where), compute, run=1, version=0)

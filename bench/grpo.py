@@ -25,7 +25,7 @@ from bombus.hive.generation import Finished, Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
 from bombus_inference.backends.torch.backend import make_engine
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeCalls, Group
 from bombus_trainer.settings import Precision, TrainerSettings
@@ -117,7 +117,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         aggregation=Aggregation.TOKEN,
     )
     executor = Executor(folder, settings)
-    limits = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
+    limits = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
     engine = make_engine(folder, limits, run=1, version=0)
     numbers = random.Random(arguments.seed)
     curve: list[tuple[float, float]] = []

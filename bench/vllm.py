@@ -16,10 +16,10 @@ from pathlib import Path
 from bombus.hive.generation import FrameReader, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import resolve_model
-from bombus_inference.backends.protocol import Backend, Deliver, Delivery, Policy
+from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend, Policy
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.publish.export import export_adapter, export_base
 from bombus_trainer.settings import TrainerSettings
@@ -45,7 +45,7 @@ class Load:
         if self._left == 0:
             self._over.set()
 
-    async def rate(self, backend: Backend, at_once: int, tokens: int) -> float:
+    async def rate(self, backend: InferenceBackend, at_once: int, tokens: int) -> float:
         """Tokens a second over one round of `at_once` requests with prompts of their own."""
         self.tokens, self._left = 0, at_once
         self._over.clear()
@@ -61,7 +61,7 @@ class Load:
         return self.tokens / (time.perf_counter() - began)
 
 
-def make(name: str, settings: EngineSettings, deliver: Deliver) -> Backend:
+def make(name: str, settings: ComputeSettings, deliver: Deliver) -> InferenceBackend:
     match name:
         case "torch":
             return TorchBackend(settings, deliver)
@@ -77,13 +77,13 @@ async def quiet(stage: str) -> None: ...
 async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: list[Policy]) -> None:
     """`policies` are brought in in turn."""
     load = Load()
-    settings = EngineSettings(
+    settings = ComputeSettings(
         dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
     )
     backend = make(name, settings, load.deliver)
     try:
         began = time.perf_counter()
-        await backend.bring_in(policies[0], quiet)
+        await backend.load(policies[0], quiet)
         start_s = time.perf_counter() - began
         await load.rate(backend, 2, 8)  # warm
         rates = []
@@ -93,7 +93,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: 
         swaps = []
         for version in range(1, 4):
             began = time.perf_counter()
-            await backend.bring_in(replace(policies[version % 2], version=version), quiet)
+            await backend.load(replace(policies[version % 2], version=version), quiet)
             swaps.append(time.perf_counter() - began)
         print(
             f"| {name} {dtype} | {' / '.join(rates)} | {start_s:.1f} | {1000 * min(swaps):.0f} |",

@@ -23,7 +23,7 @@ HEADER = "traceparent"
 Attribute = str | int | float | bool
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """A running span. `traceparent` is what the next hop is told, "" when nothing is traced."""
 
     @property
@@ -53,7 +53,7 @@ class _Traced:
 
 _tracer: "Tracer | None" = None
 _provider: "TracerProvider | None" = None
-_NOTHING: AbstractContextManager[Span] = nullcontext(_Nothing())
+_NOTHING: AbstractContextManager[TraceSpan] = nullcontext(_Nothing())
 
 
 def enabled() -> bool:
@@ -102,7 +102,7 @@ def current() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[Span]:
+def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[TraceSpan]:
     """A span below `parent` (a traceparent header's value), or below the one that is running."""
     if _tracer is None:
         return nullcontext(_Nothing(parent)) if parent else _NOTHING
@@ -110,7 +110,7 @@ def span(name: str, parent: str | None = None, **attributes: Attribute) -> Abstr
 
 
 @contextmanager
-def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[Span]:
+def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[TraceSpan]:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     context = TraceContextTextMapPropagator().extract({HEADER: parent}) if parent else None

@@ -26,7 +26,7 @@ from bombus_gateway import service
 from bombus_gateway.keys import SECRET_NAME, Keys
 from bombus_gateway.settings import GatewaySettings
 from bombus_inference import service as inference
-from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import pack
 from bombus_trainer.data.sequences import Sequence, merge_calls
@@ -77,7 +77,7 @@ async def everything(bus: Bus, nats_url: str, model: Path, port: int) -> AsyncIt
     """Coordinator, replica and gateway as services: (a follower, the run)."""
     hive = bus.subjects.hive
     coordinator, follower = Coordinator(bus), Follower(bus)
-    compute = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=512, threads=1)
+    compute = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=512, threads=1)
     replica = InferenceSettings(hive=hive, bus_url=nats_url, replica="r1", alive_every_s=0.2, compute=compute)
     running = [
         asyncio.create_task(coordinator.lead()),

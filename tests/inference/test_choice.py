@@ -14,9 +14,9 @@ from bombus.errors import Refused
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.weights.models import build_tiny
 from bombus_inference import cli, service
-from bombus_inference.backends.protocol import Policy, settled
+from bombus_inference.backends.protocol import Policy, with_precision
 from bombus_inference.backends.torch.backend import TorchBackend
-from bombus_inference.settings import EngineSettings, InferenceSettings, OpenAISettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings, OpenAISettings
 from tests.inference.backends.foreign_servers import KEY, ForeignCompletions, serving
 from tests.inference.backends.http_backends import Asker, silent
 from tests.inference.backends.small_engines import llama, request
@@ -103,7 +103,7 @@ def test_a_precision_that_is_left_open_is_the_jobs(
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9, "dtype": "bfloat16"}')
     policy = Policy(tmp_path, run=1, version=0, max_model_len=9, dtype=job)
-    assert settled(EngineSettings(dtype=own, device=device), policy).dtype == chosen
+    assert with_precision(ComputeSettings(dtype=own, device=device), policy).dtype == chosen
 
 
 async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: Path) -> None:
@@ -111,9 +111,9 @@ async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: P
     asker = Asker()
     made: list[float] = []
     for run, dtype in ((1, "float32"), (2, "bfloat16")):
-        backend = TorchBackend(EngineSettings(kv_cache_bytes=4 << 20), asker.deliver)
+        backend = TorchBackend(ComputeSettings(kv_cache_bytes=4 << 20), asker.deliver)
         try:
-            await backend.bring_in(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
+            await backend.load(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
             answer = await asker.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
             made.append(answer.only.logprobs[0])
         finally:

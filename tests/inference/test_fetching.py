@@ -19,12 +19,12 @@ from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, file_sha256
 from bombus_inference.backends.torch.backend import make_engine, read_state
 from bombus_inference.backends.torch.patching import apply_patches, read_patches
-from bombus_inference.fetching import Fetched, Fetcher
-from bombus_inference.settings import EngineSettings
+from bombus_inference.fetching import FetchedWeights, Fetcher
+from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answers, engine_for, finish, llama, qwen, request
 from tests.weights.delta_versions import write_full, write_versions
 
-COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def some_versions(count: int, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Tensor]]:
@@ -53,7 +53,7 @@ class Given:
     made: list[Weights]
     fetcher: Fetcher
 
-    async def fetch(self, version: int) -> Fetched:
+    async def fetch(self, version: int) -> FetchedWeights:
         return await self.fetcher.materialise(ready(version, self.made[version]), lambda: 1)
 
     def is_whole(self, version: int, folder: Path) -> bool:

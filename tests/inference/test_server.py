@@ -15,10 +15,10 @@ from bombus.host.process import listen
 from bombus_inference.backends.protocol import UNLOADED
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.backends.torch.worker import Worker
+from bombus_inference.backends.torch.thread import EngineThread
 from bombus_inference.server import App
 from bombus_inference.service import http_server, url_of
-from bombus_inference.settings import EngineSettings, ServerSettings
+from bombus_inference.settings import ComputeSettings, ServerSettings
 from tests.inference.backends.small_engines import Answer, another, engine_for, finish, llama, request
 
 
@@ -27,14 +27,14 @@ def backend(app: App) -> TorchBackend:
     return app.backend
 
 
-def worker(app: App) -> Worker:
-    return backend(app).worker
+def worker(app: App) -> EngineThread:
+    return backend(app).thread
 
 
 @asynccontextmanager
 async def serving(**settings: int) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
     bound = listen("127.0.0.1", 0)
-    app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(EngineSettings(), deliver))
+    app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(ComputeSettings(), deliver))
     engine = engine_for(llama())
     try:
         async with (

@@ -18,12 +18,12 @@ from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import service
-from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.publish.directories import keep_only
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 
 M = TypeVar("M", bound=AnyMessage)
-COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def weights(folder: Path, model: PreTrainedModel | None = None) -> ev.Weights:

@@ -15,7 +15,7 @@ from bombus.hive.events import WeightsLoaded, WeightsReady
 from bombus.weights.adapters import ADAPTER_FORMAT
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FORMAT
 from bombus_inference import service
-from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.publish.export import export
 from bombus_trainer.settings import TrainerSettings
@@ -70,7 +70,7 @@ async def test_a_replica_serves_each_version_that_was_trained(
         dtype = "float32" if lora else "bfloat16"  # merged for the comparison, adapters would be rounded
         job = job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})})
         stage.train(options=stage.options.model_copy(update={"weights_by": way, **options}))
-        compute = EngineSettings(dtype="float32", kv_cache_bytes=4 << 20, max_model_len=256)
+        compute = ComputeSettings(dtype="float32", kv_cache_bytes=4 << 20, max_model_len=256)
         replica = asyncio.create_task(
             service.run(
                 InferenceSettings(

@@ -65,7 +65,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     backend = VllmBackend(ENGINE, VllmSettings(eager=True), asker.deliver)
     stage = Stage(backend, asker, Path(base.where), adapters, models)
     try:
-        await backend.bring_in(stage.policy(0), silent)
+        await backend.load(stage.policy(0), silent)
         yield stage
     finally:
         await backend.stop()
@@ -87,7 +87,7 @@ async def test_an_adapter_takes_the_place_of_the_one_before_while_requests_go_on
     ]
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
     await stage.asker.until(lambda: min(map(stage.asker.sampled, tickets[:2])) > 3)
-    await stage.backend.bring_in(stage.policy(version), silent)
+    await stage.backend.load(stage.policy(version), silent)
     for gone in stage.adapters[:version]:  # as a trainer removes them: nobody reads them again
         shutil.rmtree(gone, ignore_errors=True)
     after = stage.asker.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=40))
@@ -113,7 +113,7 @@ async def test_an_adapter_that_vllm_cannot_load_ends_the_child_and_nothing_is_se
     shutil.copytree(newest, tmp_path / "odd")
     (tmp_path / "odd" / "adapter_config.json").write_text('{"r": 600, "lora_alpha": 1, "target_modules": []}')
     with pytest.raises(EngineFault, match="in place"):
-        await stage.backend.bring_in(Policy(stage.base, 1, VERSIONS, CONTEXT, adapter=tmp_path / "odd"), silent)
+        await stage.backend.load(Policy(stage.base, 1, VERSIONS, CONTEXT, adapter=tmp_path / "odd"), silent)
     assert stage.backend.version == -1
     assert (await stage.asker.refused(stage.backend, request([5]))).retry
 
@@ -123,5 +123,5 @@ async def test_ranks_beyond_vllms_are_refused_before_a_child_is_started(stage: S
     base = export_base(executor, tmp_path / "w", 1)
     adapter = Path(export_adapter(executor, tmp_path / "w", 0, 1, "", base).where)
     with pytest.raises(EngineFault, match="rank 512 at most"):
-        await stage.backend.bring_in(Policy(Path(base.where), 2, 0, CONTEXT, adapter=adapter), silent)
+        await stage.backend.load(Policy(Path(base.where), 2, 0, CONTEXT, adapter=adapter), silent)
     assert stage.backend.pid is None

@@ -17,14 +17,14 @@ from bombus.weights.deltas import FULL_FILE
 from bombus.weights.models import load_model
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import Asker, silent, until_metric
 from tests.inference.backends.small_engines import Completion, reference_logprobs, request, worst_difference
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONTEXT = 256
-ENGINE = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=CONTEXT, max_running=8, threads=1)
+ENGINE = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=CONTEXT, max_running=8, threads=1)
 LONG = CONTEXT - 16
 
 
@@ -59,7 +59,7 @@ class Stage:
     async def at(self, version: int) -> None:
         """Serving this version (odd ones are of model 1), with a child that is started where there is none."""
         if self.backend.version != version:
-            await self.backend.bring_in(self.policy(version), silent)
+            await self.backend.load(self.policy(version), silent)
 
     def worst(self, prompt: list[int], made: Completion) -> float:
         """Between reported logprobs and those of the model of each token's version, over the whole sequence."""
@@ -189,7 +189,7 @@ async def test_weights_change_in_place_and_each_token_has_the_version_that_sampl
     ]
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
     await stage.asker.until(lambda: min(map(stage.asker.sampled, tickets[:2])) > 3)
-    await stage.backend.bring_in(stage.policy(1), silent)
+    await stage.backend.load(stage.policy(1), silent)
     after = stage.asker.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=20))
     for seed, ticket in enumerate(tickets):
         made = (await stage.asker.finished(ticket)).only
@@ -207,7 +207,7 @@ async def test_weights_of_another_shape_are_refused_and_serving_goes_on(stage: S
     llama(2, vocabulary=64).save_pretrained(tmp_path)
     version = stage.backend.version
     with pytest.raises(EngineFault, match="the model wants"):
-        await stage.backend.bring_in(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
     assert stage.backend.version == version
     assert (await stage.asker.ask(stage.backend, request([5]))).only.versions == [version] * 12
 
@@ -241,7 +241,7 @@ async def test_weights_that_break_off_while_they_are_loaded_end_the_child_and_no
     llama(0).save_pretrained(tmp_path)
     os.truncate(tmp_path / FULL_FILE, (tmp_path / FULL_FILE).stat().st_size - 4096)
     with pytest.raises(EngineFault, match="in place"):
-        await stage.backend.bring_in(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
     assert stage.backend.version == -1
     assert psutil.wait_procs(processes, timeout=10)[1] == []
     assert (await stage.asker.refused(stage.backend, request([5]))).retry
@@ -252,4 +252,4 @@ async def test_a_model_that_vllm_does_not_load_is_said_in_its_own_words(stage: S
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"LlamaForCausalLM"', '"NoSuchModel"'))
     with pytest.raises(EngineFault, match=r"did not start.*NoSuchModel"):
-        await stage.backend.bring_in(Policy(tmp_path, 2, 0, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 2, 0, CONTEXT), silent)

@@ -19,13 +19,13 @@ from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import vllm_environment
-from bombus_inference.settings import EngineSettings, OpenAISettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, OpenAISettings, VllmSettings
 from tests.inference.backends.http_backends import Asker, silent
 from tests.inference.backends.small_engines import request, worst_difference
 
 CONTEXT = 256
 START_S = 600.0
-ENGINE = EngineSettings(max_model_len=CONTEXT, max_running=8)
+ENGINE = ComputeSettings(max_model_len=CONTEXT, max_running=8)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBa
     with (folder / "vllm.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(
             sys.executable, keeper.__file__, str(os.getpid()), *command,
-            env=vllm_environment(EngineSettings(threads=1), VllmSettings()),
+            env=vllm_environment(ComputeSettings(threads=1), VllmSettings()),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     asker = Asker()
@@ -76,7 +76,7 @@ async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -
 async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) -> None:
     async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, asker):
         for version in (0, 1):
-            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
+            await backend.load(Policy(folders[version], 1, version, CONTEXT), silent)
             for stream in (False, True):
                 asked = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
                 answer = await asker.ask(backend, asked)
@@ -93,4 +93,4 @@ async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) 
 async def test_a_vllm_as_it_comes_has_logprobs_of_the_wrong_distribution_and_that_is_said(folders: list[Path]) -> None:
     async with elsewhere(folders[0]) as (backend, _):
         with pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)

@@ -23,7 +23,7 @@ from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
 from bombus_inference.backends.torch.backend import make_engine, read_state
 from bombus_inference.fetching import Fetcher
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.publish.export import Part, digest_like, digest_of, export, export_adapter, export_base
@@ -110,7 +110,7 @@ def test_an_adapter_says_how_it_is_made_and_another_file_beside_it_is_refused(ma
 def test_a_model_saved_whole_has_all_that_the_adapter_adds(made: Made, tmp_path: Path) -> None:
     save_merged(Path(made.base.where), Path(made.adapters[1].where), tmp_path / "saved")
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").state_dict()
-    expected = read_state(Path(made.base.where), EngineSettings(dtype="float32"), Path(made.adapters[1].where))
+    expected = read_state(Path(made.base.where), ComputeSettings(dtype="float32"), Path(made.adapters[1].where))
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
 
@@ -189,7 +189,7 @@ async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_
     made: Made, precision: str
 ) -> None:
     """Merged in the engine's precision, not in the file's: in bfloat16 most of a step's adapter is rounded away."""
-    compute = EngineSettings(dtype=precision)
+    compute = ComputeSettings(dtype=precision)
     whole = Adapter(Path(made.adapters[1].where))
     state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, precision)}

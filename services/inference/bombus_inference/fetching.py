@@ -39,7 +39,7 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class Fetched:
+class FetchedWeights:
     """A version in `folder`. `delta` is the file that makes it of version `base`, where it came as one.
 
     With an `adapter` the version is that, on top of the model in `folder`.
@@ -68,7 +68,7 @@ class Fetcher:
         self._have: WeightsReady | None = None  # what lies in _folder, checked
         self._folder = Path()
 
-    async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> Fetched:
+    async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> FetchedWeights:
         """The version that `ready` names, whole and with the digest that the log says.
 
         Raises `EngineFault` when it cannot be had, nor a full copy of it from the run's trainer, whichever that is.
@@ -79,15 +79,15 @@ class Fetcher:
         if weights.format not in (FULL_FORMAT, DELTA_FORMAT):
             raise EngineFault(f"weights of format {weights.format!r} are not known to this engine")
         if weights.format == FULL_FORMAT:
-            return self._keep(ready, Fetched(await self._checked(weights, FULL_FILE)))
+            return self._keep(ready, FetchedWeights(await self._checked(weights, FULL_FILE)))
         if self._have == ready and self._folder.is_dir():  # it was put together, and could not be loaded
-            return Fetched(self._folder)
+            return FetchedWeights(self._folder)
         try:
             fetched = await self._from_delta(ready)
         except (EngineFault, OSError) as fault:
             log.warning("version %d: %s; asking for a full copy", ready.version, fault, extra={"run": ready.run})
             await self._ask_full_copy(weights, trainer_epoch, str(fault))
-            fetched = Fetched(await self._checked(weights, FULL_FILE))
+            fetched = FetchedWeights(await self._checked(weights, FULL_FILE))
         return self._keep(ready, fetched)
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class Fetcher:
 
     # ---- deltas -----------------------------------------------------------------------------------------------
 
-    async def _from_delta(self, ready: WeightsReady) -> Fetched:
+    async def _from_delta(self, ready: WeightsReady) -> FetchedWeights:
         """On top of what is here, if that is the delta's base; else from the last full copy through all deltas."""
         weights, have = ready.weights, self._have
         newest = await self._delta(weights)
@@ -153,7 +153,7 @@ class Fetcher:
         found = await asyncio.to_thread(_put_together, beneath, deltas[::-1], into)
         if found != weights.sha256:
             raise EngineFault(f"version {ready.version} made of deltas has sha256 {found}, not {weights.sha256}")
-        return Fetched(into, newest if have is not None else None, weights.base)
+        return FetchedWeights(into, newest if have is not None else None, weights.base)
 
     async def _delta(self, weights: Weights) -> Path:
         """A delta's file, as the log, or the delta on top of it, says that it is."""
@@ -166,22 +166,22 @@ class Fetcher:
 
     # ---- adapters ---------------------------------------------------------------------------------------------
 
-    async def _with_adapter(self, ready: WeightsReady, base: Weights) -> Fetched:
+    async def _with_adapter(self, ready: WeightsReady, base: Weights) -> FetchedWeights:
         """An adapter and what it is on, which is the same for all versions and therefore read through only once."""
         beneath = await (self._local if self._adapter_base == base else self._checked)(base, FULL_FILE)
         self._adapter_base = base
         adapter = await self._checked(ready.weights, ADAPTER_FILE)
         if self._adapters:
-            return Fetched(beneath, adapter=adapter)
+            return FetchedWeights(beneath, adapter=adapter)
         into = self._vacant(ready)
         from bombus.weights.merging import merge_files  # of those that fetch, few need torch
 
         await asyncio.to_thread(merge_files, beneath, adapter, into)
-        return Fetched(into)
+        return FetchedWeights(into)
 
     # ---- where things lie -------------------------------------------------------------------------------------
 
-    def _keep(self, ready: WeightsReady, fetched: Fetched) -> Fetched:
+    def _keep(self, ready: WeightsReady, fetched: FetchedWeights) -> FetchedWeights:
         """This version is what we have from now on; of older ones nothing is kept, unless an engine has mapped it."""
         self._have, self._folder = ready, fetched.folder
         if self._cache is not None:

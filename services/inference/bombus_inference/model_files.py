@@ -13,7 +13,7 @@ HEADER_BYTES_MAX = 100 << 20
 Shapes = dict[str, tuple[int, ...]]
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
+class TextModelConfig(msgspec.Struct, frozen=True):
     """Of `config.json`, the part that is about text. `context` is in tokens, `dtype` what weights are stored in."""
 
     vocabulary: int
@@ -21,7 +21,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     dtype: str = ""
 
     @property
-    def trained_in(self) -> str:
+    def training_dtype(self) -> str:
         """What a trainer that is told no precision exports and, on a GPU, computes in."""
         return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
 
@@ -30,13 +30,13 @@ class _Tensor(msgspec.Struct):
     shape: tuple[int, ...]
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path) -> TextModelConfig:
     """Raises `EngineFault`."""
     try:
         whole = json.loads((folder / "config.json").read_text())
         config = whole.get("text_config", whole)
         dtype = next((part[key] for part in (config, whole) for key in ("dtype", "torch_dtype") if key in part), "")
-        return ModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
+        return TextModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error
 

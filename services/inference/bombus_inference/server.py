@@ -11,20 +11,22 @@ import msgspec
 from bombus import telemetry
 from bombus.errors import STATUS, Code
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
-from bombus_inference.backends.protocol import Backend, Deliver, Delivery
+from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
+MakeBackend = Callable[[Deliver], InferenceBackend]
+
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[AsgiMessage, AsgiReceive, AsgiSend], Awaitable[None]]
 
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
@@ -55,10 +57,10 @@ class _Reply:
         self._wake()
 
     async def take(self, whole: bool) -> bytes:
-        """All that is there, at least something; with `whole` not before the end. Raises `HungUp`."""
+        """All that is there, at least something; with `whole` not before the end. Raises `ClientDisconnected`."""
         while not (self.done if whole else self._chunks):
             if self._hung_up:
-                raise HungUp
+                raise ClientDisconnected
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         body = b"".join(self._chunks)
@@ -73,7 +75,7 @@ class _Reply:
 class App:
     """The door to one backend, which `make` makes of the function that takes its deliveries."""
 
-    def __init__(self, settings: ServerSettings, engine: str, replica: str, make: Callable[[Deliver], Backend]) -> None:
+    def __init__(self, settings: ServerSettings, engine: str, replica: str, make: MakeBackend) -> None:
         self.settings = settings
         self.engine = engine
         self.replica = replica
@@ -91,7 +93,7 @@ class App:
         """End the backend; what is still open is answered with a fault."""
         await self.backend.stop()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] != "http":
             return
         match scope["method"], scope["path"]:
@@ -110,10 +112,10 @@ class App:
             if reply is not None:  # else its client has gone
                 reply.put(delivery)
 
-    async def _generate(self, receive: Receive, send: Send) -> None:
+    async def _generate(self, receive: AsgiReceive, send: AsgiSend) -> None:
         try:
             request = await self._request(receive)
-        except HungUp:
+        except ClientDisconnected:
             return
         if isinstance(request, Fault):
             self.refused += 1
@@ -127,7 +129,7 @@ class App:
         try:
             with telemetry.span("inference.generate", request.traceparent, call=request.id):
                 await self._send_frames(reply, request.stream, send)
-        except HungUp:
+        except ClientDisconnected:
             log.debug("a client hung up", extra={"call": request.id})
         finally:
             watch.cancel()
@@ -135,7 +137,7 @@ class App:
             if not reply.done:
                 self.backend.abort(ticket)
 
-    async def _request(self, receive: Receive) -> Generate | Fault:
+    async def _request(self, receive: AsgiReceive) -> Generate | Fault:
         try:
             request = decode_request(await self._body(receive))
         except _BodyTooLarge:
@@ -151,13 +153,13 @@ class App:
             return Fault(why=why, code=Code.OVERLOADED, retry=True)
         return request
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, receive: AsgiReceive) -> bytes:
         chunks: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise HungUp
+                raise ClientDisconnected
             chunk = message.get("body", b"")
             size += len(chunk)
             if size > self.settings.body_bytes_max:
@@ -166,7 +168,7 @@ class App:
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    async def _send_frames(self, reply: _Reply, stream: bool, send: Send) -> None:
+    async def _send_frames(self, reply: _Reply, stream: bool, send: AsgiSend) -> None:
         """Headers wait for the first frame, so that a refusal gets a status of its own."""
         body = await reply.take(whole=not stream)
         if reply.fault is not None:
@@ -204,18 +206,18 @@ class App:
         return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
 
 
-async def _watch(receive: Receive, reply: _Reply) -> None:
+async def _watch(receive: AsgiReceive, reply: _Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     reply.hang_up()
 
 
-async def _refuse(send: Send, fault: Fault) -> None:
+async def _refuse(send: AsgiSend, fault: Fault) -> None:
     status = STATUS.get(Code(fault.code), 500)
     await _answer(send, status, FRAMES_TYPE[1], encode_frame(fault))
 
 
-async def _answer(send: Send, status: int, content_type: bytes, body: bytes) -> None:
+async def _answer(send: AsgiSend, status: int, content_type: bytes, body: bytes) -> None:
     headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -18,9 +18,9 @@ from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.host.process import listen
-from bombus_inference.backends.protocol import Backend, Deliver, Policy
+from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
 from bombus_inference.fetching import Fetcher
-from bombus_inference.server import App, Asgi
+from bombus_inference.server import App, AsgiApp
 from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ LOAD_ATTEMPTS = 3
 BACKLOG = 4096
 
 
-def make_backend(settings: InferenceSettings, deliver: Deliver) -> Backend:
+def make_backend(settings: InferenceSettings, deliver: Deliver) -> InferenceBackend:
     """What the settings name. Imports that alone: torch takes seconds and half a gigabyte."""
     match settings.backend:
         case "torch":
@@ -46,7 +46,7 @@ def make_backend(settings: InferenceSettings, deliver: Deliver) -> Backend:
             return OpenAIBackend(settings.compute, settings.openai, deliver)
 
 
-class Replica:
+class ReplicaService:
     """One replica of one engine. Everything that it knows it has from the log; it starts with nothing loaded."""
 
     def __init__(self, bus: Bus, settings: InferenceSettings, url: str) -> None:
@@ -188,7 +188,7 @@ class Replica:
         job = self._job(run)
         limit, dtype = job.rollout.max_model_len, job.model.dtype
         policy = Policy(fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype)
-        await self.app.backend.bring_in(policy, self._tell)
+        await self.app.backend.load(policy, self._tell)
         seconds = round(loop.time() - started, 3)
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
         self._loads += 1  # what was lost is loaded again, and that is no repeat
@@ -266,7 +266,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 @contextlib.asynccontextmanager
-async def http_server(app: Asgi, bound: socket.socket, drain_s: float) -> AsyncIterator[None]:
+async def http_server(app: AsgiApp, bound: socket.socket, drain_s: float) -> AsyncIterator[None]:
     """Serve `app` on a bound socket while the block runs; then let open requests finish for `drain_s`."""
     config = uvicorn.Config(
         app,
@@ -293,7 +293,7 @@ async def run(settings: InferenceSettings) -> None:
     url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
         await bus.ensure_streams()
-        replica = Replica(bus, settings, url)
+        replica = ReplicaService(bus, settings, url)
         try:
             async with http_server(
                 replica.app, bound, settings.http.drain_s

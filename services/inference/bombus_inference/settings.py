@@ -10,7 +10,7 @@ from bombus.hive.subjects import check_name
 KV_CACHE_BYTES = 2 << 30
 
 
-class EngineSettings(BaseModel):
+class ComputeSettings(BaseModel):
     """Limits and numerics of one engine. What is None follows from the job, or suits the engine.
 
     A job that leaves the precision open gets float32 on a CPU, because one without bfloat16 instructions is slower in
@@ -52,7 +52,7 @@ class EngineSettings(BaseModel):
 
 
 class VllmSettings(BaseModel):
-    """vLLM as a child process. What `EngineSettings` says of type, device, lengths and memory holds for it too."""
+    """vLLM as a child process. What `ComputeSettings` says of type, device, lengths and memory holds for it too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -107,7 +107,7 @@ class InferenceSettings(BaseModel):
     load_retry_s: float = Field(default=1.0, gt=0, le=60, description="between attempts to load weights")
     cache: Path | None = Field(default=None, description="for weights that are fetched; none: the system's folder")
     backend: Literal["torch", "vllm", "openai"] = "torch"
-    compute: EngineSettings = EngineSettings()
+    compute: ComputeSettings = ComputeSettings()
     vllm: VllmSettings = VllmSettings()
     openai: OpenAISettings = OpenAISettings()
     http: ServerSettings = ServerSettings()

@@ -21,14 +21,14 @@ from bombus.host.process import listen
 from bombus.weights.models import load_model
 from bombus_inference.backends.torch.backend import make_engine, read_state
 from bombus_inference.service import http_server, url_of
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answer, Completion, finish, reference_logprobs
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-SETTINGS = EngineSettings(kv_cache_bytes=8 << 20, max_model_len=256)
+SETTINGS = ComputeSettings(kv_cache_bytes=8 << 20, max_model_len=256)
 KEY = "a key of the test"
 
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from bombus.hive.generation import Fault, FrameReader, Generate
-from bombus_inference.backends.protocol import Backend, Delivery
+from bombus_inference.backends.protocol import Delivery, InferenceBackend
 from tests.inference.backends.small_engines import Answer
 
 PATIENCE_S = 300.0  # vLLM on a CPU that others use too samples a few tokens a second
@@ -28,7 +28,7 @@ class Asker:
                 self._done.add(delivery.ticket)
         self._changed.set()
 
-    def add(self, backend: Backend, request: Generate) -> int:
+    def add(self, backend: InferenceBackend, request: Generate) -> int:
         ticket = len(self.answers) + 1
         self.answers[ticket] = Answer()
         self._readers[ticket] = FrameReader()
@@ -45,10 +45,10 @@ class Asker:
         await self.until(lambda: ticket in self._done)
         return self.answers[ticket]
 
-    async def ask(self, backend: Backend, request: Generate) -> Answer:
+    async def ask(self, backend: InferenceBackend, request: Generate) -> Answer:
         return await self.finished(self.add(backend, request))
 
-    async def refused(self, backend: Backend, request: Generate) -> Fault:
+    async def refused(self, backend: InferenceBackend, request: Generate) -> Fault:
         fault = (await self.ask(backend, request)).fault
         assert fault is not None
         return fault
@@ -63,7 +63,7 @@ async def silent(stage: str) -> None:
 
 
 async def until_metric(
-    backend: Backend, name: str, holds: Callable[[float], bool], timeout_s: float = PATIENCE_S
+    backend: InferenceBackend, name: str, holds: Callable[[float], bool], timeout_s: float = PATIENCE_S
 ) -> None:
     """Ask for the metrics until one is as wanted: asking takes its own time."""
     async with asyncio.timeout(timeout_s):

@@ -12,7 +12,7 @@ from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens, unpack_logprobs, unpack_tokens
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine, Output
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 
 VOCABULARY = 60
 CONTEXT = 256
@@ -67,7 +67,7 @@ def another(model: PreTrainedModel, seed: int = 9) -> PreTrainedModel:
 
 def engine_for(model: PreTrainedModel, **settings: object) -> Engine:
     defaults: dict[str, object] = {"kv_cache_bytes": 4 << 20, "max_model_len": CONTEXT, "block_tokens": 4}
-    return Engine(paged(model), EngineSettings(**(defaults | settings)), run=1, version=0)
+    return Engine(paged(model), ComputeSettings(**(defaults | settings)), run=1, version=0)
 
 
 def request(

@@ -7,7 +7,7 @@ import pytest
 from bombus.errors import EngineFault
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.scheduler import Scheduler
-from bombus_inference.backends.torch.sequences import Sequence
+from bombus_inference.backends.torch.sequences import SequenceState
 from tests.inference.backends.small_engines import request
 
 SIZE = 4
@@ -67,11 +67,11 @@ def test_random_lives_of_sequences_leak_no_block(seed):
         blocks, max_running=numbers.randint(1, 12), prefill_tokens_max=numbers.choice([1, 5, 16, 1000])
     )
     content: dict[int, list[int]] = {}  # what a pass wrote into each block, for checking what is found there
-    alive: list[Sequence] = []
+    alive: list[SequenceState] = []
     for turn in range(400):
         if numbers.random() < 0.3 and turn < 300:
             prompt = [numbers.randrange(2) for _ in range(numbers.randint(1, 40))]
-            sequence = Sequence(turn, request(prompt), 0, prompt, len(prompt) + numbers.randint(1, 20))
+            sequence = SequenceState(turn, request(prompt), 0, prompt, len(prompt) + numbers.randint(1, 20))
             scheduler.waiting.append(sequence)
             alive.append(sequence)
         if alive and numbers.random() < 0.05:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import (
     CONTEXT,
     VOCABULARY,
@@ -198,7 +198,7 @@ def test_a_cache_that_holds_not_one_sequence_is_refused_at_birth():
 def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
     model = llama()
     blocks = 20
-    some = EngineSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
+    some = ComputeSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
     engine = Engine(paged(model), some, run=1, version=0, job_tokens=CONTEXT)
     assert engine.max_model_len == blocks * 4 - 1
     assert f"sequences end at 79 tokens and not at the job's {CONTEXT}" in caplog.text
@@ -213,7 +213,7 @@ def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
 
 def test_the_jobs_length_holds_where_no_other_is_set():
     def longest(job_tokens: int | None, **settings: int) -> int:
-        chosen = EngineSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
+        chosen = ComputeSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
         return Engine(paged(llama()), chosen, run=1, version=0, job_tokens=job_tokens).max_model_len
 
     assert longest(100) == 100

@@ -12,13 +12,13 @@ from bombus.errors import EngineFault
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy
-from bombus_inference.settings import EngineSettings, OpenAISettings
+from bombus_inference.settings import ComputeSettings, OpenAISettings
 from tests.inference.backends.foreign_servers import KEY, Foreign, ForeignCompletions, ForeignSglang, serving
 from tests.inference.backends.http_backends import Asker, silent
 from tests.inference.backends.small_engines import request, worst_difference
 
 KINDS = [ForeignCompletions, ForeignSglang]
-ENGINE = EngineSettings(max_model_len=256, max_running=8)
+ENGINE = ComputeSettings(max_model_len=256, max_running=8)
 CONTEXT = 256
 
 
@@ -52,7 +52,7 @@ async def backend_of(server: Foreign, **settings: float | str) -> AsyncIterator[
 async def test_its_tokens_come_through_with_their_logprobs(kind: type[Foreign], folders: list[Path]) -> None:
     server = kind(folders[0])
     async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         answer = await asker.ask(backend, request([5, 6, 7], n=2, top_logprobs=2, stream=True))
         assert sorted(answer.choices) == [0, 1]
         for made in answer.choices.values():
@@ -71,7 +71,7 @@ async def test_a_server_with_a_shorter_context_than_the_jobs_is_told_once_for_a_
 ) -> None:
     async with backend_of(ForeignCompletions(folders[0])) as (backend, _):
         for version in (0, 1):
-            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
+            await backend.load(Policy(folders[version], 1, version, CONTEXT), silent)
     said = [message for message in caplog.messages if "sequences end" in message]
     assert [message.partition(":")[0] for message in said] == [
         f"sequences end at 200 tokens and not at the job's {CONTEXT}"
@@ -84,12 +84,12 @@ async def test_new_weights_go_in_by_its_own_route_and_no_answer_mixes_versions(
 ) -> None:
     server = kind(folders[0])
     async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         server.hold.clear()
         server.holding.clear()
         ticket = asker.add(backend, request([5]))
         await server.holding.wait()
-        changing = asyncio.create_task(backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent))
+        changing = asyncio.create_task(backend.load(Policy(folders[1], 1, 1, CONTEXT), silent))
         async with asyncio.timeout(10):
             while backend.version >= 0:
                 await asyncio.sleep(0)
@@ -106,12 +106,12 @@ async def test_new_weights_go_in_by_its_own_route_and_no_answer_mixes_versions(
 async def test_a_call_that_takes_too_long_is_ended_before_the_weights_change(folders: list[Path]) -> None:
     server = ForeignCompletions(folders[0])
     async with backend_of(server, drain_s=0.0) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         server.hold.clear()
         server.holding.clear()
         ticket = asker.add(backend, request([5]))
         await server.holding.wait()
-        await backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent)
+        await backend.load(Policy(folders[1], 1, 1, CONTEXT), silent)
         fault = (await asker.finished(ticket)).fault
         assert fault is not None
         assert fault.retry
@@ -121,7 +121,7 @@ async def test_a_call_that_takes_too_long_is_ended_before_the_weights_change(fol
 async def test_a_request_whose_client_hangs_up_is_hung_up_there_as_well(folders: list[Path]) -> None:
     server = ForeignCompletions(folders[0])
     async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         server.hold.clear()
         server.holding.clear()
         ticket = asker.add(backend, request([5]))
@@ -147,7 +147,7 @@ async def test_what_it_lacks_is_said_in_one_sentence(
 ) -> None:
     async with backend_of(kind(folders[0], lacks=frozenset({lacks}))) as (backend, asker):
         with pytest.raises(EngineFault, match=words):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         assert backend.version == -1
         assert (await asker.refused(backend, request([5]))).code == "no_replica"
 
@@ -158,7 +158,7 @@ async def test_logprobs_of_another_distribution_than_the_sampled_one_are_found_o
 ) -> None:
     async with backend_of(kind(folders[0], raw=True)) as (backend, _):
         with pytest.raises(EngineFault, match="not of the one that it samples from"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
 
 
 async def test_another_vocabulary_is_found_out(folders: list[Path], tmp_path: Path) -> None:
@@ -169,21 +169,21 @@ async def test_another_vocabulary_is_found_out(folders: list[Path], tmp_path: Pa
     server = ForeignCompletions(folders[0], tokenizer_of=tmp_path)
     async with backend_of(server) as (backend, _):
         with pytest.raises(EngineFault, match="its vocabulary is not that of the run's model"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
 
 
 async def test_a_server_that_cannot_load_weights_serves_version_0_alone(folders: list[Path]) -> None:
     async with backend_of(ForeignCompletions(folders[0], lacks=frozenset({"update"}))) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         assert (await asker.ask(backend, request([5]))).only.versions == [0] * 12
         with pytest.raises(EngineFault, match="no way to load new weights, so it can serve version 0 alone"):
-            await backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent)
+            await backend.load(Policy(folders[1], 1, 1, CONTEXT), silent)
 
 
 async def test_weights_that_somebody_else_changed_are_not_passed_off_as_ours(folders: list[Path]) -> None:
     server = ForeignSglang(folders[0])
     async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         server.label = "theirs"
         fault = await asker.refused(backend, request([5]))
         assert fault.retry
@@ -192,7 +192,7 @@ async def test_weights_that_somebody_else_changed_are_not_passed_off_as_ours(fol
 
 async def test_its_own_limit_is_ours(folders: list[Path]) -> None:
     async with backend_of(ForeignCompletions(folders[0])) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
         assert (await asker.refused(backend, request([5] * 200))).code == "prompt_too_long"
 
 
@@ -200,14 +200,14 @@ async def test_a_wrong_key_a_wrong_model_and_nobody_at_all_are_said(folders: lis
     policy = Policy(folders[0], 1, 0, CONTEXT)
     async with backend_of(ForeignCompletions(folders[0]), model="other") as (backend, _):
         with pytest.raises(EngineFault, match="serves m, not 'other'"):
-            await backend.bring_in(policy, silent)
+            await backend.load(policy, silent)
     monkeypatch.setenv("SERVER_KEY", "wrong")
     async with backend_of(ForeignCompletions(folders[0])) as (backend, _):
         with pytest.raises(EngineFault, match=r"401.*wants a key"):
-            await backend.bring_in(policy, silent)
+            await backend.load(policy, silent)
     nobody = OpenAIBackend(ENGINE, OpenAISettings(url="http://127.0.0.1:9"), Asker().deliver)
     with pytest.raises(EngineFault, match="no server can be used at"):
-        await nobody.bring_in(policy, silent)
+        await nobody.load(policy, silent)
     await nobody.stop()
     monkeypatch.delenv("SERVER_KEY")
     with pytest.raises(EngineFault, match="SERVER_KEY is not set"):

@@ -19,7 +19,7 @@ from bombus.hive.events import EngineStopped
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import Asker, silent
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_choice import replica
@@ -28,7 +28,7 @@ from tests.inference.test_service import Hive, ask, play, ready, started, weight
 __all__ = ["play"]
 
 CONTEXT = 256
-ENGINE = EngineSettings(max_model_len=CONTEXT, max_running=8)
+ENGINE = ComputeSettings(max_model_len=CONTEXT, max_running=8)
 
 
 @dataclass
@@ -61,7 +61,7 @@ def vllm(tmp_path: Path) -> VllmSettings:
 async def stage(vllm: VllmSettings, tmp_path: Path) -> AsyncIterator[Stage]:
     asker = Asker()
     stage = Stage(VllmBackend(ENGINE, vllm, asker.deliver), asker, tmp_path)
-    await stage.backend.bring_in(stage.policy(0), silent)
+    await stage.backend.load(stage.policy(0), silent)
     yield stage
     await stage.backend.stop()
 
@@ -72,7 +72,7 @@ async def test_an_answer_that_lives_through_a_change_of_weights_has_two_spans(st
     ticket = stage.asker.add(stage.backend, request([7], stream=stream))
     if stream:
         await stage.asker.until(lambda: stage.asker.sampled(ticket) == 6)
-    await stage.backend.bring_in(stage.policy(1), silent)
+    await stage.backend.load(stage.policy(1), silent)
     made = (await stage.asker.finished(ticket)).only
     assert made.tokens == list(range(1, 13))
     if stream:
@@ -84,16 +84,16 @@ async def test_an_answer_that_lives_through_a_change_of_weights_has_two_spans(st
 async def test_weights_that_break_off_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:
     pid = stage.backend.pid
     with pytest.raises(EngineFault, match=r"could not change to version 1 in place.*the file breaks off"):
-        await stage.backend.bring_in(stage.policy(1, "broken"), silent)
+        await stage.backend.load(stage.policy(1, "broken"), silent)
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
     assert (await stage.asker.refused(stage.backend, request([5]))).retry
-    await stage.backend.bring_in(stage.policy(2), silent)
+    await stage.backend.load(stage.policy(2), silent)
     assert await stage.serves(2)
     assert stage.backend.pid != pid
 
 
 async def test_a_server_that_lives_on_without_its_engine_is_ended(stage: Stage) -> None:
-    await stage.backend.bring_in(stage.policy(1, "sick"), silent)
+    await stage.backend.load(stage.policy(1, "sick"), silent)
     async with asyncio.timeout(30):
         await stage.backend.lost.wait()
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
@@ -103,7 +103,7 @@ async def test_a_call_that_is_open_when_the_child_is_ended_may_be_tried_elsewher
     ticket = stage.asker.add(stage.backend, request([7], stream=True))
     await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)
     with pytest.raises(EngineFault):
-        await stage.backend.bring_in(stage.policy(1, "broken"), silent)
+        await stage.backend.load(stage.policy(1, "broken"), silent)
     fault = (await stage.asker.finished(ticket)).fault
     assert fault is not None
     assert fault.retry
@@ -111,7 +111,7 @@ async def test_a_call_that_is_open_when_the_child_is_ended_may_be_tried_elsewher
 
 async def test_a_run_gets_a_child_of_its_own_and_unloading_ends_it(stage: Stage) -> None:
     pid = stage.backend.pid
-    await stage.backend.bring_in(stage.policy(0, run=2), silent)
+    await stage.backend.load(stage.policy(0, run=2), silent)
     assert stage.backend.pid != pid
     assert await stage.serves(0, run=2)
     assert (await stage.asker.refused(stage.backend, request([5], run=1))).code == "wrong_phase"
@@ -122,7 +122,7 @@ async def test_a_run_gets_a_child_of_its_own_and_unloading_ends_it(stage: Stage)
 
 async def test_a_child_that_does_not_start_is_the_fault_of_the_weights(stage: Stage) -> None:
     with pytest.raises(EngineFault, match="vLLM did not start; its last words: RuntimeError: no such model"):
-        await stage.backend.bring_in(stage.policy(0, "dead", run=2), silent)
+        await stage.backend.load(stage.policy(0, "dead", run=2), silent)
     assert stage.backend.pid is None
 
 
@@ -137,14 +137,14 @@ async def test_a_child_that_does_not_start_is_the_fault_of_the_weights(stage: St
 )
 async def test_a_vllm_that_lacks_what_a_trainer_needs_is_refused_and_ended(stage: Stage, lacks: str, what: str) -> None:
     with pytest.raises(EngineFault) as caught:
-        await stage.backend.bring_in(stage.policy(0, f"without_{lacks}", run=2), silent)
+        await stage.backend.load(stage.policy(0, f"without_{lacks}", run=2), silent)
     assert str(caught.value) == (
         "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the tokens "
         f"that it samples ({what}; its last words: nothing): run `bombus install vllm` for one that does"
     )
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
     assert (await stage.asker.refused(stage.backend, request([5], run=2))).code == "no_replica"
-    await stage.backend.bring_in(stage.policy(0, run=3), silent)
+    await stage.backend.load(stage.policy(0, run=3), silent)
     assert await stage.serves(0, run=3)
 
 

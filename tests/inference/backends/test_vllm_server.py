@@ -15,7 +15,7 @@ from bombus.errors import EngineFault
 from bombus.host.environments import environment_python
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import VllmServer, vllm_command, vllm_environment
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import silent
 
 CHILD = Path(__file__).with_name("child_process.py")
@@ -35,7 +35,7 @@ def command(server: VllmServer, how: str = "") -> list[str]:
 
 async def start(server: VllmServer, how: str = "", start_s: float = START_S) -> list[psutil.Process]:
     """The child and its own child."""
-    await server.start(command(server, how), vllm_environment(EngineSettings(), VllmSettings()), start_s, silent)
+    await server.start(command(server, how), vllm_environment(ComputeSettings(), VllmSettings()), start_s, silent)
     return psutil.Process(server.pid).children(recursive=True)
 
 
@@ -107,7 +107,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tmp_path: Path) -> None:
-    engine = EngineSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
+    engine = ComputeSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
     words = vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, VllmSettings(tensor_parallel=4), 512)
     for name, value in {
         "--uds": str(tmp_path / "s"), "--logprobs-mode": "processed_logprobs", "--max-num-seqs": "32",
@@ -121,7 +121,7 @@ def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tm
 
 def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) -> None:
     def words(vllm: VllmSettings, device: str, kv_cache_bytes: int | None = None) -> list[str]:
-        engine = EngineSettings(device=device, kv_cache_bytes=kv_cache_bytes)
+        engine = ComputeSettings(device=device, kv_cache_bytes=kv_cache_bytes)
         return vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, vllm, 512)
 
     cache, share = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
@@ -135,7 +135,7 @@ def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) 
 
 def test_a_model_on_several_gpus_has_those_from_its_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = EngineSettings(device="cuda:2"), VllmSettings(tensor_parallel=2)
+    settings = ComputeSettings(device="cuda:2"), VllmSettings(tensor_parallel=2)
     assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "6,7"
@@ -148,10 +148,10 @@ def test_its_variables_are_ours_without_our_keys_and_paths(monkeypatch: pytest.M
     monkeypatch.setenv("BOMBUS_ADMIN_KEY", "s")
     monkeypatch.setenv("PYTHONPATH", "here")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cpu = vllm_environment(EngineSettings(threads=3), VllmSettings())
+    cpu = vllm_environment(ComputeSettings(threads=3), VllmSettings())
     assert not {"BOMBUS_ADMIN_KEY", "PYTHONPATH"} & cpu.keys()
     assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_HOST_IP"]) == ("3", "127.0.0.1")
-    assert vllm_environment(EngineSettings(device="cuda:2"), VllmSettings())["CUDA_VISIBLE_DEVICES"] == "2"
+    assert vllm_environment(ComputeSettings(device="cuda:2"), VllmSettings())["CUDA_VISIBLE_DEVICES"] == "2"
 
 
 def test_an_environment_that_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from bombus_inference.backends.answers import Portion
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.answers import ChoiceDelta
+from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
-from bombus_inference.backends.vllm.wire import Label, VersionSpan, portions, request_body, versions_of
+from bombus_inference.backends.vllm.wire import VersionSpan, parse_deltas, request_body, versions_of
+from bombus_inference.backends.wire import WeightLabel
 from tests.inference.backends.small_engines import request
 
 ENTRY = {"token_id": 30, "logprob": -3.75, "rank": 20, "top_logprobs": [{"token_id": 30, "logprob": -3.75, "rank": 20}]}
@@ -24,37 +25,37 @@ CHUNK = {
 
 
 def test_a_chunk_becomes_a_portion_with_a_version_for_each_token_so_far():
-    assert portions(json.dumps(CHUNK).encode(), 7, 0) == [
-        Portion(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
+    assert parse_deltas(json.dumps(CHUNK).encode(), 7, 0) == [
+        ChoiceDelta(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
     ]
 
 
 def test_alternatives_leave_out_the_sampled_token_where_it_is_none_of_the_likeliest():
     tops = [{"token_id": 30, "logprob": -3.75, "rank": 20}, {"token_id": 8, "logprob": -3.25, "rank": 1}]
     chunk = {"choices": [{**CHUNK["choices"][0], "logprobs": {"content": [{**ENTRY, "top_logprobs": tops}]}}]}
-    assert portions(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
+    assert parse_deltas(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
 
 
 def test_cached_prompt_tokens_are_in_the_usage():
     chunk = {**CHUNK, "usage": {"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 384}}}
-    assert portions(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
+    assert parse_deltas(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
 
 
 def test_an_error_in_a_stream_is_one():
-    with pytest.raises(EngineGone, match="out of memory"):
-        portions(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
+    with pytest.raises(BackendFailed, match="out of memory"):
+        parse_deltas(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
 
 
 def test_logprobs_of_other_tokens_are_an_error():
     chunk = {"choices": [{**CHUNK["choices"][0], "token_ids": [31]}]}
-    with pytest.raises(EngineGone, match="not those of the tokens"):
-        portions(json.dumps(chunk).encode(), 7, 0)
+    with pytest.raises(BackendFailed, match="not those of the tokens"):
+        parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 
 def test_an_end_without_versions_is_an_error():
     chunk = {"choices": [{**CHUNK["choices"][0], "weight_versions": None}]}
-    with pytest.raises(EngineGone, match="does not say which weights"):
-        portions(json.dumps(chunk).encode(), 7, 0)
+    with pytest.raises(BackendFailed, match="does not say which weights"):
+        parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +67,12 @@ def test_an_end_without_versions_is_an_error():
     ],
 )
 def test_weights_of_another_run_or_without_a_label_of_ours_are_never_passed_off(spans, words):
-    with pytest.raises(EngineGone, match=words):
+    with pytest.raises(BackendFailed, match=words):
         versions_of([VersionSpan(*span) for span in spans], 7)
 
 
 def test_spans_are_one_version_for_each_token():
-    assert str(Label(7, 3)) == "7/3"
+    assert str(WeightLabel(7, 3)) == "7/3"
     assert versions_of([VersionSpan("7/3", 0, 2), VersionSpan("7/4", 2, 3)], 7) == [3, 3, 4]
 
 

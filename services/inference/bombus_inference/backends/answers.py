@@ -9,21 +9,20 @@ from dataclasses import dataclass, field
 
 from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, pack_logprobs, pack_tokens
-from bombus_inference.backends.http_calls import EngineGone
-
-TopRow = tuple[tuple[int, float], ...]
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.protocol import TopLogprobs
 
 NO_PROBABILITY = -9998.0  # vLLM writes minus infinity as -9999, which JSON has a word for
 
 
 @dataclass(slots=True)
-class Portion:
+class ChoiceDelta:
     """What came for one choice at once. `tops` has a row for each token, or is empty."""
 
     choice: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    tops: Sequence[TopRow] = ()
+    tops: Sequence[TopLogprobs] = ()
     finish: str | None = None
     versions: Sequence[int] | None = None  # of all tokens of this choice so far, where the engine says so
     cached_prompt_tokens: int = 0
@@ -33,28 +32,28 @@ class Portion:
 class _Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[TopRow] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
     sent: int = 0
     finished: bool = False
 
 
-class Answer:
+class FrameAssembler:
     """One request's answer as it comes. `version` is that under which it was asked.
 
     Tokens go out at once with that version as long as `settled()` says that no other can have sampled them. From then
     on they are held back until the engine says at the end which version sampled which.
     """
 
-    def __init__(self, request: Generate, version: int, settled: Callable[[], bool]) -> None:
+    def __init__(self, request: Generate, version: int, with_precision: Callable[[], bool]) -> None:
         self._request = request
         self._version = version
-        self._settled = settled
+        self._settled = with_precision
         self._choices = [_Choice() for _ in range(request.n)]
 
-    def take(self, portion: Portion) -> list[Frame]:
-        """The frames that can go out now. Raises `EngineGone` for an answer that cannot be right."""
+    def take(self, portion: ChoiceDelta) -> list[Frame]:
+        """The frames that can go out now. Raises `BackendFailed` for an answer that cannot be right."""
         if not 0 <= portion.choice < len(self._choices) or self._choices[portion.choice].finished:
-            raise EngineGone(f"the engine answered choice {portion.choice}, which was not asked for or is over")
+            raise BackendFailed(f"the engine answered choice {portion.choice}, which was not asked for or is over")
         choice = self._choices[portion.choice]
         self._append(choice, portion)
         frames: list[Frame] = []
@@ -68,16 +67,16 @@ class Answer:
             frames.append(self._tokens(portion.choice, choice, len(choice.tokens), self._version))
         return frames
 
-    def _append(self, choice: _Choice, portion: Portion) -> None:
+    def _append(self, choice: _Choice, portion: ChoiceDelta) -> None:
         if len(portion.logprobs) != len(portion.tokens):
-            raise EngineGone(f"the engine gave {len(portion.tokens)} tokens and {len(portion.logprobs)} logprobs")
+            raise BackendFailed(f"the engine gave {len(portion.tokens)} tokens and {len(portion.logprobs)} logprobs")
         if not all(math.isfinite(logprob) and logprob > NO_PROBABILITY for logprob in portion.logprobs):
-            raise EngineGone(f"the model's logits are not finite at version {self._version}")
+            raise BackendFailed(f"the model's logits are not finite at version {self._version}")
         choice.tokens += portion.tokens
         choice.logprobs += portion.logprobs
         if self._request.sampling.top_logprobs:
             if len(portion.tops) != len(portion.tokens):
-                raise EngineGone(
+                raise BackendFailed(
                     f"the engine gave alternatives for {len(portion.tops)} of {len(portion.tokens)} tokens"
                 )
             choice.tops += portion.tops
@@ -87,12 +86,12 @@ class Answer:
         count = len(choice.tokens)
         if versions is None:
             if not self._settled():
-                raise EngineGone("the weights changed, and the engine does not say which tokens they sampled")
+                raise BackendFailed("the weights changed, and the engine does not say which tokens they sampled")
             versions = [self._version] * count
         if len(versions) != count:
-            raise EngineGone(f"the engine gave versions for {len(versions)} of {count} tokens")
+            raise BackendFailed(f"the engine gave versions for {len(versions)} of {count} tokens")
         if any(version != self._version for version in versions[: choice.sent]):
-            raise EngineGone("tokens went out under a version that did not sample them")
+            raise BackendFailed("tokens went out under a version that did not sample them")
         frames: list[Frame] = []
         while choice.sent < count:
             version = versions[choice.sent]
@@ -113,11 +112,11 @@ class Answer:
 
 def _reason(finish: str) -> FinishReason:
     if finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise EngineGone(f"the engine gave up in the middle: {finish}")
+        raise BackendFailed(f"the engine gave up in the middle: {finish}")
     return FinishReason(finish)
 
 
-def likeliest(tokens: Sequence[tuple[int, float]], count: int) -> TopRow:
+def likeliest(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
     """The `count` likeliest of these, those of no probability left out."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])

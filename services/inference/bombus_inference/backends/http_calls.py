@@ -19,14 +19,15 @@ JSON = {"content-type": "application/json"}
 ERROR_CHARS_MAX = 500
 EVENT_BYTES_MAX = 64 << 20
 
-Frames = AsyncGenerator[list[Frame], None]
+FrameBatches = AsyncGenerator[list[Frame], None]
+SendRequest = Callable[[Generate, list[int]], FrameBatches]
 
 
-class EngineGone(BombusError):
+class BackendFailed(BombusError):
     """The engine cannot be reached, broke off, or said what cannot be: another replica may do better."""
 
 
-class Calls:
+class HttpCalls:
     """Each is over with the last choice's `Finished`, or with a fault. At most `open_max` are open at once."""
 
     def __init__(self, deliver: Deliver, open_max: int) -> None:
@@ -40,10 +41,8 @@ class Calls:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(
-        self, ticket: int, request: Generate, run: int, limits: Limits, ask: Callable[[Generate, list[int]], Frames]
-    ) -> None:
-        """Let `ask` send a request and its prompt, if an engine of `run` with these limits may see it."""
+    def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
+        """Let `send` send a request and its prompt, if an engine of `run` with these limits may see it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
@@ -51,7 +50,7 @@ class Calls:
         except Refused as refused:
             self.refuse(ticket, _fault_of(refused))
             return
-        task = asyncio.create_task(self._run(ticket, request.n, ask(request, prompt)))
+        task = asyncio.create_task(self._run(ticket, request.n, send(request, prompt)))
         self._open[ticket] = task
         self._none_open.clear()
         self._tasks.add(task)
@@ -90,7 +89,7 @@ class Calls:
             self._none_open.set()
         return task
 
-    async def _run(self, ticket: int, choices: int, frames: Frames) -> None:
+    async def _run(self, ticket: int, choices: int, frames: FrameBatches) -> None:
         try:
             async with aclosing(frames):
                 async for made in frames:
@@ -100,10 +99,10 @@ class Calls:
                         self._forget(ticket)
                     self._deliver([Delivery(ticket, b"".join(map(encode_frame, made)), done)])
             if choices:
-                raise EngineGone("the engine broke off in the middle of an answer")
+                raise BackendFailed("the engine broke off in the middle of an answer")
         except Refused as refused:
             self._fail(ticket, _fault_of(refused))
-        except (EngineGone, httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
             why = str(error) or type(error).__name__
             log.warning("a call failed: %s", why)
             self._fail(ticket, Fault(why=f"the replica's engine failed: {why}", code=Code.NO_REPLICA, retry=True))
@@ -119,18 +118,18 @@ def _fault_of(refused: Refused) -> Fault:
 
 
 async def check_answer(response: httpx.Response) -> None:
-    """Raises `Refused` for what the engine does not accept, `EngineGone` for what it cannot do."""
+    """Raises `Refused` for what the engine does not accept, `BackendFailed` for what it cannot do."""
     if response.status_code == 200:
         return
     body = await response.aread()
     why = f"the engine answered {response.status_code}: {body.decode(errors='replace')[:ERROR_CHARS_MAX]}"
     if response.status_code in (400, 413, 422):
         raise Refused(Code.MALFORMED, why)
-    raise EngineGone(why)
+    raise BackendFailed(why)
 
 
 async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`. Raises `EngineGone` when that does not come."""
+    """The data of each server-sent event up to `[DONE]`. Raises `BackendFailed` when that does not come."""
     buffer = bytearray()
     done = False
     async for chunk in response.aiter_raw():
@@ -138,7 +137,7 @@ async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
         *lines, rest = buffer.split(b"\n")
         buffer = rest
         if len(buffer) > EVENT_BYTES_MAX:
-            raise EngineGone(f"an event is over {EVENT_BYTES_MAX} bytes")
+            raise BackendFailed(f"an event is over {EVENT_BYTES_MAX} bytes")
         for line in lines:
             data = bytes(line[5:]).strip()
             if line[:5] != b"data:" or not data:
@@ -148,4 +147,4 @@ async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
             else:
                 yield data
     if not done:
-        raise EngineGone("the engine broke off in the middle of a stream")
+        raise BackendFailed("the engine broke off in the middle of a stream")

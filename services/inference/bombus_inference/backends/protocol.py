@@ -9,7 +9,7 @@ from typing import Protocol
 from bombus.errors import Code
 from bombus.hive.generation import Fault, Generate, encode_frame
 from bombus_inference.model_files import read_config
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 
 NOTHING_LOADED = Fault(why="this replica has no weights yet", code=Code.NO_REPLICA, retry=True)
 UNLOADED = Fault(why="the engine was stopped", code=Code.WRONG_PHASE)
@@ -49,21 +49,22 @@ class Policy:
     dtype: str = "auto"
 
 
-def settled(settings: EngineSettings, policy: Policy) -> EngineSettings:
+def with_precision(settings: ComputeSettings, policy: Policy) -> ComputeSettings:
     """These settings with a precision. Raises `EngineFault` when the model does not say what it is."""
     if settings.dtype is not None:
         return settings
     dtype = policy.dtype
     if dtype == "auto":
-        dtype = "float32" if settings.device == "cpu" else read_config(policy.folder).trained_in
-    return EngineSettings(**(settings.model_dump() | {"dtype": dtype}))
+        dtype = "float32" if settings.device == "cpu" else read_config(policy.folder).training_dtype
+    return ComputeSettings(**(settings.model_dump() | {"dtype": dtype}))
 
 
+TopLogprobs = tuple[tuple[int, float], ...]  # token ids and their logprobs, the most likely first
 Deliver = Callable[[list[Delivery]], None]
-Tell = Callable[[str], Awaitable[None]]
+ReportStage = Callable[[str], Awaitable[None]]
 
 
-class Backend(Protocol):
+class InferenceBackend(Protocol):
     """Tickets are the caller's own numbers; every one that is added gets deliveries until one is `done`, or is aborted.
 
     `failed` is completed with the exception that ends this process (a bug, out of memory). `lost` is set when what was
@@ -93,10 +94,10 @@ class Backend(Protocol):
     def abort(self, ticket: int) -> None:
         """Forget a request; one that is over or was never there is no error."""
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         """Serve this policy: in place within a run, whose requests go on; from scratch for another run.
 
-        `tell` is given stages of what takes long. Raises `EngineFault`; never serves under a wrong label.
+        `report_stage` is given stages of what takes long. Raises `EngineFault`; never serves under a wrong label.
         """
 
     async def unload(self) -> None:

@@ -13,15 +13,15 @@ import msgspec
 
 from bombus.errors import Code, EngineFault
 from bombus.hive.generation import Fault, Generate
-from bombus_inference.backends.answers import Answer
-from bombus_inference.backends.http_calls import Calls, EngineGone, Frames
+from bombus_inference.backends.answers import FrameAssembler
+from bombus_inference.backends.http_calls import BackendFailed, FrameBatches, HttpCalls
 from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.openai.probe import lacks
-from bombus_inference.backends.openai.servers import Server, recognise
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell
-from bombus_inference.backends.vllm.wire import Label
+from bombus_inference.backends.openai.probe import find_missing
+from bombus_inference.backends.openai.servers import Server, detect_server
+from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, ReportStage
+from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import read_config
-from bombus_inference.settings import EngineSettings, OpenAISettings
+from bombus_inference.settings import ComputeSettings, OpenAISettings
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ DRAINED = Fault(why="the server's weights change, and this call took too long", 
 class OpenAIBackend:
     loads_adapters = False
 
-    def __init__(self, engine: EngineSettings, settings: OpenAISettings, deliver: Deliver) -> None:
+    def __init__(self, engine: ComputeSettings, settings: OpenAISettings, deliver: Deliver) -> None:
         self.run = 0
         self.version = -1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -41,7 +41,7 @@ class OpenAIBackend:
         self._client = httpx.AsyncClient(
             base_url=settings.url, headers=_headers(settings), timeout=None, limits=httpx.Limits(max_connections=None)
         )
-        self._calls = Calls(deliver, engine.max_running + engine.max_waiting)
+        self._calls = HttpCalls(deliver, engine.max_running + engine.max_waiting)
         self._limits = Limits(0, 0, 0, 0)
         self._server: Server | None = None
         self._label = ""  # what the server calls the weights that it has from us
@@ -59,30 +59,30 @@ class OpenAIBackend:
     def abort(self, ticket: int) -> None:
         self._calls.abort(ticket)
 
-    async def _ask(self, server: Server, request: Generate, prompt: list[int]) -> Frames:
-        answer = Answer(request, self.version, lambda: True)
+    async def _ask(self, server: Server, request: Generate, prompt: list[int]) -> FrameBatches:
+        answer = FrameAssembler(request, self.version, lambda: True)
         async for some in server.ask(request, prompt, self._limits.tokens_max(request, prompt)):
             for seen in some:
                 if seen.label and self._label and seen.label != self._label:
-                    raise EngineGone(f"somebody else changed the server's weights: they are {seen.label!r} now")
-                if frames := answer.take(seen.portion(request.sampling.top_logprobs)):
+                    raise BackendFailed(f"somebody else changed the server's weights: they are {seen.label!r} now")
+                if frames := answer.take(seen.delta(request.sampling.top_logprobs)):
                     yield frames
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         """Weights go by the server's own route, from a folder that it must see as well."""
         if self.version >= 0 and self.run != policy.run:
             await self.unload()
         config = await asyncio.to_thread(read_config, policy.folder)
-        server = self._server or await recognise(self._client, self._settings.model)
+        server = self._server or await detect_server(self._client, self._settings.model)
         self._check_may_serve(server, policy)
         await self._drain()
         self.version = -1  # what it serves from here on is not known until it has said so
-        await tell(f"loading version {policy.version} into {self._settings.url}")
+        await report_stage(f"loading version {policy.version} into {self._settings.url}")
         await self._load(server, policy)
         if self._server is None:
-            missing = await lacks(server, policy.folder, config.vocabulary)
+            missing = await find_missing(server, policy.folder, config.vocabulary)
             if missing:
                 raise EngineFault(f"{self._settings.url} lacks what training needs: {'; '.join(missing)}")
         longest = self._engine.length_within(policy.max_model_len, config.context, server.context or config.context)
@@ -117,11 +117,11 @@ class OpenAIBackend:
     async def _load(self, server: Server, policy: Policy) -> None:
         if not server.can_load:
             return
-        self._label = str(Label(policy.run, policy.version))
+        self._label = str(WeightLabel(policy.run, policy.version))
         self._swaps += 1
         try:
             await server.load(policy.folder.absolute(), self._label, self._settings.update_s)
-        except (EngineGone, httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
             raise EngineFault(
                 f"{self._settings.url} could not load {policy.folder}, which it must see under the same path: "
                 f"{str(error) or type(error).__name__}"

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from bombus.errors import Refused
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.openai.servers import Server
-from bombus_inference.backends.openai.wire import Seen
+from bombus_inference.backends.openai.wire import ServerChoice
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ RAW = (
 )
 
 
-async def lacks(server: Server, folder: Path, vocabulary: int) -> list[str]:
+async def find_missing(server: Server, folder: Path, vocabulary: int) -> list[str]:
     """What it lacks to serve the model in `folder`, in words that follow "this server lacks what training needs:"."""
     tokenizer = _tokenizer(folder)
     prompt = [0] if tokenizer is None else tokenizer.encode(TEXT, add_special_tokens=False).ids
@@ -37,7 +37,7 @@ async def lacks(server: Server, folder: Path, vocabulary: int) -> list[str]:
             return missing
         plain = await _ask(server, prompt, temperature=1.0)
         hot = await _ask(server, prompt, temperature=2.0)
-    except (EngineGone, Refused, httpx.HTTPError, msgspec.MsgspecError) as error:
+    except (BackendFailed, Refused, httpx.HTTPError, msgspec.MsgspecError) as error:
         return [f"it does not continue a prompt of token ids ({str(error) or type(error).__name__})"]
     found = []
     if _is_raw(plain, hot):
@@ -47,16 +47,16 @@ async def lacks(server: Server, folder: Path, vocabulary: int) -> list[str]:
     return found
 
 
-async def _ask(server: Server, prompt: list[int], temperature: float, tokens: int = 1) -> Seen:
+async def _ask(server: Server, prompt: list[int], temperature: float, tokens: int = 1) -> ServerChoice:
     sampling = SamplingParams(max_tokens=tokens, temperature=temperature, top_logprobs=2)
     request = Generate(id="probe", engine="", run=0, prompt=pack_tokens(prompt), sampling=sampling)
     seen = [one async for some in server.ask(request, prompt, len(prompt) + tokens) for one in some]
     if not seen:
-        raise EngineGone("it answers with no choice")
+        raise BackendFailed("it answers with no choice")
     return seen[0]
 
 
-def _missing(seen: Seen) -> list[str]:
+def _missing(seen: ServerChoice) -> list[str]:
     found = []
     if seen.tokens is None:
         found.append("it returns no token ids")
@@ -67,19 +67,19 @@ def _missing(seen: Seen) -> list[str]:
     return found
 
 
-def _is_raw(plain: Seen, hot: Seen) -> bool:
+def _is_raw(plain: ServerChoice, hot: ServerChoice) -> bool:
     """At twice the temperature the likeliest two are half as far apart, if the logprobs are of what is sampled from."""
     gap, hot_gap = _gap(plain), _gap(hot)
     return gap > GAP_MIN and abs(hot_gap - gap) < abs(hot_gap - gap / 2)
 
 
-def _gap(seen: Seen) -> float:
+def _gap(seen: ServerChoice) -> float:
     """Of the two likeliest first tokens, in nats; 0 where they are not told."""
     first = sorted((logprob for _, logprob in seen.tops[0]), reverse=True)[:2] if seen.tops else []
     return first[0] - first[1] if len(first) == 2 else 0.0
 
 
-def _speaks(tokenizer: Tokenizer | None, vocabulary: int, seen: Seen) -> bool:
+def _speaks(tokenizer: Tokenizer | None, vocabulary: int, seen: ServerChoice) -> bool:
     """Whether its ids are the words that it says they are. A server without a tokenizer says none, and is believed."""
     tokens = list(seen.tokens or ())
     if any(not 0 <= token < vocabulary for token in tokens):

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Struct
 
 from bombus.hive.generation import Generate
-from bombus_inference.backends.answers import Portion, likeliest
-from bombus_inference.backends.http_calls import EngineGone
-from bombus_inference.backends.vllm.wire import Problem, Usage
+from bombus_inference.backends.answers import ChoiceDelta, likeliest
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.wire import ServerAnswer
 
 TOKEN_PREFIX = "token_id:"
 
@@ -20,7 +20,7 @@ _encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ServerChoice:
     """What a server says of one choice, None where it says nothing. `label` is its name for the weights."""
 
     choice: int
@@ -32,12 +32,12 @@ class Seen:
     cached: int = 0
     label: str = ""
 
-    def portion(self, top_logprobs: int) -> Portion:
-        """Raises `EngineGone` when it lacks what a trainer needs."""
+    def delta(self, top_logprobs: int) -> ChoiceDelta:
+        """Raises `BackendFailed` when it lacks what a trainer needs."""
         if self.tokens is None or self.logprobs is None:
-            raise EngineGone("the server gives no token ids, or no logprobs")
+            raise BackendFailed("the server gives no token ids, or no logprobs")
         tops = [likeliest(row, top_logprobs) for row in self.tops] if top_logprobs else []
-        return Portion(
+        return ChoiceDelta(
             choice=self.choice,
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -63,13 +63,11 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
 
 
-class Completion(Struct):
-    choices: list[CompletionChoice] = []
-    usage: Usage | None = None
-    error: Problem | None = None
+class TextCompletion(ServerAnswer):
+    choices: list[CompletionChoice] = msgspec.field(default_factory=list)
 
 
-_completions = msgspec.json.Decoder(Completion)
+_completions = msgspec.json.Decoder(TextCompletion)
 
 
 def completions_body(model: str, request: Generate, prompt: list[int], tokens_max: int) -> bytes:
@@ -96,20 +94,17 @@ def completions_body(model: str, request: Generate, prompt: list[int], tokens_ma
     return _encoder.encode(body)
 
 
-def completions_seen(data: bytes) -> list[Seen]:
-    """Of one event or answer. Raises `EngineGone`."""
+def parse_completions(data: bytes) -> list[ServerChoice]:
+    """Of one event or answer. Raises `BackendFailed`."""
     answer = _completions.decode(data)
-    if answer.error is not None:
-        raise EngineGone(answer.error.message)
-    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
-    cached = (details.cached_tokens or 0) if details is not None else 0
-    return [_completion_seen(choice, cached) for choice in answer.choices]
+    answer.check()
+    return [_completion_choice(choice, answer.cached_prompt_tokens) for choice in answer.choices]
 
 
-def _completion_seen(choice: CompletionChoice, cached: int) -> Seen:
+def _completion_choice(choice: CompletionChoice, cached: int) -> ServerChoice:
     given = choice.logprobs
     logprobs = None if given is None or None in given.token_logprobs else [one or 0.0 for one in given.token_logprobs]
-    return Seen(
+    return ServerChoice(
         choice=choice.index,
         text=choice.text,
         tokens=choice.token_ids,
@@ -124,12 +119,12 @@ def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
     try:
         return [(int(token.removeprefix(TOKEN_PREFIX)), logprob) for token, logprob in row.items()]
     except ValueError as error:
-        raise EngineGone("the alternatives are words, not token ids") from error
+        raise BackendFailed("the alternatives are words, not token ids") from error
 
 
 # ---- SGLang's /generate -------------------------------------------------------------------------------------------
 
-Scored = tuple[float, int, str | None]
+SglangLogprob = tuple[float, int, str | None]
 
 
 class SglangFinish(Struct):
@@ -139,8 +134,8 @@ class SglangFinish(Struct):
 
 class SglangMeta(Struct):
     finish_reason: SglangFinish | None = None
-    output_token_logprobs: list[Scored] | None = None
-    output_top_logprobs: list[list[Scored] | None] | None = None
+    output_token_logprobs: list[SglangLogprob] | None = None
+    output_top_logprobs: list[list[SglangLogprob] | None] | None = None
     cached_tokens: int = 0
     weight_version: str | None = None
 
@@ -175,17 +170,17 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
     return _encoder.encode(body)
 
 
-def sglang_seen(data: bytes) -> list[Seen]:
+def parse_sglang(data: bytes) -> list[ServerChoice]:
     """The sampled ids are those that have logprobs: `output_ids` may lack a stop token."""
     answer = _sglang.decode(data)
     choices = answer if isinstance(answer, list) else [answer]
-    return [_sglang_seen(number, choice) for number, choice in enumerate(choices)]
+    return [_sglang_choice(number, choice) for number, choice in enumerate(choices)]
 
 
-def _sglang_seen(number: int, choice: SglangChoice) -> Seen:
+def _sglang_choice(number: int, choice: SglangChoice) -> ServerChoice:
     meta = choice.meta_info
     scored = meta.output_token_logprobs
-    return Seen(
+    return ServerChoice(
         choice=number,
         text=choice.text,
         tokens=None if scored is None else [token for _, token, _ in scored],

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
 from bombus.errors import EngineFault
-from bombus_inference.backends.torch.pool import Chunk, KvPool
+from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import LaneStep, Rows
 
 NAME = "bombus_paged"
@@ -46,7 +46,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ForwardPlan:
     """One forward pass: its tokens in one row, where their keys and values go, and who attends to what."""
 
     pool: KvPool
@@ -58,7 +58,7 @@ class Plan:
     buckets: list[Bucket]
 
 
-def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[Chunk], heads: int) -> Plan:
+def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[SequenceChunk], heads: int) -> ForwardPlan:
     """Lay out `chunks` for one forward pass of a model with `heads` query heads: lanes first, then buckets."""
     device = pool.layers[0].device
     groups = heads // pool.kv_heads
@@ -82,8 +82,8 @@ def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[Chunk], heads: i
 
 
 def _laid_out(
-    pool: KvPool, chunks: Sequence[Chunk], order: list[int], lanes: list[LaneStep], buckets: list[Bucket]
-) -> Plan:
+    pool: KvPool, chunks: Sequence[SequenceChunk], order: list[int], lanes: list[LaneStep], buckets: list[Bucket]
+) -> ForwardPlan:
     device = pool.layers[0].device
     size = pool.block_tokens
     tokens: list[int] = []
@@ -95,7 +95,7 @@ def _laid_out(
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.end)
         slots += [blocks[at // size] * size + at % size for at in range(chunk.start, chunk.end)]
-    return Plan(
+    return ForwardPlan(
         pool=pool,
         order=order,
         tokens_1T=torch.tensor([tokens], device=device),
@@ -106,7 +106,7 @@ def _laid_out(
     )
 
 
-def _buckets(chunks: Sequence[Chunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
+def _buckets(chunks: Sequence[SequenceChunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
     """Put chunks of similar shape together, so that little is padded. Single tokens never share with longer chunks."""
     members: list[int] = []
     queries = shortest = longest = 0
@@ -132,11 +132,11 @@ def _buckets(chunks: Sequence[Chunk], numbers: Sequence[int], groups: int) -> It
         yield members
 
 
-def _shape(chunk: Chunk) -> tuple[int, int]:
+def _shape(chunk: SequenceChunk) -> tuple[int, int]:
     return len(chunk.tokens).bit_length(), chunk.end
 
 
-def _bucket(chunks: Sequence[Chunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
+def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
     rows = len(chunks)
     size = pool.block_tokens
     counts = [len(chunk.tokens) for chunk in chunks]
@@ -181,7 +181,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    kv_plan: Plan,
+    kv_plan: ForwardPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""

@@ -15,12 +15,12 @@ from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
-from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, Tell, settled
+from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, ReportStage, with_precision
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
-from bombus_inference.backends.torch.worker import Worker
-from bombus_inference.settings import EngineSettings
+from bombus_inference.backends.torch.thread import EngineThread
+from bombus_inference.settings import ComputeSettings
 
 # The engine's thread asks for the interpreter's lock thousands of times a second; at Python's 5 ms it would wait more
 # than it computes whenever the HTTP side is busy.
@@ -35,40 +35,40 @@ class TorchBackend:
 
     loads_adapters = True
 
-    def __init__(self, settings: EngineSettings, deliver: Deliver) -> None:
+    def __init__(self, settings: ComputeSettings, deliver: Deliver) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.run = 0
         self.version = -1
         self.lost = asyncio.Event()
-        self.worker = Worker(deliver)
+        self.thread = EngineThread(deliver)
         self._settings = settings
         self._serving = settings  # as they are in this run
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        return self.worker.failed
+        return self.thread.failed
 
     def add(self, ticket: int, request: Generate) -> None:
-        self.worker.add(ticket, request)
+        self.thread.add(ticket, request)
 
     def abort(self, ticket: int) -> None:
-        self.worker.abort(ticket)
+        self.thread.abort(ticket)
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         """A swap within a run, a fresh engine for a new one. Files are read in a thread, the old version serving."""
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
         if serving and policy.delta is not None and policy.base == self.version:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._serving)
-            await self.worker.patch(patches, version, run)
+            await self.thread.patch(patches, version, run)
         elif serving:
             state = await asyncio.to_thread(read_state, policy.folder, self._serving, policy.adapter)
-            await self.worker.swap(state, version, run)
+            await self.thread.swap(state, version, run)
         else:
             await self.unload()
-            self._serving = await asyncio.to_thread(settled, self._settings, policy)
+            self._serving = await asyncio.to_thread(with_precision, self._settings, policy)
             engine = await asyncio.to_thread(
                 make_engine,
                 policy.folder,
@@ -78,25 +78,25 @@ class TorchBackend:
                 job_tokens=policy.max_model_len,
                 adapter=policy.adapter,
             )
-            await self.worker.install(engine, UNLOADED)
+            await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
 
     async def unload(self) -> None:
         self.version = -1
-        await self.worker.install(None, UNLOADED)
+        await self.thread.install(None, UNLOADED)
 
     async def metrics(self) -> Mapping[str, float]:
-        stats = self.worker.stats
+        stats = self.thread.stats
         if stats is None:
             return {}
         values: dict[str, float] = {f"{name}_total": getattr(stats, name) for name in COUNTERS}
         return values | {name: getattr(stats, name) for name in GAUGES}
 
     async def stop(self) -> None:
-        await self.worker.stop()
+        await self.thread.stop()
 
 
-def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = None) -> dict[str, Tensor]:
+def read_state(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> dict[str, Tensor]:
     """The tensors by name, of the engine's type and on its device, the adapter in folder `adapter` merged into them.
 
     Copied: the trainer may remove the file.
@@ -135,7 +135,7 @@ def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
 
 def make_engine(
     folder: Path,
-    settings: EngineSettings,
+    settings: ComputeSettings,
     *,
     run: int,
     version: int,

@@ -14,13 +14,13 @@ from bombus.hive.generation import Fault, Frame, Generate
 from bombus_inference.backends.limits import Limits
 from bombus_inference.backends.torch.attention import check_supported, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
-from bombus_inference.backends.torch.patching import Patch, apply_patches
+from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
 from bombus_inference.backends.torch.pool import KvPool
 from bombus_inference.backends.torch.rows import Rows
 from bombus_inference.backends.torch.sampling import Drawn, draw
-from bombus_inference.backends.torch.scheduler import Scheduler, Work
-from bombus_inference.backends.torch.sequences import Sequence
-from bombus_inference.settings import EngineSettings
+from bombus_inference.backends.torch.scheduler import ScheduledChunks, Scheduler
+from bombus_inference.backends.torch.sequences import SequenceState
+from bombus_inference.settings import ComputeSettings
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Engine:
     def __init__(
         self,
         model: PreTrainedModel,
-        settings: EngineSettings,
+        settings: ComputeSettings,
         *,
         run: int,
         version: int,
@@ -95,7 +95,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.blocks, max_running=settings.max_running, prefill_tokens_max=settings.prefill_tokens_max
         )
-        self._open: dict[int, list[Sequence]] = {}
+        self._open: dict[int, list[SequenceState]] = {}
         self._steps = self._prefill_tokens = self._decode_tokens = self._swaps = 0
 
     @property
@@ -123,7 +123,7 @@ class Engine:
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
             raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
         tokens_max = self.limits.tokens_max(request, prompt)
-        sequences = [Sequence(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
+        sequences = [SequenceState(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
         self._open[ticket] = sequences
         self._scheduler.waiting.extend(sequences)
 
@@ -138,7 +138,7 @@ class Engine:
             return []
         self._steps += 1
         ready, drawn = self._compute(work)
-        finished: list[Sequence] = []
+        finished: list[SequenceState] = []
         broken: set[int] = set()
         for sequence, token, logprob, top in zip(ready, drawn.tokens, drawn.logprobs, drawn.tops):
             if math.isfinite(logprob):
@@ -168,7 +168,7 @@ class Engine:
             parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
         self._changed(version, run)
 
-    def patch_weights(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+    def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """As `swap_weights`, but only what `patches` change. Raises `EngineFault`, having changed nothing."""
         apply_patches(dict(self._model.named_parameters()), patches)
         self._changed(version, run)
@@ -179,14 +179,14 @@ class Engine:
         self.run = run
         self._swaps += 1
 
-    def _compute(self, work: Work) -> tuple[list[Sequence], Drawn]:
+    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn]:
         """The forward pass, and a token for each sequence that has all of its keys and values."""
         with torch.inference_mode():
             plan = plan_pass(self._pool, self._rows, [chunk for _, chunk in work], self._heads)
             hidden_1TD = self._decoder(
                 input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
             ).last_hidden_state
-            ready: list[Sequence] = []
+            ready: list[SequenceState] = []
             rows: list[int] = []
             at = -1
             for number in plan.order:
@@ -206,7 +206,7 @@ class Engine:
                 hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
             return ready, draw(self._head(hidden_TD), [sequence.draw() for sequence in ready])
 
-    def _outputs(self, ready: Iterable[Sequence], broken: set[int]) -> list[Output]:
+    def _outputs(self, ready: Iterable[SequenceState], broken: set[int]) -> list[Output]:
         frames: dict[int, list[Frame]] = {}
         for sequence in ready:
             made = sequence.take_frames()

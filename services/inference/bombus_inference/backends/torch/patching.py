@@ -10,33 +10,33 @@ from torch import Tensor, nn
 from bombus.errors import EngineFault
 from bombus.weights.deltas import DeltaFile
 from bombus.weights.merging import DTYPES
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 
 
 @dataclass(frozen=True, eq=False)
-class Patch:
+class TensorPatch:
     """New `values` [N] for the elements `where` [N] of a tensor seen flat; without `where` all of them, in order."""
 
     values: Tensor
     where: Tensor | None
 
 
-def read_patches(delta: Path, settings: EngineSettings) -> dict[str, Patch]:
+def read_patches(delta: Path, settings: ComputeSettings) -> dict[str, TensorPatch]:
     """A delta's changes in the engine's type, on its device. A value becomes what it would in a full copy."""
     dtype = getattr(torch, settings.precision)
-    patches: dict[str, Patch] = {}
+    patches: dict[str, TensorPatch] = {}
     with DeltaFile(delta) as file:
         for name, found in file.patches():
             if file.dtype(name) not in DTYPES:
                 raise EngineFault(f"{name} is {file.dtype(name)}, which no weight of this engine is")
             values = torch.from_numpy(found.values).view(DTYPES[file.dtype(name)]).to(settings.device, dtype)
             where = None if found.gaps is None else torch.from_numpy(found.positions()).to(settings.device)
-            patches[name] = Patch(values, where)
+            patches[name] = TensorPatch(values, where)
     return patches
 
 
 @torch.no_grad()
-def apply_patches(parameters: Mapping[str, nn.Parameter], patches: Mapping[str, Patch]) -> None:
+def apply_patches(parameters: Mapping[str, nn.Parameter], patches: Mapping[str, TensorPatch]) -> None:
     """Raises `EngineFault`, having changed nothing, when a patch is not of these parameters."""
     known = {name: patch for name, patch in patches.items() if name in parameters}
     for name, patch in known.items():

@@ -61,7 +61,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class SequenceChunk:
     """Tokens [start, start + len(tokens)) of one sequence, whose blocks reach at least to their end."""
 
     tokens: Sequence[int]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bombus_inference.backends.torch.pool import Chunk, KvPool
+from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 
 CAPACITY_MIN = 64
 SPARE_TOKENS = 16  # a new row has at least this much room to grow
@@ -91,7 +91,7 @@ class Rows:
         self._rows: dict[object, _Row] = {}
         self._ends: dict[object, int] = {}  # how far the pass before computed each sequence
 
-    def place(self, chunks: Sequence[Chunk]) -> tuple[dict[int, list[int]], list[int]]:
+    def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
         """The numbers of the chunks that have a row, by their lanes' capacity and in the order of rows; the others.
 
         A row is given with the second single token: blocks that are filled in this very pass cannot be copied yet.
@@ -114,7 +114,7 @@ class Rows:
             members.sort(key=lambda number: self._rows[chunks[number].owner].number)
         return by_lane, rest
 
-    def step(self, capacity: int, chunks: Sequence[Chunk], first: int) -> LaneStep:
+    def step(self, capacity: int, chunks: Sequence[SequenceChunk], first: int) -> LaneStep:
         """The step of a lane for these of its sequences, given in the order of their rows."""
         lane = self._lanes[capacity]
         device = lane.keys[0].device
@@ -147,7 +147,7 @@ class Rows:
         self._lanes.clear()
         self._bytes = 0
 
-    def _row_for(self, chunk: Chunk) -> _Row | None:
+    def _row_for(self, chunk: SequenceChunk) -> _Row | None:
         row = self._rows.get(chunk.owner)
         if row is not None and row.filled == chunk.start and chunk.end <= row.lane.capacity:
             row.filled = chunk.end
@@ -163,7 +163,7 @@ class Rows:
         self._fill(row, chunk)
         return row
 
-    def _fill(self, row: _Row, chunk: Chunk) -> None:
+    def _fill(self, row: _Row, chunk: SequenceChunk) -> None:
         size = self._pool.block_tokens
         used = chunk.blocks[: (chunk.start + size - 1) // size]
         table = torch.tensor(used, dtype=torch.long, device=row.lane.keys[0].device)

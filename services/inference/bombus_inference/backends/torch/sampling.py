@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TopRow = tuple[tuple[int, float], ...]
+from bombus_inference.backends.protocol import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Draw:
 class Drawn:
     tokens: list[int]
     logprobs: list[float]
-    tops: list[TopRow]  # empty where none were asked for
+    tops: list[TopLogprobs]  # empty where none were asked for
 
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
@@ -85,8 +85,8 @@ def _cut(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
     return torch.full_like(logits_RV, -torch.inf).scatter(1, tokens_RK, sorted_RK)
 
 
-def _tops(logprobs_RV: Tensor, draws: Sequence[Draw]) -> list[TopRow]:
-    tops: list[TopRow] = [()] * len(draws)
+def _tops(logprobs_RV: Tensor, draws: Sequence[Draw]) -> list[TopLogprobs]:
+    tops: list[TopLogprobs] = [()] * len(draws)
     rows = [row for row, one in enumerate(draws) if one.top_logprobs]
     if not rows:
         return tops

@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable
 
 from bombus_inference.backends.torch.cache import Blocks
-from bombus_inference.backends.torch.pool import Chunk
-from bombus_inference.backends.torch.sequences import Sequence
+from bombus_inference.backends.torch.pool import SequenceChunk
+from bombus_inference.backends.torch.sequences import SequenceState
 
-Work = list[tuple[Sequence, Chunk]]
+ScheduledChunks = list[tuple[SequenceState, SequenceChunk]]
 
 
 class Scheduler:
@@ -19,15 +19,15 @@ class Scheduler:
         self.blocks = blocks
         self.max_running = max_running
         self.prefill_tokens_max = prefill_tokens_max
-        self.running: list[Sequence] = []  # hold blocks; in order of admission
-        self.waiting: deque[Sequence] = deque()
+        self.running: list[SequenceState] = []  # hold blocks; in order of admission
+        self.waiting: deque[SequenceState] = deque()
         self.preemptions = 0
         self.cached_tokens = 0
 
-    def next_work(self) -> Work:
+    def next_work(self) -> ScheduledChunks:
         """The next forward pass, its blocks taken and remembered. Empty only when there is nothing to do."""
-        work: Work = []
-        scheduled: set[Sequence] = set()
+        work: ScheduledChunks = []
+        scheduled: set[SequenceState] = set()
         for sequence in list(self.running):
             if sequence.missing == 1 and sequence.blocks and self._make_room(sequence, scheduled):
                 work.append((sequence, self._advance(sequence, 1)))
@@ -44,7 +44,7 @@ class Scheduler:
             return self.next_work()
         return work
 
-    def drop(self, sequences: Iterable[Sequence]) -> None:
+    def drop(self, sequences: Iterable[SequenceState]) -> None:
         """Take these out, wherever they are, and give their blocks back."""
         gone = set(sequences)
         for sequence in gone:
@@ -65,7 +65,7 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
         self.running = [sequence for sequence in self.running if sequence.started]
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         if len(self.running) >= self.max_running:
             return False
         sequence.parent = self.blocks.root
@@ -81,7 +81,7 @@ class Scheduler:
         self.running.append(sequence)
         return True
 
-    def _extend_from_cache(self, sequence: Sequence) -> None:
+    def _extend_from_cache(self, sequence: SequenceState) -> None:
         """Take over what is known of its next tokens, all but the last: that one is computed, for its logits."""
         size = self.blocks.block_tokens
         while sequence.parent is not None and sequence.computed == sequence.remembered * size:
@@ -96,7 +96,7 @@ class Scheduler:
             sequence.remembered += 1
             sequence.computed = end
 
-    def _prefill(self, sequence: Sequence, budget: int, work: Work) -> int:
+    def _prefill(self, sequence: SequenceState, budget: int, work: ScheduledChunks) -> int:
         """Schedule as much of its prompt as budget and blocks allow; another may have computed some of it meanwhile."""
         if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
             self._extend_from_cache(sequence)
@@ -109,7 +109,7 @@ class Scheduler:
         work.append((sequence, self._advance(sequence, count)))
         return count
 
-    def _advance(self, sequence: Sequence, count: int) -> Chunk:
+    def _advance(self, sequence: SequenceState, count: int) -> SequenceChunk:
         """Count these tokens as computed, and remember the blocks that they fill: whoever uses one attends after
         this pass has written it, even in the same pass."""
         start, end = sequence.computed, sequence.computed + count
@@ -121,9 +121,9 @@ class Scheduler:
             block = sequence.blocks[sequence.remembered]
             sequence.parent = self.blocks.remember(block, sequence.parent, tokens)
             sequence.remembered += 1
-        return Chunk(sequence.tokens[start:end], start, sequence.blocks, sequence.stay)
+        return SequenceChunk(sequence.tokens[start:end], start, sequence.blocks, sequence.stay)
 
-    def _make_room(self, sequence: Sequence, scheduled: set[Sequence]) -> bool:
+    def _make_room(self, sequence: SequenceState, scheduled: set[SequenceState]) -> bool:
         """A block for its next token, taken from the youngest if need be. False when that was itself."""
         if len(sequence.blocks) * self.blocks.block_tokens > sequence.computed:
             return True
@@ -135,13 +135,13 @@ class Scheduler:
         sequence.blocks.append(self.blocks.take())
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0

@@ -6,10 +6,11 @@ from array import array
 
 from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, spans_of
-from bombus_inference.backends.torch.sampling import Draw, TopRow
+from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.torch.sampling import Draw
 
 
-class Sequence:
+class SequenceState:
     """Choice number `choice` of the request with this ticket. `computed` tokens have their keys and values in `blocks`.
 
     `parent` is the remembered name of the last remembered block, None once nothing more is to be remembered. `stay` is
@@ -53,7 +54,7 @@ class Sequence:
         self.found: int | None = None  # prompt tokens that were in the cache when it was first admitted
         self.logprobs = array("f")
         self.versions: list[int] = []
-        self.tops: list[TopRow] = []
+        self.tops: list[TopLogprobs] = []
         self.finish: FinishReason | None = None
         self._sent = 0
         seed = request.sampling.seed
@@ -78,7 +79,7 @@ class Sequence:
             return draw
         return Draw(draw.temperature, draw.top_p, draw.top_k, self._rng.random(), draw.top_logprobs)
 
-    def accept(self, token: int, logprob: float, top: TopRow, version: int) -> None:
+    def accept(self, token: int, logprob: float, top: TopLogprobs, version: int) -> None:
         """Append a drawn token, and finish when it is a stop token or the last one allowed."""
         assert math.isfinite(logprob)
         self.tokens.append(token)

@@ -19,15 +19,24 @@ from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.host.environments import environment_python
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
-from bombus_inference.backends.answers import Answer
-from bombus_inference.backends.http_calls import JSON, Calls, EngineGone, Frames, check_answer, server_sent
+from bombus_inference.backends.answers import FrameAssembler
+from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
 from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell, settled
+from bombus_inference.backends.protocol import (
+    NOTHING_LOADED,
+    STOPPING,
+    UNLOADED,
+    Deliver,
+    Policy,
+    ReportStage,
+    with_precision,
+)
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
 from bombus_inference.backends.vllm.server import ADAPTER, MODEL, VllmServer, vllm_command, vllm_environment
-from bombus_inference.backends.vllm.wire import Label, portions, request_body
+from bombus_inference.backends.vllm.wire import parse_deltas, request_body
+from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import Shapes, check_same_shapes, read_config, read_shapes
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +63,14 @@ class VllmBackend:
 
     loads_adapters = True
 
-    def __init__(self, engine: EngineSettings, vllm: VllmSettings, deliver: Deliver) -> None:
+    def __init__(self, engine: ComputeSettings, vllm: VllmSettings, deliver: Deliver) -> None:
         self.run = 0
         self.version = -1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
         self._engine = engine
         self._vllm = vllm
-        self._calls = Calls(deliver, engine.max_running + engine.max_waiting)
+        self._calls = HttpCalls(deliver, engine.max_running + engine.max_waiting)
         self._limits = Limits(0, 0, 0, 0)
         self._server: VllmServer | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -90,32 +99,32 @@ class VllmBackend:
     def abort(self, ticket: int) -> None:
         self._calls.abort(ticket)
 
-    async def _ask(self, server: VllmServer, request: Generate, prompt: list[int]) -> Frames:
+    async def _ask(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
-        answer = Answer(request, self.version, lambda: self._swaps == swaps)
+        answer = FrameAssembler(request, self.version, lambda: self._swaps == swaps)
         body = request_body(request, prompt, self._limits.tokens_max(request, prompt), self._model)
         async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
-                for portion in portions(await response.aread(), run, request.sampling.top_logprobs):
+                for portion in parse_deltas(await response.aread(), run, request.sampling.top_logprobs):
                     yield answer.take(portion)
                 return
             async for event in server_sent(response):
-                for portion in portions(event, run, request.sampling.top_logprobs):
+                for portion in parse_deltas(event, run, request.sampling.top_logprobs):
                     if frames := answer.take(portion):
                         yield frames
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         server = self._server
         same = self.run == policy.run and self._beneath == _beneath(policy)
         if server is not None and self.version >= 0 and same:
             await self._change(server, policy)
         else:
             await self._end_server(UNLOADED)
-            await self._start(policy, tell)
+            await self._start(policy, report_stage)
 
     async def unload(self) -> None:
         await self._end_server(UNLOADED)
@@ -124,12 +133,12 @@ class VllmBackend:
         await self._calls.stop(STOPPING)
         await self._end_server(STOPPING)
 
-    async def _start(self, policy: Policy, tell: Tell) -> None:
+    async def _start(self, policy: Policy, report_stage: ReportStage) -> None:
         """A fresh child with these weights. Raises `EngineFault`."""
         python = self._vllm.python or environment_python("vllm")
         config = await asyncio.to_thread(read_config, policy.folder)
         shapes = await asyncio.to_thread(read_shapes, _exchanged(policy))
-        engine = await asyncio.to_thread(settled, self._engine, policy)
+        engine = await asyncio.to_thread(with_precision, self._engine, policy)
         longest = engine.length_within(policy.max_model_len, config.context)
         await asyncio.sleep(self._pause_s)
         began = asyncio.get_running_loop().time()
@@ -137,8 +146,8 @@ class VllmBackend:
         server = VllmServer()
         try:
             command = vllm_command(python, policy.folder, server.socket, engine, self._vllm, longest, policy.adapter)
-            await server.start(command, vllm_environment(engine, self._vllm), self._vllm.start_s, tell)
-            await self._check(server, Label(policy.run, policy.version))
+            await server.start(command, vllm_environment(engine, self._vllm), self._vllm.start_s, report_stage)
+            await self._check(server, WeightLabel(policy.run, policy.version))
         except BaseException as error:
             if isinstance(error, EngineFault):
                 self._pause_s = min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
@@ -152,7 +161,7 @@ class VllmBackend:
         self._watching = asyncio.create_task(self._watch(server))
         log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
 
-    async def _check(self, server: VllmServer, label: Label) -> None:
+    async def _check(self, server: VllmServer, label: WeightLabel) -> None:
         """One token by the way of all others: a vLLM that cannot do this is found out before anybody relies on it."""
         asked = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
         try:
@@ -161,11 +170,11 @@ class VllmBackend:
                 GENERATE, content=request_body(asked, [0], 2, self._model), headers=JSON
             )
             await check_answer(response)
-            made = portions(response.content, label.run, 0)
+            made = parse_deltas(response.content, label.run, 0)
             if [portion.versions for portion in made] != [[label.version]]:
-                raise EngineGone("the versions are not those that it was told")
-            Answer(asked, label.version, lambda: False).take(made[0])
-        except (EngineGone, Refused, httpx.HTTPError, ValueError) as error:
+                raise BackendFailed("the versions are not those that it was told")
+            FrameAssembler(asked, label.version, lambda: False).take(made[0])
+        except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "
                 f"tokens that it samples ({error}; its last words: {server.last_words()}): run `bombus install vllm` "
@@ -188,14 +197,14 @@ class VllmBackend:
             else:
                 change = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.folder)}}
             await self._post(server, "/collective_rpc", json=change)
-            label = str(Label(policy.run, policy.version))
+            label = str(WeightLabel(policy.run, policy.version))
             await self._post(server, "/update_weight_version", json={"new_version": label})
             await self._post(server, "/reset_prefix_cache?reset_running_requests=true", expect=b'"success":true')
             await self._post(server, "/resume")
             self.version = policy.version
         except BaseException as error:
             await asyncio.shield(self._end_server(DIED))
-            if isinstance(error, EngineGone | httpx.HTTPError):
+            if isinstance(error, BackendFailed | httpx.HTTPError):
                 raise EngineFault(f"vLLM could not change to version {policy.version} in place: {error}") from error
             raise
         finally:
@@ -210,10 +219,10 @@ class VllmBackend:
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""
     ) -> None:
-        """Raises `EngineGone` or `httpx.HTTPError`."""
+        """Raises `BackendFailed` or `httpx.HTTPError`."""
         response = await server.client.post(path, json=json, timeout=self._vllm.update_s)
         if response.status_code != 200 or expect not in response.content:
-            raise EngineGone(f"{path} answered {response.status_code}: {response.text[:400]}")
+            raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")
 
     # ---- the child --------------------------------------------------------------------------------------------
 

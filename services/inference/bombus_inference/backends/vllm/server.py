@@ -25,9 +25,9 @@ from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES
 from bombus.weights.adapters import read_adapter_config
 from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
-from bombus_inference.backends.protocol import Tell
+from bombus_inference.backends.protocol import ReportStage
 from bombus_inference.backends.vllm import keeper as vllm_keeper
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def vllm_command(
     python: Path,
     model: Path,
     socket: Path,
-    engine: EngineSettings,
+    engine: ComputeSettings,
     vllm: VllmSettings,
     max_model_len: int,
     adapter: Path | None = None,
@@ -105,7 +105,7 @@ def _lora_rank_max(rank: int) -> int:
     )
 
 
-def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, str]:
+def vllm_environment(engine: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
     """The child's variables: development routes on, nothing sent anywhere, its inner ports at this machine alone.
 
     On `cuda:N` it has that GPU, or those from N on for as many as share the model. Raises `EngineFault` when they are
@@ -154,14 +154,16 @@ class VllmServer:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, command: Sequence[str], variables: Mapping[str, str], start_s: float, tell: Tell) -> None:
+    async def start(
+        self, command: Sequence[str], variables: Mapping[str, str], start_s: float, report_stage: ReportStage
+    ) -> None:
         """Returns once it answers. Raises `EngineFault` with its last words when it does not, having ended it."""
         keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
         log.debug("starting %s", " ".join(command))
         try:
             await self._spawn([*keeper, *command], variables)
             async with asyncio.timeout(start_s):
-                await self._until_ready(tell)
+                await self._until_ready(report_stage)
             self._lines.clear()
         except TimeoutError:
             await self.stop()
@@ -217,17 +219,17 @@ class VllmServer:
         more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
         return " ".join([*lines[first : first + 1], *map(str.strip, more)])[:REASON_CHARS_MAX] or "nothing"
 
-    async def _until_ready(self, tell: Tell) -> None:
+    async def _until_ready(self, report_stage: ReportStage) -> None:
         loop = asyncio.get_running_loop()
         began = told = loop.time()
-        await tell("starting vLLM")
+        await report_stage("starting vLLM")
         while not await self.is_well():
             if self.ended.is_set():
                 raise EngineFault(f"vLLM did not start; its last words: {self.last_words()}")
             if loop.time() - told >= TELL_EVERY_S:
                 told = loop.time()
                 log.info("vLLM is starting, %.0f s so far", told - began)
-                await tell(f"starting vLLM: {told - began:.0f} s so far")
+                await report_stage(f"starting vLLM: {told - began:.0f} s so far")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self.ended.wait()

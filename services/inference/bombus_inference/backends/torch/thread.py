@@ -17,7 +17,7 @@ from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
 from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure
 from bombus_inference.backends.torch.engine import Engine, Output, Stats
-from bombus_inference.backends.torch.patching import Patch
+from bombus_inference.backends.torch.patching import TensorPatch
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ def _delivery(output: Output) -> Delivery:
     return Delivery(output.ticket, body, output.done, last if isinstance(last, Fault) else None)
 
 
-class Worker:
+class EngineThread:
     """Runs one engine, or none, in a thread of its own. `deliver` is called on the loop that made the worker.
 
     `failed` is completed with the exception when the engine breaks (out of memory, a bug): nothing runs after that.
@@ -70,7 +70,7 @@ class Worker:
 
         await self.call(swap)
 
-    async def patch(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
+    async def patch(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Only what changed, see `Engine.patch_weights`. Raises `EngineFault` when it does not fit."""
 
         def patch(engine: Engine | None) -> None:
