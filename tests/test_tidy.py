@@ -215,3 +215,19 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             main([name, "--help"])
         assert done.value.code == 0
         assert f"bombus {name}" in capsys.readouterr().out
+
+
+# ---- the backends of a replica ------------------------------------------------------------------------------------
+
+
+def test_no_backend_of_a_replica_imports_another() -> None:
+    folder = SERVICES["bombus_inference"] / "backends"
+    backends = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    assert backends == ["openai", "torch", "vllm"]
+    for backend in backends:
+        others = "|".join(set(backends) - {backend})
+        from_another = re.compile(
+            rf"^\s*(from|import) bombus_inference\.backends(\.| import )({others})\b", re.MULTILINE
+        )
+        for path in sources(folder / backend):
+            assert not from_another.search(path.read_text()), f"{path} imports another backend: both use backends/"

@@ -16,7 +16,7 @@ from bombus_inference.backends.protocol import UNLOADED
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.thread import EngineThread
-from bombus_inference.server import App
+from bombus_inference.server import BODY_BYTES_MAX, App
 from bombus_inference.service import http_server, url_of
 from bombus_inference.settings import ComputeSettings, ServerSettings
 from tests.inference.backends.small_engines import Answer, another, engine_for, finish, llama, request
@@ -173,9 +173,9 @@ async def test_a_refusal_is_a_fault_with_a_status(asked, status, code, retry):
 
 
 async def test_bodies_that_are_nonsense_or_too_large_are_refused():
-    async with serving(body_bytes_max=2000) as (_, _, client):
+    async with serving() as (_, _, client):
         nonsense = await client.post("/generate", content=b"\xc1")
-        large = await client.post("/generate", content=b"x" * 3000)
+        large = await client.post("/generate", content=b"x" * (BODY_BYTES_MAX + 1))
     assert (nonsense.status_code, large.status_code) == (400, 413)
 
 

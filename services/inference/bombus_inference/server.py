@@ -23,6 +23,7 @@ AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 AsgiApp = Callable[[AsgiMessage, AsgiReceive, AsgiSend], Awaitable[None]]
 
+BODY_BYTES_MAX = 16 << 20
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
 
@@ -141,7 +142,7 @@ class App:
         try:
             request = decode_request(await self._body(receive))
         except _BodyTooLarge:
-            why = f"the request is over {self.settings.body_bytes_max} bytes"
+            why = f"the request is over {BODY_BYTES_MAX} bytes"
             return Fault(why=why, code=Code.TOO_LARGE)
         except msgspec.MsgspecError as error:
             return Fault(why=f"the body is no msgpack Generate: {error}", code=Code.MALFORMED)
@@ -162,7 +163,7 @@ class App:
                 raise ClientDisconnected
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > self.settings.body_bytes_max:
+            if size > BODY_BYTES_MAX:
                 raise _BodyTooLarge
             chunks.append(chunk)
             if not message.get("more_body", False):

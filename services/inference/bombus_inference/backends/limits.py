@@ -8,6 +8,7 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
+CHOICES_MAX = 128  # n of one request
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from bombus.errors import Code, EngineFault
 from bombus.hive.generation import Fault, Generate
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import BackendFailed, FrameBatches, HttpCalls
-from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.openai.probe import find_missing
 from bombus_inference.backends.openai.servers import Server, detect_server
 from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, ReportStage
@@ -92,7 +92,7 @@ class OpenAIBackend:
                 *(longest, policy.max_model_len, self._settings.url),
                 extra={"run": policy.run},
             )
-        self._limits = Limits(longest, config.vocabulary, self._engine.choices_max, self._engine.max_waiting)
+        self._limits = Limits(longest, config.vocabulary, CHOICES_MAX, self._engine.max_waiting)
         self._server, self.run, self.version = server, policy.run, policy.version
 
     def _check_may_serve(self, server: Server, policy: Policy) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
-from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.attention import check_supported, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
@@ -86,7 +86,7 @@ class Engine:
         self.limits = Limits(
             max_model_len=self.max_model_len,
             vocabulary=int(config.vocab_size),
-            choices_max=settings.choices_max,
+            choices_max=CHOICES_MAX,
             waiting_max=settings.max_waiting,
         )
         self._pool = KvPool(config, count, settings.block_tokens, like)

@@ -21,7 +21,7 @@ from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
 from bombus_inference.backends.answers import FrameAssembler
 from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
-from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.protocol import (
     NOTHING_LOADED,
     STOPPING,
@@ -155,7 +155,7 @@ class VllmBackend:
             raise
         self._starts += 1
         self._server, self._shapes = server, shapes
-        choices_max = min(self._engine.choices_max, self._engine.max_running)
+        choices_max = min(CHOICES_MAX, self._engine.max_running)
         self._limits = Limits(longest, config.vocabulary, choices_max, self._engine.max_waiting)
         self.run, self.version = policy.run, policy.version
         self._watching = asyncio.create_task(self._watch(server))
