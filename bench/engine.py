@@ -15,7 +15,7 @@ import torch
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import load_model, resolve_model
-from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
 
@@ -44,7 +44,7 @@ def by_engine(engine: Engine, prompts: list[list[int]], new_tokens: int) -> int:
 
 def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
     settings = ComputeSettings(dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=512)
-    engine = make_engine(folder, settings, run=1, version=0)
+    engine = Engine(load_policy(folder, settings), settings, run=1, version=0)
     plain = load_model(folder, dtype)
     numbers = random.Random(0)
     clock = time.process_time if arguments.cpu_time else time.perf_counter

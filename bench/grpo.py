@@ -23,7 +23,7 @@ import torch
 from bombus.config.algorithms import Aggregation
 from bombus.hive.generation import Finished, Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
-from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
@@ -118,7 +118,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     )
     executor = Executor(folder, settings)
     limits = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
-    engine = make_engine(folder, limits, run=1, version=0)
+    engine = Engine(load_policy(folder, limits), limits, run=1, version=0)
     numbers = random.Random(arguments.seed)
     curve: list[tuple[float, float]] = []
     started = time.perf_counter()

@@ -17,7 +17,8 @@ from bombus.errors import Code, EngineFault
 from bombus.hive.events import OBJECTS, Weights, WeightsReady
 from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, file_sha256
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import apply_patches, read_patches
 from bombus_inference.fetching import FetchedWeights, Fetcher
 from bombus_inference.settings import ComputeSettings
@@ -242,7 +243,7 @@ def test_a_delta_in_place_is_the_full_copy_in_the_engines_type(
     first, second = write_versions(tmp_path, [old, new])
     model.config.save_pretrained(tmp_path / "0")
     settings = COMPUTE.model_copy(update={"dtype": served})
-    engine = make_engine(Path(first.where), settings, run=1, version=0)
+    engine = Engine(load_policy(Path(first.where), settings), settings, run=1, version=0)
     engine.patch_weights(read_patches(Path(second.where) / DELTA_FILE, settings), 1, 1)
     assert engine.version == 1
     write_full(tmp_path / "0" / FULL_FILE, new)

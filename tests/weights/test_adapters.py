@@ -21,7 +21,8 @@ from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import FULL_FILE, chain, file_sha256
 from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
@@ -199,7 +200,8 @@ async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_
     for name, value in state.items():
         expected = whole.merge(name, exact[name]).to(value.dtype)
         assert torch.equal(value, expected), name
-    engine = make_engine(Path(made.base.where), compute, run=1, version=1, adapter=Path(made.adapters[1].where))
+    policy = load_policy(Path(made.base.where), compute, Path(made.adapters[1].where))
+    engine = Engine(policy, compute, run=1, version=1)
     mine = dict(engine._model.named_parameters())
     assert mine.keys() == state.keys()
     assert all(torch.equal(mine[name], value) for name, value in state.items())

@@ -19,7 +19,8 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.host.process import listen
 from bombus.weights.models import load_model
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.service import http_server, url_of
 from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answer, Completion, finish, reference_logprobs
@@ -48,7 +49,7 @@ class Foreign:
 
     def __post_init__(self) -> None:
         self.hold.set()
-        self.engine = make_engine(self.folder, SETTINGS, run=1, version=0)
+        self.engine = Engine(load_policy(self.folder, SETTINGS), SETTINGS, run=1, version=0)
         self.tokenizer = Tokenizer.from_file(str((self.tokenizer_of or self.folder) / "tokenizer.json"))
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
