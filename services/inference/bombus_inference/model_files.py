@@ -1,4 +1,4 @@
-"""What a model's folder says of itself, without loading it: sizes from its configuration, tensors from their header."""
+"""Reads facts about a model from its folder without loading it: sizes from its configuration, shapes from a header."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class TextModelConfig(msgspec.Struct, frozen=True):
-    """Of `config.json`, the part that is about text. `context` is in tokens, `dtype` what weights are stored in."""
+    """The text part of `config.json`. `context` is in tokens, `dtype` is the type that the weights are stored in."""
 
     vocabulary: int
     context: int
@@ -22,7 +22,7 @@ class TextModelConfig(msgspec.Struct, frozen=True):
 
     @property
     def training_dtype(self) -> str:
-        """What a trainer that is told no precision exports and, on a GPU, computes in."""
+        """The type that a trainer without a configured precision exports and, on a GPU, computes in."""
         return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
 
 
@@ -31,7 +31,7 @@ class _Tensor(msgspec.Struct):
 
 
 def read_config(folder: Path) -> TextModelConfig:
-    """Raises `EngineFault`."""
+    """Read `config.json`. Raises `EngineFault`."""
     try:
         whole = json.loads((folder / "config.json").read_text())
         config = whole.get("text_config", whole)
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> TextModelConfig:
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The shape of each tensor of a safetensors file, which begins with the length of a JSON header and the header.
+    """Return the shape of each tensor in a safetensors file, which starts with the length of a JSON header.
 
     Raises `EngineFault`.
     """
@@ -55,11 +55,11 @@ def read_shapes(path: Path) -> Shapes:
         header.pop("__metadata__", None)
         return {name: msgspec.json.decode(raw, type=_Tensor).shape for name, raw in header.items()}
     except (OSError, ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
-        raise EngineFault(f"{path} is no safetensors file: {error}") from error
+        raise EngineFault(f"{path} is not a safetensors file: {error}") from error
 
 
 def check_same_shapes(before: Shapes, path: Path) -> None:
-    """vLLM only warns of tensors that are missing, and serves a mixture. Raises `EngineFault` instead."""
+    """Raise `EngineFault` unless the file at `path` has these tensors. vLLM only warns, and then serves a mixture."""
     after = read_shapes(path)
     missing = [name for name in before if name not in after]
     if missing:

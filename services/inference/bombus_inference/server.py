@@ -1,4 +1,4 @@
-"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app: routing would cost more than a call."""
+"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app; a router would cost more than a call."""
 
 import asyncio
 import json
@@ -36,15 +36,15 @@ class _BodyTooLarge(Exception):
 
 
 class _Reply:
-    """What has arrived for one request and was not sent yet."""
+    """The deliveries of one request that were not sent yet."""
 
-    __slots__ = ("_chunks", "_hung_up", "_waiter", "done", "fault")
+    __slots__ = ("_chunks", "_disconnected", "_waiter", "done", "fault")
 
     def __init__(self) -> None:
         self.done = False
         self.fault: Fault | None = None
         self._chunks: list[bytes] = []
-        self._hung_up = False
+        self._disconnected = False
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delivery: Delivery) -> None:
@@ -53,14 +53,14 @@ class _Reply:
         self.fault = delivery.fault
         self._wake()
 
-    def hang_up(self) -> None:
-        self._hung_up = True
+    def disconnect(self) -> None:
+        self._disconnected = True
         self._wake()
 
-    async def take(self, whole: bool) -> bytes:
-        """All that is there, at least something; with `whole` not before the end. Raises `ClientDisconnected`."""
-        while not (self.done if whole else self._chunks):
-            if self._hung_up:
+    async def take(self, until_done: bool) -> bytes:
+        """Wait for a delivery, or until the last one, and return all of them. Raises `ClientDisconnected`."""
+        while not (self.done if until_done else self._chunks):
+            if self._disconnected:
                 raise ClientDisconnected
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -74,7 +74,7 @@ class _Reply:
 
 
 class App:
-    """The door to one backend, which `make` makes of the function that takes its deliveries."""
+    """Serves one backend over HTTP. `make` creates it, given the function to call with its deliveries."""
 
     def __init__(self, settings: ServerSettings, engine: str, replica: str, make: MakeBackend) -> None:
         self.settings = settings
@@ -91,7 +91,7 @@ class App:
         return len(self._open)
 
     async def close(self) -> None:
-        """End the backend; what is still open is answered with a fault."""
+        """End the backend. Requests that are still open are answered with a fault."""
         await self.backend.stop()
 
     async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
@@ -101,21 +101,21 @@ class App:
             case "POST", "/generate":
                 await self._generate(receive, send)
             case "GET", "/health":
-                await _answer(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
+                await _respond(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
             case "GET", "/metrics":
-                await _answer(send, 200, b"text/plain; version=0.0.4", await self._metrics())
+                await _respond(send, 200, b"text/plain; version=0.0.4", await self._metrics())
             case _:
-                await _answer(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
+                await _respond(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
             reply = self._open.get(delivery.ticket)
-            if reply is not None:  # else its client has gone
+            if reply is not None:  # otherwise its client has disconnected
                 reply.put(delivery)
 
     async def _generate(self, receive: AsgiReceive, send: AsgiSend) -> None:
         try:
-            request = await self._request(receive)
+            request = await self._read_request(receive)
         except ClientDisconnected:
             return
         if isinstance(request, Fault):
@@ -131,21 +131,21 @@ class App:
             with telemetry.span("inference.generate", request.traceparent, call=request.id):
                 await self._send_frames(reply, request.stream, send)
         except ClientDisconnected:
-            log.debug("a client hung up", extra={"call": request.id})
+            log.debug("a client disconnected", extra={"call": request.id})
         finally:
             watch.cancel()
             del self._open[ticket]
             if not reply.done:
                 self.backend.abort(ticket)
 
-    async def _request(self, receive: AsgiReceive) -> Generate | Fault:
+    async def _read_request(self, receive: AsgiReceive) -> Generate | Fault:
         try:
             request = decode_request(await self._body(receive))
         except _BodyTooLarge:
             why = f"the request is over {BODY_BYTES_MAX} bytes"
             return Fault(why=why, code=Code.TOO_LARGE)
         except msgspec.MsgspecError as error:
-            return Fault(why=f"the body is no msgpack Generate: {error}", code=Code.MALFORMED)
+            return Fault(why=f"the body is not a msgpack Generate: {error}", code=Code.MALFORMED)
         if request.engine != self.engine:
             why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"
             return Fault(why=why, code=Code.NO_REPLICA, retry=True)
@@ -170,15 +170,15 @@ class App:
                 return b"".join(chunks)
 
     async def _send_frames(self, reply: _Reply, stream: bool, send: AsgiSend) -> None:
-        """Headers wait for the first frame, so that a refusal gets a status of its own."""
-        body = await reply.take(whole=not stream)
+        """Send frames as they arrive, the headers with the first one, so that a refusal gets its own status."""
+        body = await reply.take(until_done=not stream)
         if reply.fault is not None:
             self.refused += 1
             await _refuse(send, reply.fault)
             return
         self.served += 1
         if reply.done:
-            await _answer(send, 200, FRAMES_TYPE[1], body)
+            await _respond(send, 200, FRAMES_TYPE[1], body)
             return
         await send({"type": "http.response.start", "status": 200, "headers": [FRAMES_TYPE]})
         while True:
@@ -186,15 +186,15 @@ class App:
             await send({"type": "http.response.body", "body": body, "more_body": not done})
             if done:
                 return
-            body = await reply.take(whole=False)
+            body = await reply.take(until_done=False)
 
     def _health(self) -> bytes:
         run, version = self.backend.run, self.backend.version
-        known = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
-        return json.dumps({**known, "run": run, "version": version}).encode()
+        health = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
+        return json.dumps({**health, "run": run, "version": version}).encode()
 
     async def _metrics(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
         values: dict[str, float] = {
             "run": self.backend.run,
@@ -210,15 +210,15 @@ class App:
 async def _watch(receive: AsgiReceive, reply: _Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    reply.hang_up()
+    reply.disconnect()
 
 
 async def _refuse(send: AsgiSend, fault: Fault) -> None:
     status = STATUS.get(Code(fault.code), 500)
-    await _answer(send, status, FRAMES_TYPE[1], encode_frame(fault))
+    await _respond(send, status, FRAMES_TYPE[1], encode_frame(fault))
 
 
-async def _answer(send: AsgiSend, status: int, content_type: bytes, body: bytes) -> None:
+async def _respond(send: AsgiSend, status: int, content_type: bytes, body: bytes) -> None:
     headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -13,8 +13,9 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.host.environments import environment_python
+from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
-from bombus_inference.backends.vllm.server import VllmServer, vllm_command, vllm_environment
+from bombus_inference.backends.vllm.server import VllmServer, vllm_arguments, vllm_environment
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import silent
 
@@ -106,9 +107,13 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert alive(family) == []
 
 
+def policy(folder: Path) -> Policy:
+    return Policy(folder, run=1, version=0, max_model_len=512)
+
+
 def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tmp_path: Path) -> None:
-    engine = ComputeSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
-    words = vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, VllmSettings(tensor_parallel=4), 512)
+    compute = ComputeSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
+    words = vllm_arguments(policy(tmp_path), tmp_path / "s", compute, VllmSettings(tensor_parallel=4), 512)
     for name, value in {
         "--uds": str(tmp_path / "s"), "--logprobs-mode": "processed_logprobs", "--max-num-seqs": "32",
         "--max-model-len": "512", "--dtype": "bfloat16", "--kv-cache-memory-bytes": str(1 << 30),
@@ -121,8 +126,8 @@ def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tm
 
 def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) -> None:
     def words(vllm: VllmSettings, device: str, kv_cache_bytes: int | None = None) -> list[str]:
-        engine = ComputeSettings(device=device, kv_cache_bytes=kv_cache_bytes)
-        return vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, vllm, 512)
+        compute = ComputeSettings(device=device, kv_cache_bytes=kv_cache_bytes)
+        return vllm_arguments(policy(tmp_path), tmp_path / "s", compute, vllm, 512)
 
     cache, share = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
     assert not {cache, share} & set(words(VllmSettings(), "cuda"))

@@ -1,4 +1,4 @@
-"""The open requests of an engine that answers over HTTP: a task each, which hands frames on as they come."""
+"""The open requests of a backend that answers over HTTP, each a task that passes frames on as they arrive."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ SendRequest = Callable[[Generate, list[int]], FrameBatches]
 
 
 class BackendFailed(BombusError):
-    """The engine cannot be reached, broke off, or said what cannot be: another replica may do better."""
+    """The backend's server cannot be reached, broke off, or answered what cannot be right; others may do better."""
 
 
 class HttpCalls:
-    """Each is over with the last choice's `Finished`, or with a fault. At most `open_max` are open at once."""
+    """Open requests, at most `open_max` at once. Each ends with its last choice's `Finished`, or with a fault."""
 
     def __init__(self, deliver: Deliver, open_max: int) -> None:
         self._deliver = deliver
@@ -42,7 +42,7 @@ class HttpCalls:
         return len(self._open)
 
     def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
-        """Let `send` send a request and its prompt, if an engine of `run` with these limits may see it."""
+        """Start a request with `send`, which is given it and its prompt, unless `limits` or `run` refuse it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
@@ -60,7 +60,7 @@ class HttpCalls:
         self._deliver([failure(ticket, fault)])
 
     def abort(self, ticket: int) -> None:
-        """Closes the connection, by which the engine learns of it."""
+        """Close the request's connection, which tells the server that it was aborted."""
         task = self._forget(ticket)
         if task is not None:
             task.cancel()
@@ -70,8 +70,8 @@ class HttpCalls:
             self.abort(ticket)
             self.refuse(ticket, fault)
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until none is open; false when some still are after `timeout_s`."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until no request is open. Return false if some still are after `timeout_s`."""
         if self._open and timeout_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -113,12 +113,12 @@ class HttpCalls:
 
 
 def _fault_of(refused: Refused) -> Fault:
-    elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-    return Fault(why=refused.why, code=refused.code, retry=elsewhere)
+    retry = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
+    return Fault(why=refused.why, code=refused.code, retry=retry)
 
 
 async def check_answer(response: httpx.Response) -> None:
-    """Raises `Refused` for what the engine does not accept, `BackendFailed` for what it cannot do."""
+    """Raise `Refused` for a request that the server does not accept, `BackendFailed` for one that it cannot serve."""
     if response.status_code == 200:
         return
     body = await response.aread()
@@ -129,7 +129,7 @@ async def check_answer(response: httpx.Response) -> None:
 
 
 async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`. Raises `BackendFailed` when that does not come."""
+    """Yield the data of each server-sent event up to `[DONE]`. Raises `BackendFailed` if that is missing."""
     buffer = bytearray()
     done = False
     async for chunk in response.aiter_raw():
@@ -143,7 +143,7 @@ async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
             if line[:5] != b"data:" or not data:
                 continue
             if data == b"[DONE]":
-                done = True  # read to its end, so that the connection can be used again
+                done = True  # keep reading to the end, so that the connection can be used again
             else:
                 yield data
     if not done:

@@ -1,4 +1,4 @@
-"""The two kinds of servers elsewhere behind one small face: what they are asked, and how they get new weights."""
+"""The two kinds of external servers behind one protocol: how they generate, and how they load new weights."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -22,21 +22,24 @@ from bombus_inference.backends.openai.wire import (
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 10.0
+DETECT_TIMEOUT_S = 10.0
+
+
+ServerChoices = AsyncIterator[list[ServerChoice]]
 
 
 class Server(Protocol):
-    """`can_load` is whether it has a way to change its weights; `context` is its limit in tokens, 0 if not known."""
+    """`can_load` says whether it has a route to change its weights; `context` is its limit in tokens, 0 if unknown."""
 
     name: str
     can_load: bool
     context: int
 
-    def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[ServerChoice]]:
-        """What it says, as it comes. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
+    def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
+        """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
-        """Weights from a folder that it sees as well. Raises `BackendFailed` or `httpx.HTTPError`."""
+        """Load weights from a folder that the server sees too. Raises `BackendFailed` or `httpx.HTTPError`."""
 
 
 class ListedModel(Struct):
@@ -54,7 +57,7 @@ class SglangUpdate(Struct):
 
 
 class CompletionsServer:
-    """vLLM's, or any that takes and returns token ids as vLLM's does. Weights change by vLLM's development routes."""
+    """vLLM, or another server with vLLM's completions of token ids. Weights change by vLLM's development routes."""
 
     name = "a server with /v1/completions"
 
@@ -64,7 +67,7 @@ class CompletionsServer:
         self._client = client
         self._model = model.id
 
-    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[ServerChoice]]:
+    async def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
         body = completions_body(self._model, request, prompt, tokens_max)
         async with self._client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
             await check_answer(response)
@@ -94,7 +97,7 @@ class SglangServer:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[ServerChoice]]:
+    async def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
         body = sglang_body(request, prompt, tokens_max)
         response = await self._client.post("/generate", content=body, headers=JSON)
         await check_answer(response)
@@ -111,19 +114,20 @@ class SglangServer:
 
 
 async def detect_server(client: httpx.AsyncClient, model: str) -> Server:
-    """Which kind of server answers. Raises `EngineFault` when none does, or none that is known."""
+    """Find out which kind of server answers. Raises `EngineFault` if none does, or an unknown one."""
     where = str(client.base_url).rstrip("/")
     try:
         for path in ("/model_info", "/get_model_info"):
-            if (await client.get(path, timeout=LOOK_S)).status_code == 200:
+            if (await client.get(path, timeout=DETECT_TIMEOUT_S)).status_code == 200:
                 return SglangServer(client)
-        response = await client.get("/v1/models", timeout=LOOK_S)
+        response = await client.get("/v1/models", timeout=DETECT_TIMEOUT_S)
         if response.status_code != 200:
             raise EngineFault(
-                f"{where} answers {response.status_code} at /v1/models: it is no vLLM or SGLang server, or wants a key"
+                f"{where} answers {response.status_code} at /v1/models: it is not a vLLM or SGLang server, "
+                "or it wants a key"
             )
         models = msgspec.json.decode(response.content, type=ModelList).data
-        can_load = (await client.get("/weight_info", timeout=LOOK_S)).status_code == 200
+        can_load = (await client.get("/weight_info", timeout=DETECT_TIMEOUT_S)).status_code == 200
     except (httpx.HTTPError, msgspec.MsgspecError) as error:
         raise EngineFault(f"no server can be used at {where}: {str(error) or type(error).__name__}") from error
     found = next((one for one in models if not model or one.id == model), None)

@@ -1,6 +1,7 @@
-"""The words of servers elsewhere: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`. Pure translation.
+"""The wire formats of external servers: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`.
 
-SGLang's are those of its documentation on the native API, sampling parameters and use for RL (docs.sglang.io).
+Pure translation. SGLang's format follows its documentation on the native API, sampling parameters and use for RL
+(docs.sglang.io).
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from bombus.hive.generation import Generate
-from bombus_inference.backends.answers import ChoiceDelta, likeliest
+from bombus_inference.backends.answers import ChoiceDelta, most_likely
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.wire import ServerAnswer
 
@@ -21,7 +22,7 @@ _encoder = msgspec.json.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class ServerChoice:
-    """What a server says of one choice, None where it says nothing. `label` is its name for the weights."""
+    """One choice of a server's answer. What the server does not report is None; `label` is its name for the weights."""
 
     choice: int
     text: str = ""
@@ -33,10 +34,10 @@ class ServerChoice:
     label: str = ""
 
     def delta(self, top_logprobs: int) -> ChoiceDelta:
-        """Raises `BackendFailed` when it lacks what a trainer needs."""
+        """Return what a trainer needs of it. Raises `BackendFailed` if some of that is missing."""
         if self.tokens is None or self.logprobs is None:
             raise BackendFailed("the server gives no token ids, or no logprobs")
-        tops = [likeliest(row, top_logprobs) for row in self.tops] if top_logprobs else []
+        tops = [most_likely(row, top_logprobs) for row in self.tops] if top_logprobs else []
         return ChoiceDelta(
             choice=self.choice,
             tokens=self.tokens,
@@ -71,7 +72,7 @@ _completions = msgspec.json.Decoder(TextCompletion)
 
 
 def completions_body(model: str, request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """`tokens_max` is of prompt and completion together."""
+    """Return the request's body. `tokens_max` is the limit of prompt and completion together."""
     sampling = request.sampling
     body: dict[str, object] = {
         "model": model,
@@ -95,21 +96,24 @@ def completions_body(model: str, request: Generate, prompt: list[int], tokens_ma
 
 
 def parse_completions(data: bytes) -> list[ServerChoice]:
-    """Of one event or answer. Raises `BackendFailed`."""
+    """Parse one event or answer. Raises `BackendFailed`."""
     answer = _completions.decode(data)
     answer.check()
     return [_completion_choice(choice, answer.cached_prompt_tokens) for choice in answer.choices]
 
 
 def _completion_choice(choice: CompletionChoice, cached: int) -> ServerChoice:
-    given = choice.logprobs
-    logprobs = None if given is None or None in given.token_logprobs else [one or 0.0 for one in given.token_logprobs]
+    reported = choice.logprobs
+    if reported is None or None in reported.token_logprobs:
+        logprobs = None
+    else:
+        logprobs = [one or 0.0 for one in reported.token_logprobs]
     return ServerChoice(
         choice=choice.index,
         text=choice.text,
         tokens=choice.token_ids,
         logprobs=logprobs,
-        tops=[_by_token(row or {}) for row in (given.top_logprobs or [])] if given is not None else [],
+        tops=[_by_token(row or {}) for row in (reported.top_logprobs or [])] if reported is not None else [],
         finish=choice.finish_reason,
         cached=cached,
     )
@@ -149,7 +153,10 @@ _sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
 
 
 def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """Not streamed, since what a portion holds depends on the server's options. It has no seed of its own a request."""
+    """Return the request's body, which has no seed, since SGLang takes none with a request.
+
+    The answer is not streamed, because what its parts contain depends on the server's options.
+    """
     sampling = request.sampling
     parameters: dict[str, object] = {
         "n": request.n,
@@ -171,7 +178,7 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
 
 
 def parse_sglang(data: bytes) -> list[ServerChoice]:
-    """The sampled ids are those that have logprobs: `output_ids` may lack a stop token."""
+    """Parse an answer. The sampled ids are those with logprobs, since `output_ids` may lack a stop token."""
     answer = _sglang.decode(data)
     choices = answer if isinstance(answer, list) else [answer]
     return [_sglang_choice(number, choice) for number, choice in enumerate(choices)]

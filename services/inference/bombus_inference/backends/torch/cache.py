@@ -71,9 +71,7 @@ class Blocks:
         """Let later prefixes find this full block. Returns the name that its children are remembered under."""
         key = (parent, tokens)
         existing = self._remembered.get(key)
-        if (
-            existing is not None
-        ):  # computed twice at the same time: the first one is kept, this one is freed when it is released
+        if existing is not None:  # computed twice at once: the first is kept, this one is freed when it is released
             return self._names[existing]
         name = self._next_name
         self._next_name += 1

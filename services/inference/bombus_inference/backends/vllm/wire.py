@@ -1,10 +1,10 @@
-"""The words of vLLM's `/inference/v1/generate`: token ids in, token ids out, and which weights sampled them."""
+"""The wire format of vLLM's `/inference/v1/generate`: token ids in, token ids out, and which weights sampled them."""
 
 import msgspec
 from msgspec import Struct
 
 from bombus.hive.generation import Generate
-from bombus_inference.backends.answers import ChoiceDelta, likeliest
+from bombus_inference.backends.answers import ChoiceDelta, most_likely
 from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.protocol import TopLogprobs
 from bombus_inference.backends.wire import ServerAnswer
@@ -45,7 +45,10 @@ _encoder = msgspec.json.Encoder()
 
 
 def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str) -> bytes:
-    """`tokens_max` is of prompt and completion together; `model` is vLLM's name of the model, or of an adapter."""
+    """Return the request's body. `tokens_max` is the limit of prompt and completion together.
+
+    `model` is vLLM's name of the model, or of an adapter.
+    """
     sampling = request.sampling
     parameters: dict[str, object] = {
         "n": request.n,
@@ -54,9 +57,9 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": True,  # what ends a turn is for the gateway to say
+        "ignore_eos": True,  # the gateway decides what ends a turn
         "detokenize": False,
-        # The sampled token is listed before the likeliest, and takes a place of its own where it is none of them.
+        # The sampled token is listed first, and takes an extra place if it is not among the most likely.
         "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
     }
     if sampling.seed is not None:
@@ -68,7 +71,7 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
 
 
 def parse_deltas(data: bytes, run: int, top_logprobs: int) -> list[ChoiceDelta]:
-    """What one event or answer says, of weights of `run`. Raises `BackendFailed`."""
+    """Parse one event or answer, sampled by weights of `run`. Raises `BackendFailed`."""
     chunk = _chunks.decode(data)
     chunk.check()
     return [_delta(choice, run, top_logprobs, chunk.cached_prompt_tokens) for choice in chunk.choices]
@@ -83,7 +86,7 @@ def _delta(choice: VllmChoice, run: int, top_logprobs: int, cached: int) -> Choi
     tops: list[TopLogprobs] = []
     if top_logprobs:
         tops = [
-            likeliest([(top.token_id, top.logprob) for top in entry.top_logprobs], top_logprobs) for entry in entries
+            most_likely([(top.token_id, top.logprob) for top in entry.top_logprobs], top_logprobs) for entry in entries
         ]
     return ChoiceDelta(
         choice=choice.index,
@@ -97,11 +100,11 @@ def _delta(choice: VllmChoice, run: int, top_logprobs: int, cached: int) -> Choi
 
 
 def versions_of(spans: list[VersionSpan], run: int) -> list[int]:
-    """One version for each token. Raises `BackendFailed` for weights that are not of `run`."""
+    """Return one version for each token. Raises `BackendFailed` for weights of another run."""
     versions: list[int] = []
     for span in spans:
-        its_run, slash, version = span.version.partition("/")
-        if not slash or its_run != str(run) or not version.isdecimal():
+        span_run, slash, version = span.version.partition("/")
+        if not slash or span_run != str(run) or not version.isdecimal():
             raise BackendFailed(f"tokens were sampled by weights labelled {span.version!r}, not by those of run {run}")
         if span.start != len(versions) or span.end < span.start:
             raise BackendFailed(f"the engine's version spans leave out tokens: {span.start} after {len(versions)}")
