@@ -1,4 +1,4 @@
-"""The terminal screen: takes events in, draws the fold at most ten times a second, and answers keys."""
+"""The terminal screen: takes events, draws the state at most ten times a second, and handles keys."""
 
 import asyncio
 import time
@@ -35,14 +35,14 @@ from bombus_overwatch.widgets import (
 )
 
 REDRAW_S = 0.1
-CATCH_UP_ROUNDS = 5  # while catching up, one redraw in so many
+CATCH_UP_ROUNDS = 5  # while catching up, only one in so many timer ticks draws
 PAGE_EVENTS = 100
 
 HELP = (
-    ("p", "hold the view still, and let it go again"),
+    ("p", "hold the view, and release it again"),
     ("← →", "one event back or forward in time"),
     ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
-    ("home end", "the oldest event that is kept; live again"),
+    ("home end", "the oldest event that is kept; back to live"),
     ("e", "the next engine"),
     ("f", "show events of one kind only"),
     ("?", "this help"),
@@ -50,8 +50,8 @@ HELP = (
 )
 NOTES = (
     "Idle time counts from an episode's last recorded call; the coordinator also knows of heartbeats and of calls "
-    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the fold of the log up to "
-    "that event: what everybody knew then."
+    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the state that the log had "
+    "at that event."
 )
 
 HELP_GROUPS = (
@@ -84,9 +84,9 @@ class Help(ModalScreen[None]):
 
 
 class Overwatch(App[None]):
-    """`take` folds an event in and `report` says how the link is; both are cheap and draw nothing themselves.
+    """Shows one hive. `take` folds in an event and `report` sets the state of the link; neither of them draws.
 
-    `clock` gives the time in nanoseconds since the epoch.
+    `clock` returns the time in nanoseconds since the epoch.
     """
 
     CSS_PATH = Path(__file__).with_name("overwatch.tcss")
@@ -116,7 +116,7 @@ class Overwatch(App[None]):
 
     def __init__(self, hive: str, clock: Callable[[], int] = time.time_ns) -> None:
         super().__init__()
-        self.up = asyncio.Event()  # the screen is there; feed it from now on
+        self.up = asyncio.Event()  # set once the screen is running and can be fed
         self.timeline = Timeline()
         self.viewer = ViewerState(hive=hive)
         self._clock = clock
@@ -152,29 +152,29 @@ class Overwatch(App[None]):
         self.draw()
         self.up.set()
 
-    # ---- what comes in ----------------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------------------
 
     def begin(self, position: int, hive: Hive) -> None:
-        """Forget everything: the log is about to be read from behind `position`, where the state was `hive`."""
+        """Start again from the state `hive` at `position`. The events after it follow."""
         self.timeline = Timeline(HiveView(hive=hive, position=position))
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:
-        """Fold in the event at `position`. Events of one burst are drawn together."""
+        """Fold in the event at `position`. Events in a burst are drawn together."""
         self.timeline.fold(position, event)
         self._dirty = True
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
-        """Say how events come in; `target` is the position to catch up with."""
+        """Set the state of the link to the bus; `target` is the position to catch up with."""
         self.viewer = replace(self.viewer, link=link, why=why, target=target)
         self._dirty = True
 
     # ---- drawing ----------------------------------------------------------------------------------------------
 
     def _redraw(self) -> None:
-        """Draw what has changed; once a second draw anyway, because time has passed.
+        """Draw if something has changed, and at least once a second, since times are shown.
 
-        While catching up, seldom: folding comes first.
+        While catching up, draw less often, so that there is more time to fold.
         """
         self._rounds += 1
         if self.viewer.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
@@ -183,7 +183,7 @@ class Overwatch(App[None]):
             self.draw()
 
     def draw(self) -> None:
-        """Draw the live view, or the one that is held."""
+        """Draw the live view, or the view that is held."""
         self._dirty = False
         self._drawn_ns = self._clock()
         if self._held is not None:
@@ -223,7 +223,7 @@ class Overwatch(App[None]):
         self.draw()
 
     def _hold(self, position: int, now_ns: int = 0) -> None:
-        """Stand still at `position`; without `now_ns`, at the time of the event there."""
+        """Hold the view at `position` and at the time `now_ns`, by default the time of that event."""
         self._held = self.timeline.at(position)
         self._held_now_ns = now_ns
         self.draw()

@@ -1,4 +1,4 @@
-"""Which group of the tail each kind of event belongs to; their words are in `bombus.hive.describe`."""
+"""The group of each kind of event, by which the tail is filtered. `bombus.hive.describe` has their texts."""
 
 from enum import StrEnum
 
@@ -7,7 +7,7 @@ from bombus.hive.events import Event
 
 
 class EventGroup(StrEnum):
-    """What the tail can be filtered by. `TROUBLE` cuts across the others."""
+    """A group of events that the tail can show alone. `TROUBLE` overlaps with the others."""
 
     ALL = "all"
     ENGINE = "engine"
@@ -63,5 +63,5 @@ TROUBLE: frozenset[type[Event]] = frozenset(
 
 
 def tone_of(event: Event) -> EventGroup:
-    """The group by which an event's line is coloured."""
+    """Return the group that gives an event's line its colour."""
     return EventGroup.TROUBLE if type(event) in TROUBLE else GROUPS[type(event)]

@@ -1,4 +1,4 @@
-"""The first and the last line of the screen: what is looked at, how fresh it is, and the keys."""
+"""The first and last line of the screen: what is shown, how current it is, and the keys."""
 
 from rich.text import Text
 
@@ -12,7 +12,7 @@ KEYS = (("p", "pause"), ("←→", "scrub"), ("e", "engine"), ("f", "filter"), (
 
 
 class StatusLine(Panel):
-    """A line that shows the viewer's standing as well."""
+    """A line that also shows the state of the viewer."""
 
     viewer = ViewerState(hive="")
 
@@ -23,7 +23,7 @@ class StatusLine(Panel):
 
 
 class Banner(StatusLine):
-    """Hive and engine on the left; link, position and time on the right."""
+    """The hive and engine on the left; the link, position and time on the right."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         left = Text(" ⬢ bombus ", f"bold {pal.AMBER}")
@@ -52,7 +52,7 @@ class Banner(StatusLine):
 
 
 class KeyBar(StatusLine):
-    """The keys; while the view is held, where in the past it stands; while the bus is away, why."""
+    """The keys. While the view is held, its place in the past; while the bus is away, the reason."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         viewer = self.viewer

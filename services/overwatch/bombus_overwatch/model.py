@@ -1,6 +1,6 @@
-"""The fold behind the screen: the state of the hive, and the histories that curves and the tail need.
+"""The fold that the screen draws: the state of the hive, and the histories for curves and the tail.
 
-Pure: no clock, no I/O, no widget. Everything that grows has a bound.
+Pure: no clock, no I/O, no widgets. Everything that grows has a limit.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from bombus.hive.events import EpisodeType, Event
 from bombus.hive.state import EvalStats, Hive, evolve
 from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
 
-TAIL_KEPT = 500  # events, for each group of an engine: a flood of calls does not wash away the rest
+TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
 VERSIONS_KEPT = 4_096
 STEPS_KEPT = 4_096
 SECONDS_KEPT = 600
@@ -21,7 +21,7 @@ SECOND = 1_000_000_000
 
 
 class LoggedEvent(msgspec.Struct, frozen=True, array_like=True):
-    """An event and its place on the log."""
+    """An event and its position on the log."""
 
     position: int
     event: Event
@@ -34,7 +34,7 @@ class StepPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SecondCounts(msgspec.Struct, array_like=True):
-    """What came in during one second of log time."""
+    """Tokens and episodes that came in during one second of log time."""
 
     second: int
     tokens: int = 0
@@ -51,7 +51,7 @@ def _tails() -> dict[EventGroup, deque[LoggedEvent]]:
 
 
 class EngineHistory(msgspec.Struct, kw_only=True):
-    """What one engine leaves behind. Everything but the tails begins anew with each run."""
+    """The history of one engine. Everything but the tails starts again with each run."""
 
     tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
     rewards: dict[int, EvalStats] = {}  # of training episodes, by the policy version at their claim
@@ -64,7 +64,7 @@ class EngineHistory(msgspec.Struct, kw_only=True):
 
 
 class HiveView(msgspec.Struct, kw_only=True):
-    """Everything that the screen can show, as of `position`."""
+    """Everything that the screen can show at `position`."""
 
     hive: Hive = msgspec.field(default_factory=Hive)
     position: int = 0
@@ -88,12 +88,12 @@ def fold(view: HiveView, position: int, event: Event) -> None:
     _note(history, event)
 
 
-def _remember(history: EngineHistory, kept: LoggedEvent) -> None:
-    kind = type(kept.event)
-    history.tails[EventGroup.ALL].append(kept)
-    history.tails[GROUPS[kind]].append(kept)
+def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
+    kind = type(logged.event)
+    history.tails[EventGroup.ALL].append(logged)
+    history.tails[GROUPS[kind]].append(logged)
     if kind in TROUBLE:
-        history.tails[EventGroup.TROUBLE].append(kept)
+        history.tails[EventGroup.TROUBLE].append(logged)
 
 
 def _note(history: EngineHistory, event: Event) -> None:
@@ -128,7 +128,7 @@ def _second_of(history: EngineHistory, at_ns: int) -> SecondCounts:
 def _ended(history: EngineHistory, event: ev.EpisodeEnded) -> None:
     _second_of(history, event.at_ns).episodes += len(event.outcomes)
     if event.type == EpisodeType.EVAL:
-        return  # the state keeps those
+        return  # the hive's state has their statistics
     stats = history.rewards.setdefault(event.version, EvalStats())
     for outcome in event.outcomes:
         stats.episodes += 1

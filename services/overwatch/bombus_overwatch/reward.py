@@ -10,7 +10,7 @@ from bombus_overwatch.palette import figure, fit
 from bombus_overwatch.screen import RewardCurves, Screen
 from bombus_overwatch.widgets import Panel
 
-AXIS = 7  # cells for the figures beside the chart
+AXIS = 7  # cells for the numbers beside the chart
 HELD_OUT = "◆"
 
 CurvePoint = tuple[int, float]

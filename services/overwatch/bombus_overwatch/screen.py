@@ -1,4 +1,4 @@
-"""What is on the screen, as data: worked out from the view by one pure function, drawn by the widgets."""
+"""The contents of the screen as data: computed from the view by one pure function, and drawn by the widgets."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ RATE_CURVE_S = 300
 NEAR_LIMIT = 0.75  # an episode this far into its idle limit stands out
 HALF_LIMIT = 0.5
 
-# What the trainer calls the figures that have a place of their own; the others are listed by name.
+# The trainer's names for the metrics that have a place of their own. The others are listed by name.
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
 STALENESS = "staleness_mean"
@@ -32,7 +32,7 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of booting and the time it took, or has taken so far."""
+    """A stage of booting, and the time that it took or has taken so far."""
 
     name: str
     took_s: float
@@ -51,7 +51,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. Training holds versions that are done with; `now` is the version in hand."""
+    """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one."""
 
     train: tuple[tuple[int, float], ...]
     held_out: tuple[tuple[int, float], ...]
@@ -73,7 +73,7 @@ class TrainingSummary:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # of calls that extended an earlier one token for token
-    others: tuple[tuple[str, float], ...]  # the last step's remaining figures, by name
+    others: tuple[tuple[str, float], ...]  # the last step's other metrics, by name
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TailRow:
 
 
 class Link(StrEnum):
-    """How the screen hears of events."""
+    """The state of the connection through which events arrive."""
 
     CONNECTING = "connecting"
     CATCHING_UP = "catching up"
@@ -104,7 +104,7 @@ class Link(StrEnum):
 
 @dataclass(frozen=True)
 class ViewerState:
-    """What is true of the viewer, not of the hive. `held` is the position that the screen stands still at."""
+    """The state of the viewer, as opposed to the hive. `held` is the position at which the view is held, if it is."""
 
     hive: str
     link: Link = Link.CONNECTING
@@ -112,12 +112,12 @@ class ViewerState:
     newest: int = 0
     target: int = 0  # while catching up: the position that was the newest at the start
     held: int | None = None
-    oldest: int = 0  # the earliest position that can be gone back to
+    oldest: int = 0  # the earliest position that can be shown
 
 
 @dataclass(frozen=True)
 class Screen:
-    """All that is drawn, as of `position`. `status` is None until the log has named an engine."""
+    """Everything that is drawn, at `position`. `status` is None until the log names an engine."""
 
     position: int
     now_ns: int
@@ -141,7 +141,7 @@ def engines_of(view: HiveView) -> tuple[str, ...]:
 
 
 def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL) -> Screen:
-    """What to show at `now_ns` for `engine` (the first one when that is not known), the tail cut down to `group`."""
+    """Return what to show at `now_ns` for `engine`, or for the first one if that is unknown. The tail shows `group`."""
     engines = engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
     state = view.hive.engines.get(chosen) or EngineState(name=chosen)
@@ -172,7 +172,7 @@ def _episode_row(episode: OpenEpisode) -> EpisodeRow:
 
 
 def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[StageRow, ...]:
-    """A stage ends where the next one begins; the last one with booting."""
+    """A stage ends where the next one begins, and the last one when booting ends."""
     if history.booted_ns:
         last, end_ns = StageState.DONE, history.booted_ns
     elif engine.phase == Phase.BOOTING:
@@ -239,7 +239,7 @@ def _rates(history: EngineHistory, now_ns: int) -> Rates:
         if 0 <= age < RATE_CURVE_S:
             curve[RATE_CURVE_S - 1 - age] += entry.tokens
     lasted = now - history.seconds[0].second + 1 if history.seconds else RATE_S
-    window = min(RATE_S, max(1, lasted))  # a run that has just begun is not called slow
+    window = min(RATE_S, max(1, lasted))  # so that the rate of a new run is not underestimated
     return Rates(tokens / window, episodes / window, tuple(curve))
 
 
@@ -248,7 +248,7 @@ def _by_count(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 def _tail(view: HiveView, engine: str, group: EventGroup) -> tuple[TailRow, ...]:
-    """The newest events of the engine and of the hive as a whole, the newest last."""
+    """Return the newest events of the engine and of the hive itself, the newest last."""
     histories = (view.histories[name] for name in (HIVE, engine) if name in view.histories)
     kept: Iterable[LoggedEvent] = (kept for history in histories for kept in list(history.tails[group])[-TAIL_SHOWN:])
     newest = sorted(kept, key=lambda entry: entry.position)[-TAIL_SHOWN:]
