@@ -50,7 +50,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_provider", None)
 
 
-def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untraced: None) -> None:
+def test_without_an_endpoint_nothing_is_traced_and_a_context_is_passed_on(untraced: None) -> None:
     assert not telemetry.configure("test", {})
     with telemetry.span("step") as span:
         assert span.traceparent == ""
@@ -58,7 +58,7 @@ def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untrac
         assert span.traceparent == "00-1-2-01"
 
 
-def test_spans_go_to_the_endpoint_below_the_parent_that_came_along(
+def test_spans_go_to_the_endpoint_under_the_parent_that_was_received(
     untraced: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)

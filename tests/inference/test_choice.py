@@ -17,8 +17,8 @@ from bombus_inference import cli, service
 from bombus_inference.backends.protocol import Policy, with_precision
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.settings import ComputeSettings, InferenceSettings, OpenAISettings
-from tests.inference.backends.foreign_servers import KEY, ForeignCompletions, serving
-from tests.inference.backends.http_backends import Asker, silent
+from tests.inference.backends.foreign_servers import KEY, ExternalCompletions, serving
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_service import COMPUTE, Hive, ask, play, ready, started, weights
 
@@ -62,7 +62,7 @@ async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
     model = tmp_path / "v0"
     build_tiny(model)
     await play.say(started(1), ready(1, 0, weights(model)))
-    async with serving(ForeignCompletions(model, lacks=frozenset({"ids"}))) as url:
+    async with serving(ExternalCompletions(model, lacks=frozenset({"ids"}))) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
             broke = await play.hears(EngineBroke)
@@ -70,14 +70,14 @@ async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
             assert (await play.hears(ReplicaAlive)).version == -1
 
 
-async def test_a_server_elsewhere_serves_the_versions_of_the_log(
+async def test_an_external_server_serves_the_versions_of_the_log(
     play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
     for version in (0, 1):
         build_tiny(tmp_path / f"v{version}", version)
     await play.say(started(1), ready(1, 0, weights(tmp_path / "v0")))
-    async with serving(ForeignCompletions(tmp_path / "v0")) as url:
+    async with serving(ExternalCompletions(tmp_path / "v0")) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
             assert (await play.hears(WeightsLoadedFact)).version == 0
@@ -98,7 +98,7 @@ async def test_a_server_elsewhere_serves_the_versions_of_the_log(
         ("float16", "cuda", "bfloat16", "float16"),
     ],
 )
-def test_a_precision_that_is_left_open_is_the_jobs(
+def test_without_a_dtype_the_precision_is_the_jobs(
     tmp_path: Path, own: Literal["float16"] | None, device: str, job: str, chosen: str
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9, "dtype": "bfloat16"}')
@@ -108,13 +108,13 @@ def test_a_precision_that_is_left_open_is_the_jobs(
 
 async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    asker = Asker()
+    client = BackendClient()
     made: list[float] = []
     for run, dtype in ((1, "float32"), (2, "bfloat16")):
-        backend = TorchBackend(ComputeSettings(kv_cache_bytes=4 << 20), asker.deliver)
+        backend = TorchBackend(ComputeSettings(kv_cache_bytes=4 << 20), client.deliver)
         try:
-            await backend.load(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
-            answer = await asker.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
+            await backend.load(Policy(tmp_path, run, 0, 64, dtype=dtype), ignore_stage)
+            answer = await client.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
             made.append(answer.only.logprobs[0])
         finally:
             await backend.stop()
@@ -137,7 +137,7 @@ def test_the_openai_backend_needs_a_url() -> None:
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it takes a number, more than 0"),
     ],
 )
-def test_the_command_says_what_is_wrong(words: list[str], why: str) -> None:
+def test_the_command_reports_what_is_wrong(words: list[str], why: str) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     with pytest.raises(Refused, match=why):

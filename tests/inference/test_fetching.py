@@ -96,7 +96,7 @@ async def trainer(bus: Bus, give: Callable[[str], Answer]) -> AsyncIterator[list
 # ---- from folders -------------------------------------------------------------------------------------------------
 
 
-async def test_each_delta_goes_on_top_of_what_is_here_and_says_so(given: Given) -> None:
+async def test_each_delta_is_applied_to_the_current_version(given: Given) -> None:
     first = await given.fetch(0)
     assert (first.folder, first.delta) == (Path(given.made[0].where), None)
     for version in (1, 2, 3):
@@ -106,7 +106,7 @@ async def test_each_delta_goes_on_top_of_what_is_here_and_says_so(given: Given) 
         assert sum(place.is_dir() for place in given.cache.glob("*/*")) == 1, "only the newest is kept"
 
 
-async def test_a_replica_that_comes_late_goes_through_the_whole_chain(given: Given) -> None:
+async def test_a_new_replica_applies_the_whole_chain_of_deltas(given: Given) -> None:
     found = await given.fetch(4)
     assert given.is_whole(4, found.folder)
     assert found.delta is None
@@ -114,14 +114,14 @@ async def test_a_replica_that_comes_late_goes_through_the_whole_chain(given: Giv
     assert on_top.folder == found.folder
 
 
-async def test_a_replica_that_missed_a_version_goes_through_the_whole_chain(given: Given) -> None:
+async def test_a_replica_that_missed_a_version_applies_the_whole_chain_of_deltas(given: Given) -> None:
     await given.fetch(0)
     found = await given.fetch(2)
     assert given.is_whole(2, found.folder)
     assert found.delta is None
 
 
-async def test_the_same_version_of_another_run_is_not_built_upon(given: Given) -> None:
+async def test_the_same_version_of_another_run_is_not_used_as_a_base(given: Given) -> None:
     await given.fetch(1)
     found = await given.fetcher.materialise(ready(2, given.made[2], run=2), lambda: 1)
     assert given.is_whole(2, found.folder)
@@ -162,7 +162,7 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
     assert after.base == 2
 
 
-async def test_when_no_full_copy_can_be_had_both_reasons_are_said_and_what_is_here_stays(given: Given) -> None:
+async def test_without_a_full_copy_both_reasons_are_reported_and_the_current_version_stays(given: Given) -> None:
     before = (await given.fetch(1)).folder
     (Path(given.made[2].where) / DELTA_FILE).write_bytes(b"nothing of use")
     async with trainer(given.bus, lambda _: Refusal(code=Code.WRONG_PHASE, why="it was lost")):
@@ -171,7 +171,7 @@ async def test_when_no_full_copy_can_be_had_both_reasons_are_said_and_what_is_he
     assert given.is_whole(1, before)
 
 
-async def test_a_full_copy_that_is_another_one_is_not_loaded(given: Given) -> None:
+async def test_a_full_copy_with_another_digest_is_not_loaded(given: Given) -> None:
     place = Path(given.made[1].where)
     (place / DELTA_FILE).unlink()
 
@@ -213,7 +213,7 @@ async def test_an_object_that_is_not_there_is_a_fault_with_its_name(given: Given
         await given.fetcher.materialise(ready(0, weights), lambda: 1)
 
 
-async def test_what_a_killed_replica_left_is_removed_and_what_a_living_one_has_is_not(given: Given) -> None:
+async def test_the_cache_of_a_killed_replica_is_removed_and_that_of_a_running_one_is_not(given: Given) -> None:
     other = Fetcher(given.bus, "main", given.cache)
     kept = (await other.materialise(ready(1, given.made[1]), lambda: 1)).folder
     orphan = given.cache / "bombus-weights-orphan"
@@ -231,7 +231,7 @@ async def test_what_a_killed_replica_left_is_removed_and_what_a_living_one_has_i
 
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("make", [llama, qwen])
-def test_a_delta_in_place_is_the_full_copy_in_the_engines_type(
+def test_a_delta_applied_in_place_equals_the_full_copy_in_the_engines_type(
     tmp_path: Path, make: Callable[[], PreTrainedModel], served: str
 ) -> None:
     model = make().to(torch.bfloat16)

@@ -117,7 +117,7 @@ async def test_hundreds_of_requests_at_once_are_batched():
         assert engine.stats.steps < 200 * 12 / 4
 
 
-async def test_a_client_that_hangs_up_frees_its_place():
+async def test_a_client_that_disconnects_frees_its_place():
     async with serving() as (app, engine, client):
         asked = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
         async with client.stream("POST", "/generate", content=asked) as response:
@@ -128,7 +128,7 @@ async def test_a_client_that_hangs_up_frees_its_place():
         assert engine.stats.blocks_held == 0
 
 
-async def test_a_client_that_hangs_up_before_its_first_token_frees_its_place():
+async def test_a_client_that_disconnects_before_its_first_token_frees_its_place():
     async with serving() as (app, engine, client):
         async with held(app):
             waiting = asyncio.ensure_future(post(client, request([1, 2, 3], max_tokens=240)))
@@ -225,7 +225,7 @@ async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
             await worker(app).failed
 
 
-async def test_health_and_metrics_say_what_is_served():
+async def test_health_and_metrics_report_what_is_served():
     async with serving() as (app, _, client):
         await post(client, request([1, 2, 3]))
         health = await client.get("/health")

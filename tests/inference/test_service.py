@@ -140,7 +140,7 @@ async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, n
         assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
 
 
-async def test_a_limit_below_the_jobs_is_told_once_for_each_run(play, nats_url, hive, tmp_path, caplog):
+async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(play, nats_url, hive, tmp_path, caplog):
     job = RunConfig()
     configured = ev.EngineConfigured(
         engine="main", config=job.to_json(), config_digest=job.digest, collection=job.to_collection(), model="m"

@@ -162,7 +162,7 @@ async def test_catching_up_shows_how_far_it_is(story: Story) -> None:
         await drawn(app, pilot, f"catching up ━━━━━───── of {2 * len(story.events):,}")
 
 
-async def test_a_bus_that_is_away_is_said_with_the_reason(story: Story) -> None:
+async def test_while_the_bus_is_away_the_reason_is_shown(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
         app.report(Link.AWAY, "the bus is away")
@@ -171,7 +171,7 @@ async def test_a_bus_that_is_away_is_said_with_the_reason(story: Story) -> None:
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])
-async def test_any_size_of_terminal_will_do(story: Story, size: tuple[int, int]) -> None:
+async def test_any_terminal_size_works(story: Story, size: tuple[int, int]) -> None:
     app = app_of(story)
     async with app.run_test(size=size) as pilot:
         await pilot.press("left", "f")

@@ -25,7 +25,7 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
     assert sparkline([], 8) == ""
 
 
-def test_a_figure_that_is_no_number_leaves_a_gap() -> None:
+def test_a_value_that_is_not_a_number_leaves_a_gap() -> None:
     assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
     assert figure(math.nan) == "nan"
 

@@ -20,7 +20,7 @@ from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import vllm_environment
 from bombus_inference.settings import ComputeSettings, OpenAISettings, VllmSettings
-from tests.inference.backends.http_backends import Asker, silent
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import request, worst_difference
 
 CONTEXT = 256
@@ -37,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, Asker]]:
+async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
     """A backend for a vLLM that listens at a port, as its own documentation starts it."""
     port = free_port()
     command = [str(environment_python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
@@ -49,12 +49,12 @@ async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBa
             env=vllm_environment(ComputeSettings(threads=1), VllmSettings()),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    asker = Asker()
-    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), asker.deliver)
+    client = BackendClient()
+    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), client.deliver)
     try:
         async with asyncio.timeout(START_S):
             await until_ready(f"http://127.0.0.1:{port}/health", server, folder / "vllm.log")
-        yield backend, asker
+        yield backend, client
     finally:
         await backend.stop()
         server.send_signal(signal.SIGTERM)
@@ -74,23 +74,23 @@ async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -
 
 
 async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) -> None:
-    async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, asker):
+    async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, client):
         for version in (0, 1):
-            await backend.load(Policy(folders[version], 1, version, CONTEXT), silent)
+            await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
             for stream in (False, True):
                 asked = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
-                answer = await asker.ask(backend, asked)
+                answer = await client.ask(backend, asked)
                 for made in answer.choices.values():
                     assert made.versions == [version] * 20
                     assert worst_difference(load_model(folders[version]), [5, 6, 7], made) < 1e-4
                     assert all(len(row) == 3 for row in made.top)
-        whole = (await asker.ask(backend, request([5], seed=3))).only
-        made = (await asker.ask(backend, request([5], seed=3, stop=(whole.tokens[4],)))).only
+        whole = (await client.ask(backend, request([5], seed=3))).only
+        made = (await client.ask(backend, request([5], seed=3, stop=(whole.tokens[4],)))).only
         assert made.finish == "stop"
         assert made.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
 
 
-async def test_a_vllm_as_it_comes_has_logprobs_of_the_wrong_distribution_and_that_is_said(folders: list[Path]) -> None:
+async def test_a_vllm_with_default_options_is_refused_for_its_logprobs(folders: list[Path]) -> None:
     async with elsewhere(folders[0]) as (backend, _):
         with pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"):
-            await backend.load(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)

@@ -1,4 +1,4 @@
-"""Frames out of portions: what may go out at once, what is held back, and what no engine may say."""
+"""Frames from deltas: what may go out at once, what is held back, and which answers are errors."""
 
 import pytest
 
@@ -21,32 +21,32 @@ def delta(*ids: int, choice: int = 0, finish: str | None = None, versions: list[
 
 
 class Weights:
-    """Whether they are still those under which a request was asked."""
+    """`same` says whether they are still those that a request was sent to."""
 
-    with_precision = True
-
-
-def take(answer: FrameAssembler, *portions: ChoiceDelta) -> list[Frame]:
-    return [frame for one in portions for frame in answer.take(one)]
+    same = True
 
 
-def test_a_stream_goes_out_as_it_comes_while_the_weights_stay():
+def take(answer: FrameAssembler, *deltas: ChoiceDelta) -> list[Frame]:
+    return [frame for one in deltas for frame in answer.take(one)]
+
+
+def test_a_stream_is_passed_on_at_once_while_the_weights_stay_the_same():
     answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
     frames = take(answer, delta(5, 6), delta(7), delta(8, finish="stop", versions=[3, 3, 3, 3]))
     assert frames == [tokens(3, [5, 6]), tokens(3, [7]), tokens(3, [8]), Finished(reason="stop")]
 
 
-def test_what_is_not_streamed_comes_at_the_end_in_one_frame_for_each_version():
+def test_without_streaming_tokens_come_at_the_end_in_one_frame_for_each_version():
     answer = FrameAssembler(request([1]), 3, lambda: False)
     frames = take(answer, delta(5, 6), delta(7, 8, finish="length", versions=[3, 3, 4, 4]))
     assert frames == [tokens(3, [5, 6]), tokens(4, [7, 8]), Finished(reason="length")]
 
 
-def test_after_a_change_of_weights_tokens_wait_until_the_engine_says_which_version_sampled_them():
+def test_after_a_change_of_weights_tokens_wait_until_the_server_reports_which_version_sampled_them():
     weights = Weights()
-    answer = FrameAssembler(request([1], stream=True), 3, lambda: weights.with_precision)
+    answer = FrameAssembler(request([1], stream=True), 3, lambda: weights.same)
     assert take(answer, delta(5)) == [tokens(3, [5])]
-    weights.with_precision = False
+    weights.same = False
     assert take(answer, delta(6), delta(7)) == []
     frames = take(answer, delta(8, finish="length", versions=[3, 3, 4, 4]))
     assert frames == [tokens(3, [6]), tokens(4, [7, 8]), Finished(reason="length")]
@@ -69,14 +69,14 @@ def test_choices_are_kept_apart():
     ]
 
 
-def test_an_engine_that_never_changes_its_weights_under_a_call_need_not_say_versions():
+def test_a_server_whose_weights_stay_during_a_call_need_not_report_versions():
     assert take(FrameAssembler(request([1]), 2, lambda: True), delta(5, finish="stop"))[0] == tokens(2, [5])
     with pytest.raises(BackendFailed, match="does not say"):
         take(FrameAssembler(request([1]), 2, lambda: False), delta(5, finish="stop"))
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("deltas", "words"),
     [
         ([delta(5), delta(6, finish="stop", versions=[4, 4])], "did not sample"),
         ([delta(5, finish="stop", versions=[3, 3])], "2 of 1 tokens"),
@@ -88,13 +88,13 @@ def test_an_engine_that_never_changes_its_weights_under_a_call_need_not_say_vers
         ([ChoiceDelta(choice=0, tokens=[5], logprobs=[-9999.0])], "not finite"),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_an_error_and_no_guess(said, words):
+def test_an_answer_that_cannot_be_right_is_an_error(deltas, words):
     answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
     with pytest.raises(BackendFailed, match=words):
-        take(answer, *said)
+        take(answer, *deltas)
 
 
-def test_alternatives_are_told_when_asked_for_and_must_be_there_for_each_token():
+def test_alternatives_are_reported_if_requested_and_required_for_each_token():
     answer = FrameAssembler(request([1], top_logprobs=1), 0, lambda: True)
     (frame, _) = take(
         answer, ChoiceDelta(choice=0, tokens=[5], logprobs=[-1.0], tops=[((6, -0.5),)], finish="stop", versions=[0])

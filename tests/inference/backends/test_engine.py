@@ -1,4 +1,4 @@
-"""The engine against plain transformers: same distributions, same tokens, whatever shares its batch and its cache."""
+"""The engine gives the distributions and tokens of plain transformers, whatever shares its batch and its cache."""
 
 import random
 
@@ -34,7 +34,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
-    """Of mixed lengths; two thirds begin alike."""
+    """Return prompts of mixed lengths, of which two thirds begin alike."""
     numbers = random.Random(seed)
     common = [numbers.randrange(VOCABULARY) for _ in range(longest)]
     made = []
@@ -128,7 +128,7 @@ def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model):
     assert made.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
-def test_alternatives_are_the_likeliest_tokens_of_each_position(model):
+def test_alternatives_are_the_most_likely_tokens_of_each_position(model):
     prompt = [5, 6, 7]
     made = answer(engine_for(model), request(prompt, top_logprobs=4, max_tokens=6)).only
     values, tokens = reference_logprobs(model, prompt, made.tokens).topk(4)
@@ -151,7 +151,7 @@ def test_a_completion_ends_where_the_model_does(model):
     assert (len(made.tokens), made.finish) == (5, "length")
 
 
-def test_streaming_gives_a_frame_a_token_and_the_rest_comes_in_one(model):
+def test_streaming_gives_one_frame_per_token_and_otherwise_there_is_one_frame(model):
     streamed = answer(engine_for(model), request([1, 2], stream=True)).only
     whole = answer(engine_for(model), request([1, 2], stream=False)).only
     assert (streamed.frames, whole.frames) == (12, 1)
@@ -182,7 +182,7 @@ def test_what_cannot_be_served_is_refused_with_a_code(asked, code):
     assert not engine.has_work
 
 
-def test_a_full_queue_refuses():
+def test_a_full_queue_refuses_requests():
     engine = engine_for(llama(), max_waiting=4)
     engine.add(1, request([1], n=4))
     with pytest.raises(Refused) as refusal:
@@ -190,12 +190,12 @@ def test_a_full_queue_refuses():
     assert refusal.value.code == Code.OVERLOADED
 
 
-def test_a_cache_that_holds_not_one_sequence_is_refused_at_birth():
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_when_the_engine_is_made():
     with pytest.raises(EngineFault, match="kv_cache_bytes"):
         engine_for(llama(), kv_cache_bytes=1 << 16)
 
 
-def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
+def test_a_job_with_longer_sequences_than_the_cache_holds_is_served_up_to_that_length(caplog):
     model = llama()
     blocks = 20
     some = ComputeSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
@@ -211,19 +211,19 @@ def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
     assert caught.value.code == Code.PROMPT_TOO_LONG
 
 
-def test_the_jobs_length_holds_where_no_other_is_set():
+def test_the_least_of_the_length_limits_applies():
     def longest(job_tokens: int | None, **settings: int) -> int:
         chosen = ComputeSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
         return Engine(paged(llama()), chosen, run=1, version=0, job_tokens=job_tokens).max_model_len
 
     assert longest(100) == 100
     assert longest(None) == CONTEXT
-    assert longest(1 << 20) == CONTEXT, "the model's own"
+    assert longest(1 << 20) == CONTEXT, "the model's own limit"
     assert longest(100, max_model_len=60) == 60
     assert longest(100, max_model_len=120) == 100
 
 
-def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):
+def test_an_aborted_request_frees_its_blocks_and_gets_no_more_frames(model):
     engine = engine_for(model)
     engine.add(1, request(list(range(50)), n=3, stream=True, max_tokens=100))
     engine.add(2, request([4, 5, 6]))
@@ -234,7 +234,7 @@ def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):
     assert engine.stats.blocks_held == 0
 
 
-def test_a_tiny_cache_makes_sequences_wait_or_begin_again_with_the_same_result(model):
+def test_a_tiny_cache_makes_sequences_wait_or_restart_with_the_same_result(model):
     asked = prompts(10, seed=3)
     requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(asked)]
 
@@ -247,7 +247,7 @@ def test_a_tiny_cache_makes_sequences_wait_or_begin_again_with_the_same_result(m
         return answers, engine.stats.preemptions
 
     roomy, none = run()
-    # 116 tokens: one sequence at its longest and a little more. The other half of the bytes is for rows.
+    # Room for 116 tokens, a little more than the longest sequence. The other half of the bytes is for rows.
     tight, some = run(kv_cache_bytes=2 * 116 // 4 * _block_bytes(model), max_model_len=112, prefill_tokens_max=24)
     assert none == 0
     assert some > 0
@@ -292,7 +292,7 @@ def test_after_a_swap_new_requests_use_new_keys_and_values_only(model):
     assert worst_difference(newer, [*prompt, *answers[1].only.tokens, 3], again) < 1e-4
 
 
-def test_a_prompt_that_is_half_way_through_at_a_swap_begins_again(model):
+def test_a_prompt_that_is_partly_computed_at_a_swap_restarts(model):
     engine = engine_for(model, prefill_tokens_max=16)
     prompt = list(range(50))
     engine.add(1, request(prompt))
@@ -328,7 +328,7 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine():
 
 
 def test_sequences_of_very_different_lengths_decode_side_by_side(model):
-    """Rows of several capacities, some outgrown on the way, and more of them than memory for rows."""
+    """There are rows of several capacities, some are outgrown, and not all of them fit in memory."""
     numbers = random.Random(5)
     asked = [
         [numbers.randrange(VOCABULARY) for _ in range(length)] for length in (1, 5, 30, 50, 60, 100, 110, 126, 200)

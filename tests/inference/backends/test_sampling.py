@@ -1,4 +1,4 @@
-"""Drawing tokens: the distributions, the cuts, and expected values by hand."""
+"""Drawing tokens: distributions, truncation, and expected values by hand."""
 
 import math
 
@@ -32,11 +32,11 @@ def test_a_token_is_drawn_by_its_share_of_the_unit_interval(uniform, token, prob
     assert logprob == pytest.approx(math.log(probability), abs=1e-6)
 
 
-def test_greedy_takes_the_likeliest_and_reports_the_unmodified_logprob():
+def test_greedy_takes_the_most_likely_token_and_reports_the_unmodified_logprob():
     assert drawn(0.99, temperature=0.0, top_k=1) == (0, pytest.approx(math.log(0.5)))
 
 
-def test_top_k_keeps_the_likeliest_and_normalises():
+def test_top_k_keeps_the_most_likely_and_normalises():
     assert drawn(0.99, top_k=2) == (1, pytest.approx(math.log(1 / 3)))
 
 
@@ -45,7 +45,7 @@ def test_top_p_keeps_the_fewest_that_reach_it():
     assert drawn(0.99, top_p=0.5) == (0, pytest.approx(0.0))
 
 
-def test_top_p_is_taken_of_what_top_k_left():
+def test_top_p_applies_to_what_top_k_left():
     # After top_k 2 the shares are 2/3 and 1/3: 0.6 is reached by the first alone.
     assert drawn(0.99, top_k=2, top_p=0.6) == (0, pytest.approx(0.0))
 
@@ -55,7 +55,7 @@ def test_half_the_temperature_squares_the_odds():
     assert logprob == pytest.approx(math.log(0.25 / (0.25 + 0.0625 + 2 * 0.015625)))
 
 
-def test_rows_are_drawn_each_in_its_own_way():
+def test_each_row_is_drawn_with_its_own_parameters():
     draws = [
         Draw(1.0, 1.0, 0, 0.6),
         Draw(0.0, 1.0, 0, 0.0),
@@ -64,7 +64,7 @@ def test_rows_are_drawn_each_in_its_own_way():
     ]
     made = draw(LOGITS.repeat(4, 1), draws)
     assert made.tokens == [1, 0, 0, 0]
-    assert [len(top) for top in made.tops] == [0, 0, 0, 3]  # what top_k cut off is no alternative
+    assert [len(top) for top in made.tops] == [0, 0, 0, 3]  # what top_k removed is not an alternative
 
 
 def test_many_draws_follow_the_distribution():

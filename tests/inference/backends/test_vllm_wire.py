@@ -1,4 +1,4 @@
-"""vLLM's words, as one of its servers said them (version 0.32)."""
+"""vLLM's wire format, with answers as recorded from version 0.32."""
 
 import json
 
@@ -24,13 +24,13 @@ CHUNK = {
 }  # fmt: skip
 
 
-def test_a_chunk_becomes_a_portion_with_a_version_for_each_token_so_far():
+def test_a_chunk_becomes_a_delta_with_a_version_for_each_token_so_far():
     assert parse_deltas(json.dumps(CHUNK).encode(), 7, 0) == [
         ChoiceDelta(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
     ]
 
 
-def test_alternatives_leave_out_the_sampled_token_where_it_is_none_of_the_likeliest():
+def test_alternatives_leave_out_the_sampled_token_if_it_is_not_among_the_most_likely():
     tops = [{"token_id": 30, "logprob": -3.75, "rank": 20}, {"token_id": 8, "logprob": -3.25, "rank": 1}]
     chunk = {"choices": [{**CHUNK["choices"][0], "logprobs": {"content": [{**ENTRY, "top_logprobs": tops}]}}]}
     assert parse_deltas(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
@@ -41,7 +41,7 @@ def test_cached_prompt_tokens_are_in_the_usage():
     assert parse_deltas(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
 
 
-def test_an_error_in_a_stream_is_one():
+def test_an_error_in_a_stream_is_raised():
     with pytest.raises(BackendFailed, match="out of memory"):
         parse_deltas(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
 
@@ -66,7 +66,7 @@ def test_an_end_without_versions_is_an_error():
         ([("7/3", 0, 2), ("7/4", 3, 4)], "leave out tokens"),
     ],
 )
-def test_weights_of_another_run_or_without_a_label_of_ours_are_never_passed_off(spans, words):
+def test_tokens_of_another_run_or_without_our_label_are_refused(spans, words):
     with pytest.raises(BackendFailed, match=words):
         versions_of([VersionSpan(*span) for span in spans], 7)
 
@@ -76,7 +76,7 @@ def test_spans_are_one_version_for_each_token():
     assert versions_of([VersionSpan("7/3", 0, 2), VersionSpan("7/4", 2, 3)], 7) == [3, 3, 4]
 
 
-def test_a_request_asks_for_exactly_what_is_sampled():
+def test_a_request_sets_every_sampling_parameter():
     asked = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
     body = json.loads(request_body(asked, [4, 5], 8, "adapter"))
     assert body["token_ids"] == [4, 5]
