@@ -1,4 +1,4 @@
-"""Tokens a second of the torch engine beside transformers' own `generate`, in one run on one machine.
+"""Tokens per second of the torch backend's engine and of transformers' own `generate`, in one run on one machine.
 
 python bench/engine.py                       # tiny
 python bench/engine.py --model smollm2 --dtype float32 bfloat16 --batches 1 8 64
@@ -21,7 +21,7 @@ from bombus_inference.settings import ComputeSettings
 
 
 def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> float:
-    """The best of several runs, in tokens a second: other programs only ever slow one down."""
+    """Return the best of several runs in tokens per second, since other programs can only slow a run down."""
     best = 0.0
     for _ in range(repeats):
         started = clock()
@@ -31,7 +31,7 @@ def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> f
 
 
 def by_engine(engine: Engine, prompts: list[list[int]], new_tokens: int) -> int:
-    """Every prompt is new to the cache: one token differs from run to run."""
+    """Generate for all prompts. None of them is in the cache, because one token differs from run to run."""
     salt = random.randrange(1000)
     for ticket, prompt in enumerate(prompts):
         packed = pack_tokens([salt % 40, salt // 40, *prompt[2:]])
@@ -67,7 +67,7 @@ def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
                 )
             return ids.shape[0] * (made.shape[1] - ids.shape[1])
 
-        by_engine(engine, prompts, 2)  # buffers are made, pages are touched
+        by_engine(engine, prompts, 2)  # allocates buffers and touches their pages
         ours = rate(lambda prompts=prompts: by_engine(engine, prompts, arguments.new), arguments.repeats, clock)  # type: ignore[misc]
         theirs = rate(by_transformers, arguments.repeats, clock)
         print(
@@ -81,11 +81,11 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=48, help="tokens")
-    parser.add_argument("--group", type=int, default=1, help="completions of each prompt, asked for one by one")
+    parser.add_argument("--group", type=int, default=1, help="completions of each prompt, requested one by one")
     parser.add_argument("--new", type=int, default=32, help="tokens of each completion")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds: for a machine that others use too")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, for a machine that others use too")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -1,8 +1,8 @@
-"""Tokens a second of the torch engine and of vLLM as replicas serve them, and how long a change of weights takes.
+"""Tokens per second of the torch and vllm backends as replicas serve them, and the time of a change of weights.
 
 python -m bench.vllm                                    # smollm2, float32 and bfloat16, 1, 8 and 32 at once
 python -m bench.vllm --dtype float32 --at-once 8 --tokens 16
-python -m bench.vllm --lora-rank 16                     # an adapter beside the model, and another one in its place
+python -m bench.vllm --lora-rank 16                     # an adapter on the model, replaced by another one
 """
 
 import argparse
@@ -29,7 +29,7 @@ PROMPT = 32
 
 
 class Load:
-    """Requests at once, and how many tokens came back."""
+    """Sends requests and counts the tokens that come back."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -46,7 +46,7 @@ class Load:
             self._over.set()
 
     async def rate(self, backend: InferenceBackend, at_once: int, tokens: int) -> float:
-        """Tokens a second over one round of `at_once` requests with prompts of their own."""
+        """Return tokens per second over one round of `at_once` requests with different prompts."""
         self.tokens, self._left = 0, at_once
         self._over.clear()
         began = time.perf_counter()
@@ -75,7 +75,7 @@ async def quiet(stage: str) -> None: ...
 
 
 async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: list[Policy]) -> None:
-    """`policies` are brought in in turn."""
+    """Measure one backend. `policies` are loaded in turn."""
     load = Load()
     settings = ComputeSettings(
         dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
@@ -104,7 +104,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: 
 
 
 def make_policies(model: Path, lora_rank: int, kept: Path) -> list[Policy]:
-    """Two that are loaded from different files."""
+    """Return two policies that are loaded from different files."""
     if not lora_rank:
         return [Policy(folder, 1, 0, CONTEXT) for folder in (model, Path(shutil.copytree(model, kept / "other")))]
     executor = Executor(model, TrainerSettings(lora_rank=lora_rank))

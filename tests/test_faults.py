@@ -1,4 +1,4 @@
-"""Named points at which a process dies when it is told to, and only then."""
+"""Named points at which a process dies if the environment says so, and only then."""
 
 import re
 import signal

@@ -1,4 +1,4 @@
-"""Spans: exported where an endpoint is set, and nothing at all where none is."""
+"""Spans are exported if an endpoint is set, and nothing happens otherwise."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from bombus import telemetry
 
 
 class Collector(HTTPServer):
-    """What an OTLP endpoint is to an exporter: it takes posts."""
+    """An OTLP endpoint, as far as an exporter needs one: it takes posts."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -1,4 +1,4 @@
-"""Which engine a replica has, what becomes of one that cannot be had, and the command that chooses it."""
+"""The backend of a replica: how it is chosen, what happens when it is not available, and the command line."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""A replica's weights on their way in: deltas on top of what is here, the chain behind them, or a full copy."""
+"""Fetching weights: deltas on the current version, a whole chain of deltas, or a full copy."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,7 +29,7 @@ COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def some_versions(count: int, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Tensor]]:
-    """Of two tensors; each version changes a few elements of one of them."""
+    """Return versions of two tensors, each with a few changed elements in one of them."""
     torch.manual_seed(0)
     versions = [{"a": torch.randn(50, 40).to(dtype), "b": torch.randn(30).to(dtype)}]
     for number in range(1, count):
@@ -45,7 +45,7 @@ def ready(version: int, weights: Weights, run: int = 1) -> WeightsReady:
 
 @dataclass
 class Given:
-    """Versions as a trainer has written them, and a fetcher with a cache of its own."""
+    """Versions as a trainer writes them, and a fetcher with its own cache."""
 
     bus: Bus
     folder: Path
@@ -73,7 +73,7 @@ async def given(bus: Bus, tmp_path: Path) -> AsyncIterator[Given]:
 
 
 async def into_store(given: Given, version: int) -> None:
-    """Put a version's files into the object store, as the trainer would, and away from the disk."""
+    """Copy a version's files to the object store, as the trainer would."""
     place = Path(given.made[version].where)
     for file in place.iterdir():
         await given.bus.put_blob(f"weights/main/run-1/v{version}/{file.name}", file.read_bytes())
@@ -81,15 +81,15 @@ async def into_store(given: Given, version: int) -> None:
 
 @asynccontextmanager
 async def trainer(bus: Bus, give: Callable[[str], Answer]) -> AsyncIterator[list[str]]:
-    """Plays the trainer of epoch 1, which is asked for full copies."""
-    asked: list[str] = []
+    """Act as the trainer of epoch 1, which gets requests for full copies. Yields these."""
+    requests: list[str] = []
 
-    async def on_asked(message: ReceivedMessage) -> None:
-        asked.append(message.data.decode())
+    async def on_request(message: ReceivedMessage) -> None:
+        requests.append(message.data.decode())
         await bus.answer(message.reply, give(message.data.decode()))
 
-    subscription = await bus.client.subscribe(bus.subjects.full_copies("main", 1), cb=on_asked)
-    yield asked
+    subscription = await bus.client.subscribe(bus.subjects.full_copies("main", 1), cb=on_request)
+    yield requests
     await subscription.unsubscribe()
 
 
@@ -103,7 +103,7 @@ async def test_each_delta_is_applied_to_the_current_version(given: Given) -> Non
         found = await given.fetch(version)
         assert given.is_whole(version, found.folder)
         assert (found.delta, found.base) == (Path(given.made[version].where) / DELTA_FILE, version - 1)
-        assert sum(place.is_dir() for place in given.cache.glob("*/*")) == 1, "only the newest is kept"
+        assert sum(place.is_dir() for place in given.cache.glob("*/*")) == 1, "only the newest version is kept"
 
 
 async def test_a_new_replica_applies_the_whole_chain_of_deltas(given: Given) -> None:
@@ -141,7 +141,7 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
         delta.write_bytes(content)
     elif what == "gone":
         delta.unlink()
-    else:  # its own digest is right, and so is its base, but it makes another version of it
+    else:  # its own digest and its base are right, but it makes another version of it
         other = write_versions(given.folder / "other", [given.tensors[1], given.tensors[3]])[1]
         delta.write_bytes((Path(other.where) / DELTA_FILE).read_bytes())
         given.made[2] = replace(given.made[2], delta_sha256=other.delta_sha256)
@@ -152,11 +152,11 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
         (place / "config.json").write_text("{}")
         return Done()
 
-    async with trainer(given.bus, give) as asked:
+    async with trainer(given.bus, give) as requests:
         found = await given.fetch(2)
     assert given.is_whole(2, found.folder)
     assert (found.folder, found.delta) == (place, None)
-    assert len(asked) == 1
+    assert len(requests) == 1
     after = await given.fetch(3)  # and deltas go on from there
     assert given.is_whole(3, after.folder)
     assert after.base == 2

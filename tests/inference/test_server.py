@@ -1,4 +1,4 @@
-"""The replica's HTTP side, on a real socket with a real (small) engine behind it."""
+"""The replica's HTTP side, on a real socket with a real, small engine."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def backend(app: App) -> TorchBackend:
     return app.backend
 
 
-def worker(app: App) -> EngineThread:
+def engine_thread(app: App) -> EngineThread:
     return backend(app).thread
 
 
@@ -41,7 +41,7 @@ async def serving(**settings: int) -> AsyncIterator[tuple[App, Engine, httpx.Asy
             http_server(app, bound, app.settings.drain_s),
             httpx.AsyncClient(base_url=url_of(bound), timeout=20) as client,
         ):
-            await worker(app).install(engine, UNLOADED)
+            await engine_thread(app).install(engine, UNLOADED)
             backend(app).run, backend(app).version = 1, 0
             yield app, engine, client
     finally:
@@ -61,9 +61,9 @@ async def post(client: httpx.AsyncClient, asked: Generate) -> httpx.Response:
 
 @asynccontextmanager
 async def held(app: App) -> AsyncIterator[Callable[[], None]]:
-    """The engine's thread stands still between two steps until the block ends or it is let go."""
+    """Stop the engine's thread between two steps until the block ends, or until the yielded function is called."""
     free = threading.Event()
-    turn = asyncio.ensure_future(worker(app).call(lambda _: free.wait(20)))
+    turn = asyncio.ensure_future(engine_thread(app).call(lambda _: free.wait(20)))
     try:
         yield free.set
     finally:
@@ -72,7 +72,7 @@ async def held(app: App) -> AsyncIterator[Callable[[], None]]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Give the other side of a socket its turn until it has noticed."""
+    """Wait until `holds` is true, while the other side of a socket runs."""
     async with asyncio.timeout(10):
         while not holds():
             await asyncio.sleep(0.001)
@@ -123,7 +123,7 @@ async def test_a_client_that_disconnects_frees_its_place():
         async with client.stream("POST", "/generate", content=asked) as response:
             await anext(response.aiter_raw())
         await until(lambda: app.open_requests == 0)
-        await worker(app).call(lambda _: None)  # behind the abort
+        await engine_thread(app).call(lambda _: None)  # after the abort
         assert not engine.has_work
         assert engine.stats.blocks_held == 0
 
@@ -135,12 +135,12 @@ async def test_a_client_that_disconnects_before_its_first_token_frees_its_place(
             await until(lambda: app.open_requests == 1)
             waiting.cancel()
             await until(lambda: app.open_requests == 0)
-        await worker(app).call(lambda _: None)
+        await engine_thread(app).call(lambda _: None)
         assert not engine.has_work
 
 
 async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
-    async with serving(requests_max=2) as (app, _, client), held(app) as let_go:
+    async with serving(requests_max=2) as (app, _, client), held(app) as release:
         open_ones = [asyncio.ensure_future(post(client, request([seed]))) for seed in range(2)]
         await until(lambda: app.open_requests == 2)
         response = await post(client, request([1]))
@@ -148,7 +148,7 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
         fault = read(response.content).fault
         assert fault is not None
         assert (fault.code, fault.retry) == ("overloaded", True)
-        let_go()
+        release()
         assert [response.status_code for response in await asyncio.gather(*open_ones)] == [200, 200]
 
 
@@ -182,8 +182,8 @@ async def test_bodies_that_are_nonsense_or_too_large_are_refused():
 async def test_a_swap_under_load_drops_nothing():
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]
-        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 100)
-        await worker(app).swap(another(llama()).state_dict(), 1, 1)
+        await until(lambda: engine_thread(app).stats is not None and engine_thread(app).stats.decode_tokens > 100)
+        await engine_thread(app).swap(another(llama()).state_dict(), 1, 1)
         answers = [read((await one).content).only for one in posts]
     for answer in answers:
         assert len(answer.tokens) == 150
@@ -194,15 +194,15 @@ async def test_a_swap_under_load_drops_nothing():
 async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on():
     async with serving() as (app, _, client):
         with pytest.raises(EngineFault, match="lack"):
-            await worker(app).swap({}, 1, 1)
+            await engine_thread(app).swap({}, 1, 1)
         assert (await post(client, request([1]))).status_code == 200
 
 
 async def test_stopping_the_engine_ends_its_open_requests():
     async with serving() as (app, _, client):
         waiting = asyncio.ensure_future(post(client, request([1], max_tokens=240)))
-        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 0)
-        await worker(app).install(None, UNLOADED)
+        await until(lambda: engine_thread(app).stats is not None and engine_thread(app).stats.decode_tokens > 0)
+        await engine_thread(app).install(None, UNLOADED)
         stopped = read((await waiting).content).fault
         nothing = await post(client, request([1]))
     assert stopped == UNLOADED
@@ -222,7 +222,7 @@ async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
         assert isinstance(fault, Fault)
         assert fault.retry
         with pytest.raises(RuntimeError, match="out of memory"):
-            await worker(app).failed
+            await engine_thread(app).failed
 
 
 async def test_health_and_metrics_report_what_is_served():

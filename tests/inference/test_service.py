@@ -1,4 +1,4 @@
-"""A replica on a real bus: it loads what the log names, says so, and serves nothing else."""
+"""A replica on a real bus: it loads what the log names, reports that, and serves nothing else."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def weights(folder: Path, model: PreTrainedModel | None = None) -> ev.Weights:
-    """Of the model that is saved there, or lies there already."""
+    """Return the weights of the model in `folder`, after saving `model` there if it is given."""
     if model is not None:
         model.save_pretrained(folder)
     body = (folder / "model.safetensors").read_bytes()
@@ -35,7 +35,7 @@ def weights(folder: Path, model: PreTrainedModel | None = None) -> ev.Weights:
 
 
 class Hive:
-    """Plays the coordinator: writes events, and reads what a replica says."""
+    """Acts as the coordinator: writes events, and reads a replica's messages."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
@@ -49,7 +49,7 @@ class Hive:
             await self.bus.publish(subject, ev.encode_event(event), msg_id=f"event-{self._count}")
 
     async def hears(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
-        """The next message of this kind for which `holds` is true; others are let pass."""
+        """Return the next message of this kind for which `holds` is true, skipping others."""
         async with asyncio.timeout(20):
             while True:
                 for stored in await self.inbox.read():
@@ -115,7 +115,7 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(play, 
 
 
 async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(play, nats_url, hive, tmp_path):
-    """Its facts are no repeats of those that it said in its life before."""
+    """Its messages have other ids than those of its previous start, so they do not count as repeats."""
     await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     for _ in range(2):
         async with replica(nats_url, hive):
@@ -153,8 +153,8 @@ async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(play, na
                 await play.say(ready(run, version, what))
                 await play.hears(WeightsLoadedFact, lambda fact, here=(run, version): (fact.run, fact.version) == here)
             await play.say(ev.EngineStopped(engine="main", run=run))
-    said = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
-    assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [said] * 2
+    warning = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
+    assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [warning] * 2
 
 
 async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):
@@ -165,7 +165,7 @@ async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(play, n
         broke = await play.hears(EngineBroke)
         assert "sha256" in broke.reason
         assert broke.run == 1
-        await play.say(ready(1, 2, good))  # the replica itself is as good as before
+        await play.say(ready(1, 2, good))  # the replica itself still works
         assert (await play.hears(WeightsLoadedFact)).version == 2
 
 
@@ -180,7 +180,7 @@ async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing
 
 
 async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_newest(play, nats_url, hive, tmp_path):
-    """The trainer keeps two versions; an asynchronous run may be further than that before a slow disk is through."""
+    """The trainer keeps two versions, and an asynchronous run may be further ahead before a slow disk has been read."""
     models = [another(llama(), seed) for seed in range(4)]
     named = [weights(tmp_path / f"version-{number:08d}-epoch-1", model) for number, model in enumerate(models)]
     slow = Path(named[1].where) / "model.safetensors"

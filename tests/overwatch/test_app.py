@@ -1,6 +1,6 @@
 """The screen itself: pictures of it, and what its keys do.
 
-After a wanted change: `pytest tests/overwatch/test_app.py --snapshot-update`, then look at the pictures.
+After an intended change run `pytest tests/overwatch/test_app.py --snapshot-update`, then look at the pictures.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Compare = Callable[..., bool]
 
 
 def app_of(story: Story) -> Overwatch:
-    """The screen two seconds after the story's last event, its clock standing still."""
+    """Return the screen with its clock stopped two seconds after the story's last event."""
     app = Overwatch("demo", clock=lambda: story.now_ns + 2 * SECOND)
     for position, event in enumerate(story.events, 1):
         app.take(position, event)
@@ -128,14 +128,14 @@ async def test_help_opens_and_closes_and_q_quits(story: Story) -> None:
 
 
 async def drawn(app: Overwatch, pilot: Pilot[None], wanted: str) -> None:
-    """Return once the banner says this."""
+    """Wait until the banner contains `wanted`."""
     async with asyncio.timeout(10):
         while wanted not in text(app, Banner):
             await pilot.pause(0.02)
 
 
 class Counting(Overwatch):
-    """Remembers at which position it was drawn."""
+    """Remembers the positions at which it was drawn."""
 
     def __init__(self, story: Story) -> None:
         super().__init__("demo", clock=lambda: story.now_ns)

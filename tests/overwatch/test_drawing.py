@@ -1,4 +1,4 @@
-"""Bars, sparklines and the chart, against pictures drawn by hand."""
+"""Bars, sparklines and the chart, compared with pictures drawn by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The fold behind the screen, and what is shown of it."""
+"""The fold that the screen draws, and the screen's data."""
 
 import time
 from typing import get_args

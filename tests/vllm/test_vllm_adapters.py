@@ -1,4 +1,4 @@
-"""LoRA adapters that a trainer exports, exchanged in a running vLLM: the model that they are on is loaded only once."""
+"""LoRA adapters that a trainer exports are replaced in a running vLLM, which loads their base model only once."""
 
 import shutil
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ VERSIONS = 3
 
 @dataclass
 class Stage:
-    """A backend, a base, its adapters of all versions, and what they make of it when merged."""
+    """A backend, a base model, the adapters of all versions, and the models with these merged into them."""
 
     backend: VllmBackend
     client: BackendClient
@@ -49,7 +49,7 @@ def lora_executor(folder: Path, rank: int) -> Executor:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """Version 0 adds nothing; each of the others is far from the one before."""
+    """Version 0 adds nothing; each other version differs a lot from the one before."""
     root = tmp_path_factory.mktemp("adapters")
     executor = lora_executor(root / "model", rank=4)
     base = export_base(executor, root / "w", 1)
@@ -88,7 +88,7 @@ async def test_an_adapter_replaces_the_previous_one_while_requests_go_on(stage: 
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
     await stage.client.until(lambda: min(map(stage.client.sampled, tickets[:2])) > 3)
     await stage.backend.load(stage.policy(version), ignore_stage)
-    for gone in stage.adapters[:version]:  # as a trainer removes them: nobody reads them again
+    for gone in stage.adapters[:version]:  # as a trainer does: they are not read again
         shutil.rmtree(gone, ignore_errors=True)
     after = stage.client.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=40))
     for prompt, ticket in zip(prompts, tickets, strict=True):

@@ -1,4 +1,4 @@
-"""vLLM as a replica's engine, on a model of two layers: exact tokens, exact spans, and what happens when it dies."""
+"""The vllm backend with a model of two layers: exact tokens, exact spans, and what happens when vLLM dies."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ LONG = CONTEXT - 16
 
 
 def llama(seed: int, vocabulary: int = 60) -> LlamaForCausalLM:
-    """Its heads are of the smallest size that vLLM has on a CPU."""
+    """A model whose heads have the smallest size that vLLM supports on a CPU."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -57,12 +57,12 @@ class Stage:
         return Policy(self.folders[version % 2], run, version, CONTEXT)
 
     async def at(self, version: int) -> None:
-        """Serving this version (odd ones are of model 1), with a child that is started where there is none."""
+        """Load this version unless it is being served; odd versions are of model 1. Starts a child if there is none."""
         if self.backend.version != version:
             await self.backend.load(self.policy(version), ignore_stage)
 
     def worst(self, prompt: list[int], made: Completion) -> float:
-        """Between reported logprobs and those of the model of each token's version, over the whole sequence."""
+        """Return the largest difference between reported logprobs and those of the model of each token's version."""
         rows = [reference_logprobs(model, prompt, made.tokens) for model in self.models]
         expected = [rows[version % 2][at, token] for at, (version, token) in enumerate(zip(made.versions, made.tokens))]
         return float((torch.stack(expected) - torch.tensor(made.logprobs)).abs().max())
@@ -86,7 +86,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
 
 
 def family(backend: VllmBackend) -> list[psutil.Process]:
-    """The child, its engine and its workers."""
+    """Return the processes of the child, its engine and its workers."""
     assert backend.pid is not None
     return psutil.Process(backend.pid).children(recursive=True)
 
@@ -128,7 +128,7 @@ async def test_alternatives_are_the_most_likely_in_order_whether_the_sampled_one
     assert [[token for token, _ in row] for row in made.top] == expected.indices.tolist()
     assert any(token not in dict(row) for token, row in zip(made.tokens, made.top))
     cut = (await stage.client.ask(stage.backend, request(prompt, top_k=2, top_logprobs=5))).only
-    assert all(len(row) == 2 for row in cut.top), "what cannot be sampled has no logprob"
+    assert all(len(row) == 2 for row in cut.top), "tokens that cannot be sampled have no logprob"
 
 
 async def test_a_stop_token_ends_the_answer_and_is_its_last(stage: Stage) -> None:
@@ -233,7 +233,7 @@ async def test_a_vllm_that_is_killed_ends_its_calls_leaves_nothing_and_starts_ag
 
 
 async def test_truncated_weights_end_the_child_and_nothing_is_served(stage: Stage, tmp_path: Path) -> None:
-    """Half of them may be in place: no label would be true."""
+    """Half of them may be in place, so no label would be true."""
     processes = family(stage.backend)
     version = stage.backend.version
     llama(0).save_pretrained(tmp_path)

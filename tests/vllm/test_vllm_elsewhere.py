@@ -1,4 +1,4 @@
-"""vLLM as a server that somebody else runs: the openai backend's first dialect, spoken with the real one."""
+"""The openai backend with a real vLLM as the external server."""
 
 import asyncio
 import os
@@ -37,8 +37,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
-    """A backend for a vLLM that listens at a port, as its own documentation starts it."""
+async def external_vllm(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
+    """Yield a backend for a vLLM that listens on a port, started as in its own documentation."""
     port = free_port()
     command = [str(environment_python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
@@ -74,7 +74,7 @@ async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -
 
 
 async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) -> None:
-    async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, client):
+    async with external_vllm(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, client):
         for version in (0, 1):
             await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
             for stream in (False, True):
@@ -91,6 +91,6 @@ async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) 
 
 
 async def test_a_vllm_with_default_options_is_refused_for_its_logprobs(folders: list[Path]) -> None:
-    async with elsewhere(folders[0]) as (backend, _):
+    async with external_vllm(folders[0]) as (backend, _):
         with pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"):
             await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
