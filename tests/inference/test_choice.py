@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from bombus.errors import Refused
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
@@ -142,3 +142,32 @@ def test_the_command_reports_what_is_wrong(words: list[str], why: str) -> None:
     cli.add_arguments(parser)
     with pytest.raises(Refused, match=why):
         cli.settings_of(parser.parse_args(words))
+
+
+def test_every_setting_can_be_given_on_the_command_line() -> None:
+    words = (
+        "--hive h --engine e --nats n --backend vllm --host 0.0.0.0 --port 1 --max-requests 2 --drain-timeout 3 "
+        "--advertise-url u --replica r --alive-every 4 --load-retry 5 --cache c "
+        "--dtype bfloat16 --device cuda:1 --kv-cache-mb 6 --block-tokens 7 --max-model-len 8 --max-running 9 "
+        "--max-waiting 10 --max-prefill-tokens 11 --threads 12 "
+        "--vllm-python p --tensor-parallel 13 --vllm-eager --gpu-memory-utilization 0.5 --vllm-start-timeout 14 "
+        "--vllm-update-timeout 15 --vllm-health-timeout 16 "
+        "--url http://s --api-key-env K --model m --openai-drain-timeout 17 --openai-update-timeout 18"
+    )
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    given = cli.settings_of(parser.parse_args(words.split()))
+    assert given.compute.kv_cache_bytes == 6 << 20
+    default = InferenceSettings()
+    for name in InferenceSettings.model_fields:
+        one, other = getattr(given, name), getattr(default, name)
+        parts = type(one).model_fields if isinstance(one, BaseModel) else ()
+        assert one != other, name
+        assert all(getattr(one, part) != getattr(other, part) for part in parts), name
+
+
+def test_0_on_the_command_line_leaves_memory_and_length_open() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    compute = cli.settings_of(parser.parse_args(["--kv-cache-mb", "0", "--max-model-len", "0"])).compute
+    assert (compute.kv_cache_bytes, compute.max_model_len) == (None, None)

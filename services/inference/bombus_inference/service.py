@@ -62,7 +62,7 @@ class ReplicaService:
         self._losses = 0
         self._warned_run = 0  # the run whose length limit we have warned about
         # Part of the ids of our messages: a replica with a fixed name sends "alive, 1" each time it is started.
-        self._life = f"{self.name}-{secrets.token_hex(4)}"
+        self._instance = f"{self.name}-{secrets.token_hex(4)}"
 
     async def run(self) -> None:
         """Follow the log and serve until cancelled. Raises what broke the backend."""
@@ -80,12 +80,11 @@ class ReplicaService:
         await self.app.backend.failed
 
     async def _leave(self) -> None:
+        leaves = ReplicaLeaves(id=f"{self._instance}-leaves", engine=self._settings.engine, replica=self.name)
         with contextlib.suppress(BusUnavailable):  # without this message the replica lapses
-            await self._bus.send(
-                ReplicaLeaves(id=f"{self._life}-leaves", engine=self._settings.engine, replica=self.name), timeout_s=2.0
-            )
+            await self._bus.send(leaves, timeout_s=2.0)
 
-    # ---- what is to be served ---------------------------------------------------------------------------------
+    # ---- what is to be served -----------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> EngineState:
@@ -97,7 +96,7 @@ class ReplicaService:
         return None if engine.phase == Phase.OFFLINE else engine.weights
 
     def _behind(self) -> bool:
-        """Whether newer weights are to be served than are, or none any more."""
+        """Whether newer weights are to be loaded, or the current ones are to be dropped."""
         serves, wanted = self.app.backend, self._wanted()
         over = self._engine.phase == Phase.OFFLINE or self._engine.run != serves.run
         if wanted is None:
@@ -124,7 +123,7 @@ class ReplicaService:
         """Leave the hive, so that no gateway sends requests. The next alive message joins it again without weights."""
         self._losses += 1
         await self._say(
-            ReplicaLeaves(id=f"{self._life}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
+            ReplicaLeaves(id=f"{self._instance}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
         )
 
     async def _until_behind(self) -> None:
@@ -137,7 +136,7 @@ class ReplicaService:
             lost.cancel()
             behind.cancel()
 
-    # ---- weights ----------------------------------------------------------------------------------------------
+    # ---- weights ------------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
         """Load weights and report it, or report that they cannot be loaded.
@@ -160,7 +159,7 @@ class ReplicaService:
             except TimeoutError:
                 pass
         broke = EngineBroke(
-            id=f"{self._life}-{ready.run}-broke-{ready.version}",
+            id=f"{self._instance}-{ready.run}-broke-{ready.version}",
             engine=self._settings.engine,
             run=ready.run,
             reason=f"replica {self.name} cannot load version {ready.version}: {why}",
@@ -196,7 +195,7 @@ class ReplicaService:
         log.info("serving version %d after %.3f s", version, seconds, extra={"run": run, "version": version})
         self._loads += 1  # loading a version again after losing it is a fact of its own
         loaded = WeightsLoadedFact(
-            id=f"{self._life}-{run}-loaded-{version}-{self._loads}",
+            id=f"{self._instance}-{run}-loaded-{version}-{self._loads}",
             engine=self._settings.engine,
             run=run,
             version=version,
@@ -218,7 +217,7 @@ class ReplicaService:
             self._warned_run = run
         return job
 
-    # ---- messages ---------------------------------------------------------------------------------------------
+    # ---- messages -----------------------------------------------------------------------------------------------
 
     async def _say(self, fact: Message) -> None:
         """Put a fact into the inbox, however long the bus is away."""
@@ -240,7 +239,7 @@ class ReplicaService:
         while True:
             self._alives += 1
             alive = ReplicaAlive(
-                id=f"{self._life}-alive-{self._alives}",
+                id=f"{self._instance}-alive-{self._alives}",
                 engine=self._settings.engine,
                 replica=self.name,
                 url=self._url,

@@ -11,7 +11,7 @@ import msgspec
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.generation import Fault, Finished, Frame, Generate, encode_frame
 from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.protocol import Deliver, Delivery, failure
+from bombus_inference.backends.protocol import Deliver, Delivery, failure, refusal_fault
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class HttpCalls:
             if len(self._open) >= self._open_max:
                 raise Refused(Code.OVERLOADED, f"{len(self._open)} requests are open already; ask again later")
         except Refused as refused:
-            self.refuse(ticket, _fault_of(refused))
+            self.refuse(ticket, refusal_fault(refused))
             return
         task = asyncio.create_task(self._run(ticket, request.n, send(request, prompt)))
         self._open[ticket] = task
@@ -101,7 +101,7 @@ class HttpCalls:
             if choices:
                 raise BackendFailed("the engine broke off in the middle of an answer")
         except Refused as refused:
-            self._fail(ticket, _fault_of(refused))
+            self._fail(ticket, refusal_fault(refused))
         except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
             why = str(error) or type(error).__name__
             log.warning("a call failed: %s", why)
@@ -110,11 +110,6 @@ class HttpCalls:
     def _fail(self, ticket: int, fault: Fault) -> None:
         if self._forget(ticket) is not None:
             self.refuse(ticket, fault)
-
-
-def _fault_of(refused: Refused) -> Fault:
-    retry = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-    return Fault(why=refused.why, code=refused.code, retry=retry)
 
 
 async def check_answer(response: httpx.Response) -> None:

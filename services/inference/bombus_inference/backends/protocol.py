@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bombus.errors import Code
+from bombus.errors import Code, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
 from bombus_inference.model_files import read_config
 from bombus_inference.settings import ComputeSettings
@@ -28,6 +28,12 @@ class Delivery:
 
 def failure(ticket: int, fault: Fault) -> Delivery:
     return Delivery(ticket, encode_frame(fault), True, fault)
+
+
+def refusal_fault(refused: Refused) -> Fault:
+    """Return the fault that answers a refused request; some refusals allow a retry elsewhere."""
+    retry = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
+    return Fault(why=refused.why, code=refused.code, retry=retry)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,14 +24,12 @@ log = logging.getLogger(__name__)
 
 DETECT_TIMEOUT_S = 10.0
 
-
 ServerChoices = AsyncIterator[list[ServerChoice]]
 
 
 class Server(Protocol):
     """`can_load` says whether it has a route to change its weights; `context` is its limit in tokens, 0 if unknown."""
 
-    name: str
     can_load: bool
     context: int
 
@@ -58,8 +56,6 @@ class SglangUpdate(Struct):
 
 class CompletionsServer:
     """vLLM, or another server with vLLM's completions of token ids. Weights change by vLLM's development routes."""
-
-    name = "a server with /v1/completions"
 
     def __init__(self, client: httpx.AsyncClient, model: ListedModel, can_load: bool) -> None:
         self.can_load = can_load
@@ -90,7 +86,6 @@ class CompletionsServer:
 
 
 class SglangServer:
-    name = "an SGLang server"
     can_load = True
     context = 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure
+from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure, refusal_fault
 from bombus_inference.backends.torch.engine import Engine, Output, Stats
 from bombus_inference.backends.torch.patching import TensorPatch
 
@@ -47,7 +47,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # ---- called on the loop -----------------------------------------------------------------------------------------
+    # ---- called on the loop -------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         self._calls.put(lambda: self._add(ticket, request))
@@ -105,7 +105,7 @@ class EngineThread:
         self._calls.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    # ---- called in the thread ----------------------------------------------------------------------------------------
+    # ---- called in the thread -----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -147,8 +147,7 @@ class EngineThread:
         try:
             self._engine.add(ticket, request)
         except Refused as refused:
-            elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-            self._deliveries.append(failure(ticket, Fault(why=refused.why, code=refused.code, retry=elsewhere)))
+            self._deliveries.append(failure(ticket, refusal_fault(refused)))
         else:
             self._open.add(ticket)
 

@@ -89,7 +89,7 @@ class VllmBackend:
         """The process id of the child's keeper, None if there is no child."""
         return None if self._server is None else self._server.pid
 
-    # ---- requests ---------------------------------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         server = self._server
@@ -117,7 +117,7 @@ class VllmBackend:
                     if frames := assembler.take(delta):
                         yield frames
 
-    # ---- weights ----------------------------------------------------------------------------------------------
+    # ---- weights ------------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         server = self._server
@@ -152,7 +152,7 @@ class VllmBackend:
             await self._check(server, WeightLabel(policy.run, policy.version))
         except BaseException as error:
             if isinstance(error, EngineFault):
-                self._pause_s = min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
+                self._pause_s = self._longer_pause_s()
             await asyncio.shield(server.stop())
             raise
         self._starts += 1
@@ -222,12 +222,12 @@ class VllmBackend:
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""
     ) -> None:
-        """Raises `BackendFailed` or `httpx.HTTPError`."""
+        """Post and check the answer. Raises `BackendFailed` or `httpx.HTTPError`."""
         response = await server.client.post(path, json=json, timeout=self._vllm.update_s)
         if response.status_code != 200 or expect not in response.content:
             raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")
 
-    # ---- the child --------------------------------------------------------------------------------------------
+    # ---- the child ----------------------------------------------------------------------------------------------
 
     async def _watch(self, server: VllmServer) -> None:
         """Wait until the child ends by itself, then stop serving and set `lost`."""
@@ -235,7 +235,7 @@ class VllmBackend:
         began = loop.time()
         await self._until_dead(server)
         healthy = loop.time() - began > HEALTHY_S
-        self._pause_s = RESTART_S if healthy else min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
+        self._pause_s = RESTART_S if healthy else self._longer_pause_s()
         log.error("vLLM died and is started again in %.0f s: %s", self._pause_s, server.last_words())
         self.version = -1
         self._calls.end_all(DIED)
@@ -256,6 +256,9 @@ class VllmBackend:
                 healthy_at = loop.time()
         log.error("vLLM has not been healthy for %.0f s and is ended", self._vllm.health_s)
 
+    def _longer_pause_s(self) -> float:
+        return min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
+
     async def _end_server(self, fault: Fault) -> None:
         self.version = -1
         self._calls.end_all(fault)
@@ -267,7 +270,7 @@ class VllmBackend:
             self._pause_s = 0.0
             await server.stop()
 
-    # ---- metrics ----------------------------------------------------------------------------------------------
+    # ---- metrics ------------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, float]:
         own: dict[str, float] = {"swaps_total": self._swaps, "engine_starts_total": self._starts}

@@ -206,7 +206,8 @@ class VllmServer:
     def last_words(self) -> str:
         """Return why it died, as far as its output says: the first exception, or else its last line.
 
-        Later exceptions follow from the first. Output from before it was ready does not count once it is.
+        Later exceptions follow from the first. Exceptions in warnings do not count, nor, once it is ready, does output
+        from before that.
         """
         lines = [_line_prefix.sub("", line) for line in self._lines]
         first = next((at for at, line in enumerate(lines) if _exception.match(line)), len(lines) - 1)
