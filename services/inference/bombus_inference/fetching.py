@@ -99,7 +99,7 @@ class Fetcher:
             os.close(self._lock)
             self._cache = None
 
-    # ---- full copies --------------------------------------------------------------------------------------------
+    # ---- full copies ------------------------------------------------------------------------------------------
 
     async def _checked(self, weights: Weights, name: str) -> Path:
         """Return the folder of the weights in the file `name`, once its digest has been checked against the log."""
@@ -135,7 +135,7 @@ class Fetcher:
         if isinstance(answer, Refusal):
             raise EngineFault(f"{why}; and no full copy can be had: {answer.why}")
 
-    # ---- deltas -------------------------------------------------------------------------------------------------
+    # ---- deltas -----------------------------------------------------------------------------------------------
 
     async def _from_delta(self, ready: WeightsReady) -> FetchedWeights:
         """Apply the delta to the current version if that is its base, else all deltas since the last full copy."""
@@ -169,7 +169,7 @@ class Fetcher:
             raise EngineFault(f"{path} has sha256 {found}, not {weights.delta_sha256}")
         return path
 
-    # ---- adapters -----------------------------------------------------------------------------------------------
+    # ---- adapters ---------------------------------------------------------------------------------------------
 
     async def _with_adapter(self, ready: WeightsReady, base: Weights) -> FetchedWeights:
         """Return an adapter on its base model, which is the same for all versions and therefore checked only once."""
@@ -184,7 +184,7 @@ class Fetcher:
         await asyncio.to_thread(merge_files, base_folder, adapter, into)
         return FetchedWeights(into)
 
-    # ---- folders ------------------------------------------------------------------------------------------------
+    # ---- folders ----------------------------------------------------------------------------------------------
 
     def _keep(self, ready: WeightsReady, fetched: FetchedWeights) -> FetchedWeights:
         """Make this the current version and remove older ones from the cache. A file that is mapped stays readable."""

@@ -84,7 +84,7 @@ class ReplicaService:
         with contextlib.suppress(BusUnavailable):  # without this message the replica lapses
             await self._bus.send(leaves, timeout_s=2.0)
 
-    # ---- what is to be served -----------------------------------------------------------------------------------
+    # ---- what is to be served ---------------------------------------------------------------------------------
 
     @property
     def _engine(self) -> EngineState:
@@ -136,7 +136,7 @@ class ReplicaService:
             lost.cancel()
             behind.cancel()
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
         """Load weights and report it, or report that they cannot be loaded.
@@ -217,7 +217,7 @@ class ReplicaService:
             self._warned_run = run
         return job
 
-    # ---- messages -----------------------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------
 
     async def _say(self, fact: Message) -> None:
         """Put a fact into the inbox, however long the bus is away."""

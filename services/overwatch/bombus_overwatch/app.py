@@ -152,7 +152,7 @@ class Overwatch(App[None]):
         self.draw()
         self.up.set()
 
-    # ---- events ---------------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------
 
     def begin(self, position: int, hive: Hive) -> None:
         """Start again from the state `hive` at `position`. The events after it follow."""

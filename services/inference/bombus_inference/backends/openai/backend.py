@@ -48,7 +48,7 @@ class OpenAIBackend:
         self._label = ""  # the label under which the server loaded our weights
         self._swaps = 0
 
-    # ---- requests -----------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         server = self._server
@@ -69,7 +69,7 @@ class OpenAIBackend:
                 if frames := assembler.take(choice.delta(request.sampling.top_logprobs)):
                     yield frames
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         """Load the weights by the server's own route, from a folder that the server must see too."""

@@ -48,7 +48,7 @@ class ServerChoice:
         )
 
 
-# ---- /v1/completions --------------------------------------------------------------------------------------------
+# ---- /v1/completions ------------------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Struct):
@@ -126,7 +126,7 @@ def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
         raise BackendFailed("the alternatives are words, not token ids") from error
 
 
-# ---- SGLang's /generate -----------------------------------------------------------------------------------------
+# ---- SGLang's /generate ---------------------------------------------------------------------------------------
 
 SglangLogprob = tuple[float, int, str | None]
 

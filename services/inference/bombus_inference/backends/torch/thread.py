@@ -47,7 +47,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # ---- called on the loop -------------------------------------------------------------------------------------
+    # ---- called on the loop -----------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         self._calls.put(lambda: self._add(ticket, request))
@@ -105,7 +105,7 @@ class EngineThread:
         self._calls.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    # ---- called in the thread -----------------------------------------------------------------------------------
+    # ---- called in the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -89,7 +89,7 @@ class VllmBackend:
         """The process id of the child's keeper, None if there is no child."""
         return None if self._server is None else self._server.pid
 
-    # ---- requests -----------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         server = self._server
@@ -117,7 +117,7 @@ class VllmBackend:
                     if frames := assembler.take(delta):
                         yield frames
 
-    # ---- weights ------------------------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------------------------------
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         server = self._server
@@ -227,7 +227,7 @@ class VllmBackend:
         if response.status_code != 200 or expect not in response.content:
             raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")
 
-    # ---- the child ----------------------------------------------------------------------------------------------
+    # ---- the child --------------------------------------------------------------------------------------------
 
     async def _watch(self, server: VllmServer) -> None:
         """Wait until the child ends by itself, then stop serving and set `lost`."""
@@ -270,7 +270,7 @@ class VllmBackend:
             self._pause_s = 0.0
             await server.stop()
 
-    # ---- metrics ------------------------------------------------------------------------------------------------
+    # ---- metrics ----------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, float]:
         own: dict[str, float] = {"swaps_total": self._swaps, "engine_starts_total": self._starts}
