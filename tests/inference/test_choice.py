@@ -20,9 +20,9 @@ from bombus_inference.settings import ComputeSettings, InferenceSettings, OpenAI
 from tests.inference.backends.foreign_servers import KEY, ExternalCompletions, serving
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
-from tests.inference.test_service import COMPUTE, Hive, ask, play, ready, started, weights
+from tests.inference.test_service import COMPUTE, FakeCoordinator, ask, coordinator, ready, started, weights
 
-__all__ = ["play"]
+__all__ = ["coordinator"]
 
 
 @asynccontextmanager
@@ -44,47 +44,47 @@ async def replica(**settings: object) -> AsyncIterator[None]:
 
 
 async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
-        broke = await play.hears(EngineBroke)
+        broke = await coordinator.receive(EngineBroke)
         assert broke.run == 1
         assert broke.reason.startswith("replica r1 cannot load version 0: ")
         assert "run `bombus install vllm` first" in broke.reason
 
 
 async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
     model = tmp_path / "v0"
     build_tiny(model)
-    await play.say(started(1), ready(1, 0, weights(model)))
+    await coordinator.write(started(1), ready(1, 0, weights(model)))
     async with serving(ExternalCompletions(model, lacks=frozenset({"ids"}))) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            broke = await play.hears(EngineBroke)
+            broke = await coordinator.receive(EngineBroke)
             assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
-            assert (await play.hears(ReplicaAlive)).version == -1
+            assert (await coordinator.receive(ReplicaAlive)).version == -1
 
 
 async def test_an_external_server_serves_the_versions_of_the_log(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
     for version in (0, 1):
         build_tiny(tmp_path / f"v{version}", version)
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0")))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0")))
     async with serving(ExternalCompletions(tmp_path / "v0")) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            assert (await play.hears(WeightsLoadedFact)).version == 0
-            alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+            assert (await coordinator.receive(WeightsLoadedFact)).version == 0
+            alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
             assert (await ask(alive.url, 1, [5, 6])).only.versions == [0] * 12
-            await play.say(ready(1, 1, weights(tmp_path / "v1")))
-            assert (await play.hears(WeightsLoadedFact)).version == 1
+            await coordinator.write(ready(1, 1, weights(tmp_path / "v1")))
+            assert (await coordinator.receive(WeightsLoadedFact)).version == 1
             assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
 
 

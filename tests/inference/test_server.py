@@ -55,8 +55,8 @@ def read(body: bytes) -> Answer:
     return answer
 
 
-async def post(client: httpx.AsyncClient, asked: Generate) -> httpx.Response:
-    return await client.post("/generate", content=encode_request(asked))
+async def post(client: httpx.AsyncClient, generate: Generate) -> httpx.Response:
+    return await client.post("/generate", content=encode_request(generate))
 
 
 @asynccontextmanager
@@ -79,11 +79,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 async def test_an_answer_is_what_the_engine_makes_alone():
-    asked = request([1, 2, 3], n=3)
+    generate = request([1, 2, 3], n=3)
     alone = engine_for(llama())
-    alone.add(1, asked)
+    alone.add(1, generate)
     async with serving() as (_, _, client):
-        response = await post(client, asked)
+        response = await post(client, generate)
     assert response.status_code == 200
     assert response.headers["content-type"] == CONTENT_TYPE
     made = read(response.content)
@@ -94,8 +94,8 @@ async def test_an_answer_is_what_the_engine_makes_alone():
 
 async def test_a_stream_begins_before_its_completion_ends():
     async with serving() as (app, engine, client):
-        asked = encode_request(request([1, 2, 3], stream=True, max_tokens=200))
-        async with client.stream("POST", "/generate", content=asked) as response:
+        content = encode_request(request([1, 2, 3], stream=True, max_tokens=200))
+        async with client.stream("POST", "/generate", content=content) as response:
             reader, answer = FrameReader(), Answer()
             chunks = response.aiter_raw()
             for frame in reader.feed(await anext(chunks)):
@@ -119,8 +119,8 @@ async def test_hundreds_of_requests_at_once_are_batched():
 
 async def test_a_client_that_disconnects_frees_its_place():
     async with serving() as (app, engine, client):
-        asked = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
-        async with client.stream("POST", "/generate", content=asked) as response:
+        content = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
+        async with client.stream("POST", "/generate", content=content) as response:
             await anext(response.aiter_raw())
         await until(lambda: app.open_requests == 0)
         await engine_thread(app).call(lambda _: None)  # after the abort
@@ -153,7 +153,7 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "code", "retry"),
+    ("generate", "status", "code", "retry"),
     [
         (request([1] * 300), 400, "prompt_too_long", False),
         (request([1], temperature=-1.0), 400, "malformed", False),
@@ -161,9 +161,9 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
         (msgspec.structs.replace(request([1]), engine="other"), 503, "no_replica", True),
     ],
 )
-async def test_a_refusal_is_a_fault_with_a_status(asked, status, code, retry):
+async def test_a_refusal_is_a_fault_with_a_status(generate, status, code, retry):
     async with serving() as (app, engine, client):
-        response = await post(client, asked)
+        response = await post(client, generate)
         assert response.status_code == status
         fault = read(response.content).fault
         assert fault is not None

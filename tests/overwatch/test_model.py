@@ -197,9 +197,9 @@ def test_many_calls_do_not_displace_trouble(story: Story) -> None:
 
 
 def test_every_event_has_a_text_and_a_group() -> None:
-    told = {type(event): event for seed in range(20) for event in chaos(seed)}
-    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(told)
-    assert all(line_of(event) for event in told.values())
+    events = {type(event): event for seed in range(20) for event in chaos(seed)}
+    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(events)
+    assert all(line_of(event) for event in events.values())
 
 
 @given(seed=st.integers(0, 10_000))

@@ -78,8 +78,8 @@ async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) 
         for version in (0, 1):
             await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
             for stream in (False, True):
-                asked = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
-                answer = await client.ask(backend, asked)
+                body = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
+                answer = await client.ask(backend, body)
                 for made in answer.choices.values():
                     assert made.versions == [version] * 20
                     assert worst_difference(load_model(folders[version]), [5, 6, 7], made) < 1e-4

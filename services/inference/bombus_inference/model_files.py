@@ -33,9 +33,9 @@ class _Tensor(msgspec.Struct):
 def read_config(folder: Path) -> TextModelConfig:
     """Read `config.json`. Raises `EngineFault`."""
     try:
-        whole = json.loads((folder / "config.json").read_text())
-        config = whole.get("text_config", whole)
-        dtype = next((part[key] for part in (config, whole) for key in ("dtype", "torch_dtype") if key in part), "")
+        document = json.loads((folder / "config.json").read_text())
+        config = document.get("text_config", document)
+        dtype = next((part[key] for part in (config, document) for key in ("dtype", "torch_dtype") if key in part), "")
         return TextModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error

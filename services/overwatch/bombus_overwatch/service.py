@@ -32,7 +32,7 @@ async def run(nats_url: str, hive: str) -> None:
 
 
 async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
-    """Follow the log until cancelled. Raises what is wrong with the log."""
+    """Follow the log until cancelled. Raises faults of the log."""
     await app.up.wait()
     while True:
         try:

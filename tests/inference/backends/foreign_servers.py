@@ -134,8 +134,8 @@ class ExternalCompletions(ExternalServer):
         choices = await self._made(body["prompt"], body["n"], sampling)
         if not body["stream"]:
             usage = {"prompt_tokens_details": {"cached_tokens": choices[0].cached}}
-            whole = [self._choice(number, made, 0, len(made.tokens)) for number, made in enumerate(choices)]
-            await answer(send, 200, {"choices": whole, "usage": usage})
+            parts = [self._choice(number, made, 0, len(made.tokens)) for number, made in enumerate(choices)]
+            await answer(send, 200, {"choices": parts, "usage": usage})
             return
         await begin(send, 200, b"text/event-stream")
         for number, made in enumerate(choices):

@@ -141,8 +141,8 @@ def finish(engine: Engine, answers: Answers | None = None) -> Answers:
     return answers
 
 
-def answer(engine: Engine, asked: Generate) -> Answer:
-    engine.add(1, asked)
+def answer(engine: Engine, body: Generate) -> Answer:
+    engine.add(1, body)
     return finish(engine)[1]
 
 

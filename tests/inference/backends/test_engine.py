@@ -46,12 +46,12 @@ def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
 
 def test_logprobs_agree_with_a_plain_forward_pass_for_mixed_lengths_and_shared_prefixes(model):
     engine = engine_for(model)
-    asked = prompts(24)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(24)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, seed=ticket, max_tokens=30))
     answers = finish(engine)
     assert engine.stats.cached_tokens > 0
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         made = answers[ticket].only
         assert len(made.tokens) == 30
         assert worst_difference(model, prompt, made) < 1e-4
@@ -69,11 +69,11 @@ def test_a_conversation_that_goes_on_finds_its_earlier_turns_in_the_cache(model)
 
 def test_greedy_gives_what_transformers_generates(model):
     engine = engine_for(model)
-    asked = prompts(9, seed=1)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(9, seed=1)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, temperature=0.0, max_tokens=20))
     answers = finish(engine)
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         ids = torch.tensor([prompt])
         expected = model.generate(
             ids,
@@ -88,13 +88,13 @@ def test_greedy_gives_what_transformers_generates(model):
 
 
 def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(model):
-    asked = request(list(range(20)), seed=7, max_tokens=25)
-    alone = answer(engine_for(model), asked).only
+    body = request(list(range(20)), seed=7, max_tokens=25)
+    alone = answer(engine_for(model), body).only
     engine = engine_for(model)
     for ticket, prompt in enumerate(prompts(15), start=100):
         engine.add(ticket, request(prompt, seed=None, temperature=0.7, max_tokens=ticket % 30 + 1))
     engine.step()
-    engine.add(1, asked)
+    engine.add(1, body)
     among = finish(engine)[1].only
     assert among.tokens == alone.tokens
     assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
@@ -153,14 +153,14 @@ def test_a_completion_ends_where_the_model_does(model):
 
 def test_streaming_gives_one_frame_per_token_and_otherwise_there_is_one_frame(model):
     streamed = answer(engine_for(model), request([1, 2], stream=True)).only
-    whole = answer(engine_for(model), request([1, 2], stream=False)).only
-    assert (streamed.frames, whole.frames) == (12, 1)
-    assert streamed.tokens == whole.tokens
-    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-6)
+    unstreamed = answer(engine_for(model), request([1, 2], stream=False)).only
+    assert (streamed.frames, unstreamed.frames) == (12, 1)
+    assert streamed.tokens == unstreamed.tokens
+    assert streamed.logprobs == pytest.approx(unstreamed.logprobs, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"),
+    ("body", "code"),
     [
         (request([1] * CONTEXT), Code.PROMPT_TOO_LONG),
         (request([]), Code.MALFORMED),
@@ -174,10 +174,10 @@ def test_streaming_gives_one_frame_per_token_and_otherwise_there_is_one_frame(mo
         (request([1], run=2), Code.WRONG_PHASE),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_a_code(asked, code):
+def test_what_cannot_be_served_is_refused_with_a_code(body, code):
     engine = engine_for(llama())
     with pytest.raises(Refused) as refusal:
-        engine.add(1, asked)
+        engine.add(1, body)
     assert refusal.value.code == code
     assert not engine.has_work
 
@@ -235,8 +235,8 @@ def test_an_aborted_request_frees_its_blocks_and_gets_no_more_frames(model):
 
 
 def test_a_tiny_cache_makes_sequences_wait_or_restart_with_the_same_result(model):
-    asked = prompts(10, seed=3)
-    requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(asked)]
+    inputs = prompts(10, seed=3)
+    requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(inputs)]
 
     def run(**settings: object) -> tuple[Answers, int]:
         engine = engine_for(model, **settings)
@@ -251,7 +251,7 @@ def test_a_tiny_cache_makes_sequences_wait_or_restart_with_the_same_result(model
     tight, some = run(kv_cache_bytes=2 * 116 // 4 * _block_bytes(model), max_model_len=112, prefill_tokens_max=24)
     assert none == 0
     assert some > 0
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         assert tight[ticket].only.tokens == roomy[ticket].only.tokens
         assert worst_difference(model, prompt, tight[ticket].only) < 1e-4
 
@@ -330,15 +330,15 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine():
 def test_sequences_of_very_different_lengths_decode_side_by_side(model):
     """There are rows of several capacities, some are outgrown, and not all of them fit in memory."""
     numbers = random.Random(5)
-    asked = [
+    inputs = [
         [numbers.randrange(VOCABULARY) for _ in range(length)] for length in (1, 5, 30, 50, 60, 100, 110, 126, 200)
     ]
     for budget in (4 << 20, 600 << 10):
         engine = engine_for(model, kv_cache_bytes=budget)
-        for ticket, prompt in enumerate(asked):
+        for ticket, prompt in enumerate(inputs):
             engine.add(ticket, request(prompt, seed=ticket, max_tokens=50 if ticket % 2 else 7))
         answers = finish(engine)
-        for ticket, prompt in enumerate(asked):
+        for ticket, prompt in enumerate(inputs):
             assert worst_difference(model, prompt, answers[ticket].only) < 1e-4
 
 
@@ -346,8 +346,8 @@ def test_sequences_of_very_different_lengths_decode_side_by_side(model):
 def test_half_precision_stays_near_the_plain_model(dtype):
     model = llama().to(dtype)
     engine = engine_for(model)
-    asked = prompts(6)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(6)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, seed=ticket))
     for ticket, made in finish(engine).items():
-        assert worst_difference(model, asked[ticket], made.only) < 0.2
+        assert worst_difference(model, inputs[ticket], made.only) < 0.2

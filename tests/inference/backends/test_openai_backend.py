@@ -62,9 +62,9 @@ async def test_its_tokens_come_through_with_their_logprobs(kind: type[ExternalSe
             assert made.finish == "length"
             assert worst_difference(load_model(folders[0]), [5, 6, 7], made) < 1e-4
             assert all(len(row) == 2 for row in made.top)
-        whole = (await client.ask(backend, request([5, 6, 7]))).only
+        unstreamed = (await client.ask(backend, request([5, 6, 7]))).only
         stop = (await client.ask(backend, request([5, 6, 7], temperature=0.0, stop=tuple(range(44))))).only
-        assert len(whole.tokens) == 12
+        assert len(unstreamed.tokens) == 12
         assert (len(stop.tokens), stop.finish) == (1, "stop")
 
 

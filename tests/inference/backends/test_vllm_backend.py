@@ -23,9 +23,9 @@ from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_choice import replica
-from tests.inference.test_service import Hive, ask, play, ready, started, weights
+from tests.inference.test_service import FakeCoordinator, ask, coordinator, ready, started, weights
 
-__all__ = ["play"]
+__all__ = ["coordinator"]
 
 CONTEXT = 256
 COMPUTE = ComputeSettings(max_model_len=CONTEXT, max_running=8)
@@ -156,45 +156,45 @@ async def test_its_metrics_are_reported(stage: Stage) -> None:
 
 
 async def test_a_replica_whose_vllm_is_killed_leaves_and_comes_back_with_the_newest_weights(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
 ) -> None:
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=vllm):
-        await play.hears(WeightsLoadedFact)
-        await play.say(ready(1, 1, weights(tmp_path / "v1", llama(1))))
-        first = await play.hears(WeightsLoadedFact)
+        await coordinator.receive(WeightsLoadedFact)
+        await coordinator.write(ready(1, 1, weights(tmp_path / "v1", llama(1))))
+        first = await coordinator.receive(WeightsLoadedFact)
         assert first.version == 1
         (keeper,) = (one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline()))
         os.kill(keeper.children()[0].pid, signal.SIGKILL)
-        assert (await play.hears(ReplicaLeaves)).replica == "r1"
-        again = await play.hears(WeightsLoadedFact)
+        assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
+        again = await coordinator.receive(WeightsLoadedFact)
         assert (again.version, again.id != first.id) == (1, True)
-        alive = await play.hears(ReplicaAlive, lambda message: message.version == 1)
+        alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 1)
         assert (await ask(alive.url, 1, [5])).only.versions == [1] * 12
 
 
 async def test_a_replica_whose_change_of_weights_fails_leaves_until_it_has_the_newest(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
 ) -> None:
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=vllm):
-        await play.hears(WeightsLoadedFact)
-        await play.say(ready(1, 1, weights(tmp_path / "broken", llama(1))))
-        await play.hears(ReplicaLeaves)
-        assert (await play.hears(WeightsLoadedFact)).version == 1, "a new child starts with them"
+        await coordinator.receive(WeightsLoadedFact)
+        await coordinator.write(ready(1, 1, weights(tmp_path / "broken", llama(1))))
+        await coordinator.receive(ReplicaLeaves)
+        assert (await coordinator.receive(WeightsLoadedFact)).version == 1, "a new child starts with them"
 
 
 async def test_a_run_that_ends_while_vllm_starts_ends_the_start(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
 ) -> None:
     deaf = tmp_path / "python"
     deaf.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import signal; signal.pause()'\n")
     deaf.chmod(0o755)
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=VllmSettings(python=deaf)):
-        assert (await play.hears(StageReached)).stage == "starting vLLM"
+        assert (await coordinator.receive(StageReached)).stage == "starting vLLM"
         keepers = [one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline())]
         assert keepers
-        await play.say(EngineStopped(engine="main", run=1))
+        await coordinator.write(EngineStopped(engine="main", run=1))
         _, left = await asyncio.to_thread(psutil.wait_procs, keepers, 30)
         assert left == []

@@ -77,8 +77,8 @@ def test_spans_are_one_version_for_each_token():
 
 
 def test_a_request_sets_every_sampling_parameter():
-    asked = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
-    body = json.loads(request_body(asked, [4, 5], 8, "adapter"))
+    generate = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
+    body = json.loads(request_body(generate, [4, 5], 8, "adapter"))
     assert body["token_ids"] == [4, 5]
     assert body["model"] == "adapter"
     assert body["stream"]

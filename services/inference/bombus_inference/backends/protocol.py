@@ -101,7 +101,7 @@ class InferenceBackend(Protocol):
         """Forget a request. It is not an error if it is over or was never added."""
 
     async def load(self, policy: Policy, report_stage: ReportStage) -> None:
-        """Serve this policy. Within a run weights change in place and requests go on; another run starts anew.
+        """Serve this policy. Within a run weights change in place and requests go on; another run starts from scratch.
 
         A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
         wrong version.

@@ -1,4 +1,4 @@
-"""What the HTTP APIs of vLLM's servers have in common, whoever started the server: usage, errors, and weight labels."""
+"""What the two HTTP APIs of vLLM have in common: usage, errors, and labels of weights."""
 
 from msgspec import Struct
 
@@ -6,7 +6,7 @@ from bombus_inference.backends.http_calls import BackendFailed
 
 
 class WeightLabel(Struct, frozen=True):
-    """The name that a server is told to give its weights. It only repeats the label, so the label has the run too."""
+    """The label that a server is given for its weights. The server only repeats it, so it has the run as well."""
 
     run: int
     version: int
