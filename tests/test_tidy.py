@@ -1,8 +1,7 @@
-"""The house rules, as tests: who may import whom, what is declared where, and that the README is true."""
+"""The house rules, as tests: who may import whom, what is declared where, and how examples and commands are kept."""
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -151,46 +150,7 @@ def test_each_rule_of_the_log_that_is_built_is_a_named_test(rule: int) -> None:
     assert any(named.search(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-# ---- the README ----
-
-
-README = (ROOT / "README.md").read_text()
-
-
-def test_every_path_of_the_readmes_file_map_exists_and_every_package_is_in_it() -> None:
-    block = re.search(r"<!-- file map -->\n```\n(.*?)```", README, re.DOTALL)
-    assert block, "the README has a file map"
-    named = [line.split()[0] for line in block[1].splitlines() if line.strip()]
-    for name in named:
-        assert (ROOT / name).exists(), f"{name} is in the README and not in the tree"
-    for folder in SERVICES.values():
-        assert f"{folder.relative_to(ROOT)}/" in named
-
-
-def test_every_command_of_the_readme_exists() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    commands = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    commands = [command for command in commands if command]
-    assert commands
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    from bombus.cli import COMMANDS
-
-    for command in commands:
-        words = shlex.split(command)
-        if words[0] == "make":
-            assert words[1] in targets, command
-        elif words[0] == "bombus" or words[0].endswith("/bombus"):
-            assert words[1] in COMMANDS, command
-        elif words[0].endswith("python"):
-            assert (ROOT / words[1]).exists(), command
-        else:
-            assert words[0] in ("git", "cd", "pip", "curl"), command
-
-
-def test_the_readmes_program_is_the_one_that_the_tests_run() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert program == (ROOT / "examples/readme.py").read_text()
-    assert len([line for line in program.splitlines() if line.strip()]) <= 20
+# ---- examples and commands ----
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
