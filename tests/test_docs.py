@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bombus.cli import COMMANDS
+from bombus.cli import COMMANDS, main
 from tests import log_rules
 from tests.overwatch.picture import PICTURE, picture, words
 
@@ -17,6 +17,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("bench/*.md"
 README = (ROOT / "README.md").read_text()
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+WITH_SUBCOMMANDS = {"replay", "log"}
 INSTALLED = {"git", "cd", "pip", "curl", "torchrun"}  # commands that are not ours
 
 
@@ -44,10 +45,19 @@ def named(cell: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Return the commands of a page's `sh` blocks. A line that ends with a backslash goes on in the next one."""
-    blocks = re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL)
-    lines = [line.split("#")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    return [line for line in lines if line]
+    """Return the commands of a page: lines of its `sh` blocks, and lines after a prompt in others.
+
+    A line that ends with a backslash continues in the next one.
+    """
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for kind, block in blocks if kind == "sh" for line in block.splitlines()]
+    lines += [line.removeprefix("$ ") for _, block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [command for line in lines if (command := re.split(r"[#|]", line)[0].strip())]
+
+
+def is_bombus(word: str) -> bool:
+    return word == "bombus" or word.endswith("/bombus")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -56,7 +66,7 @@ def test_every_command_of_a_page_exists(page: Path) -> None:
         first, *rest = shlex.split(command)
         if first == "make":
             assert rest[0] in TARGETS, command
-        elif first == "bombus" or first.endswith("/bombus"):
+        elif is_bombus(first):
             assert rest[0] in COMMANDS, command
         elif first.endswith("python"):
             assert exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists(), command
@@ -64,12 +74,30 @@ def test_every_command_of_a_page_exists(page: Path) -> None:
             assert first in INSTALLED or (ROOT / first).is_file(), command
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_flag_of_a_bombus_command_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(page):
+        first, *rest = shlex.split(command)
+        flags = {word for word in rest if word.startswith("--")}
+        if is_bombus(first) and flags:
+            with pytest.raises(SystemExit):
+                main([*rest[: 2 if rest[0] in WITH_SUBCOMMANDS else 1], "--help"])
+            assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out)), command
+
+
 def exists_as_module(name: str) -> bool:
-    path = name.replace(".", "/")
-    folders = [ROOT, ROOT / "shared", *(ROOT / "services").iterdir(), ROOT / ".venv/bin"]
-    if name in ("pytest", "mypy"):
+    if name == "pytest":
         return True
+    path = name.replace(".", "/")
+    folders = [ROOT, ROOT / "shared", *(ROOT / "services").iterdir()]
     return any((folder / f"{path}.py").is_file() or (folder / path / "__main__.py").is_file() for folder in folders)
+
+
+def test_every_benchmark_of_the_results_exists() -> None:
+    named = re.findall(r"`[^`]*?python (?:-m (bench\.\w+)|(bench/\w+\.py))", (ROOT / "bench/RESULTS.md").read_text())
+    assert named
+    for module, path in named:
+        assert exists_as_module(module) if module else (ROOT / path).is_file(), module or path
 
 
 def anchor(heading: str) -> str:
