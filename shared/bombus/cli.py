@@ -6,12 +6,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import msgspec
 
 from bombus.config.flags import Parser, name_of
-from bombus.errors import Refused
+from bombus.errors import BombusError, Refused
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # `bombus up` leaves its bus's address in its data folder while it runs
@@ -49,6 +50,23 @@ class Module(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, arguments: argparse.Namespace) -> int: ...
+
+
+class NotInstalled(BombusError):
+    """A package that a command or a view needs is not installed; the sentence says how to install it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.remedy = f"pip install 'bombus[{extra}]'"
+        super().__init__(f"{package} is not installed: {self.remedy}")
+
+
+def load(module: str, extra: str) -> ModuleType:
+    """Import a module of ours whose dependencies come with an extra. Raises `NotInstalled`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise NotInstalled(error.name or module, extra) from error
 
 
 def default_nats() -> str:
@@ -139,9 +157,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
     """Import what a command needs, and run it with its own words."""
     try:
-        module: Module = importlib.import_module(command.module)
-    except ModuleNotFoundError as error:
-        print(f"{prog} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
+        module: Module = load(command.module, command.extra)
+    except NotInstalled as error:
+        print(f"{prog} needs {error.package}: {error.remedy}", file=sys.stderr)
         return 1
     parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)

@@ -22,7 +22,7 @@ from bombus.hive.records import (
     pack_tokens,
 )
 from bombus.replay import archive
-from bombus.replay.archive import FORMAT, FileSource, Header, pack
+from bombus.replay.archive import FORMAT, ArchiveHeader, FileSource, pack
 from bombus.replay.export import calls_of, export
 from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
@@ -128,7 +128,10 @@ async def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> No
     for length in (0, 10, 500, len(body) // 2, len(body) - 9, len(body) - 1):
         path = tmp_path / f"cut-{length}"
         path.write_bytes(body[:length])
-        with pytest.raises((LogCorrupted, NotOnLog), match=r"cut off|is no archive"), FileSource.open(path) as source:
+        with (
+            pytest.raises((LogCorrupted, NotOnLog), match=r"cut off|is not an archive"),
+            FileSource.open(path) as source,
+        ):
             await all_of(source)
 
 
@@ -152,7 +155,7 @@ async def test_a_file_with_a_damaged_byte_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
-    newer = Header(format=FORMAT + 1, bombus="9.0.0", hive="main", last=0, last_ns=0)
+    newer = ArchiveHeader(format=FORMAT + 1, bombus="9.0.0", hive="main", last=0, last_ns=0)
     body = msgspec.msgpack.decode(pack(newer)[4:]) | {"something": "new"}
     packed = msgspec.msgpack.encode(body)
     path = tmp_path / "newer"
@@ -165,7 +168,7 @@ def test_what_is_no_archive_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "packed").write_bytes(gzip.compress(b"\x05\x00\x00\x00hello"))
     for name in ("text", "packed"):
-        with pytest.raises(NotOnLog, match="is no archive"):
+        with pytest.raises(NotOnLog, match="is not an archive"):
             FileSource.open(tmp_path / name).__enter__()
 
 

@@ -13,7 +13,8 @@ from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.events import EpochOpened
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
-from bombus.replay.source import BusSource, NotOnLog, Source, add_source_arguments, open_source, state_at
+from bombus.replay.opening import add_source_arguments, open_source
+from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
 from tests.conftest import SMALL_STREAMS
 from tests.coordinator.test_shell import boot, leading, log_of
@@ -126,7 +127,7 @@ async def test_the_folder_of_a_stopped_hive_is_served_for_as_long_as_it_is_read(
     async with opened("--data", str(folder)) as source:
         assert await state_at(source, (await source.end()).seq) == running
         assert source.title == f"the log in {folder}"
-    with pytest.raises(NotOnLog, match="holds no hive other, but main"):
+    with pytest.raises(NotOnLog, match="has no hive other; its hives are main"):
         async with opened("--data", str(folder), "--hive", "other"):
             pass
     with pytest.raises(BusUnavailable):
@@ -144,7 +145,7 @@ async def test_an_address_that_another_bus_has_now_is_not_taken_for_the_folders(
 
 
 async def test_a_folder_without_a_log_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NotOnLog, match="holds no log"):
+    with pytest.raises(NotOnLog, match="has no log"):
         async with opened("--data", str(tmp_path)):
             pass
     with pytest.raises(NotOnLog, match="there is no file"):

@@ -77,12 +77,12 @@ def test_where_there_is_nothing_to_show_the_end_of_the_log_is_said(capsys: Captu
         told = capsys.readouterr()
         kind = last["event"]["kind"]  # type: ignore[index]
         assert told.out == ""
-        assert f"nothing to show; the last event of {TINY} is {last['seq']}, {kind}, of 20" in told.err
+        assert f"nothing to show; the last event of {TINY} is {last['seq']}, {kind}, at 20" in told.err
     lines(capsys, "--after", str(int(str(last["seq"])) - 1))
     assert "nothing to show" not in capsys.readouterr().err
 
 
-def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
+def test_times_narrow_it_from_both_ends(capsys: Capture) -> None:
     everything = events(capsys)
     stamps = [int(str(entry["time_ns"])) for entry in everything]
     late = events(capsys, "--since=-1s")
@@ -91,7 +91,7 @@ def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
     assert early == [entry for entry, at in zip(everything, stamps) if at <= stamps[0] + 5 * SECOND]
     assert 0 < len(late) < len(everything) > len(early) > 0
     assert main(["replay", "timeline", "--log", str(TINY), "--since", "yesterday"]) == 2
-    assert "is no moment" in capsys.readouterr().err
+    assert "is not a time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
