@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from bombus.errors import Code
-from bombus.sdk.core import BACKOFF_MAX_S, CLAIM_WAIT_S, ApiReply, ApiRequest, ClientCore, NoReply, Operation, Sleep
+from bombus.sdk.core import (
+    BACKOFF_MAX_S,
+    CLAIM_WAIT_S,
+    ClientCore,
+    ClientOperation,
+    NoReply,
+    ServerReply,
+    ServerRequest,
+    Sleep,
+)
 from bombus.sdk.errors import (
     BadConfig,
     BadReward,
@@ -39,12 +48,12 @@ SYNCING = {"success": False, "fail_cause": "Engine is syncing weights", "engine_
 OFFLINE = {"success": False, "fail_cause": "it is off", "engine_status": "ENGINE.OFFLINE"}
 
 
-def ok(body: object) -> ApiReply:
-    return ApiReply(status=200, body=json.dumps(body).encode())
+def ok(body: object) -> ServerReply:
+    return ServerReply(status=200, body=json.dumps(body).encode())
 
 
-def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) -> ApiReply:
-    return ApiReply(
+def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) -> ServerReply:
+    return ServerReply(
         status=status, body=json.dumps({"detail": detail, "code": code}).encode(), retry_after_s=retry_after_s
     )
 
@@ -52,16 +61,16 @@ def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) 
 class Driver:
     """Replies to an operation from a list, on a clock that moves only while the client sleeps or the server waits."""
 
-    def __init__(self, replies: Iterable[ApiReply | NoReply], server_waits: bool = True, **options: Any) -> None:
+    def __init__(self, replies: Iterable[ServerReply | NoReply], server_waits: bool = True, **options: Any) -> None:
         self.now = 1000.0
         self.core = ClientCore("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
         self.replies = list(replies)
-        self.sent: list[ApiRequest] = []
+        self.sent: list[ServerRequest] = []
         self.slept: list[float] = []
         self._server_waits = server_waits
 
-    def run(self, operation: Operation[Any]) -> Any:
-        reply: ApiReply | NoReply | None = None
+    def run(self, operation: ClientOperation[Any]) -> Any:
+        reply: ServerReply | NoReply | None = None
         while True:
             try:
                 step = operation.send(reply)
@@ -127,7 +136,7 @@ def test_backoff_grows_to_a_limit_and_honours_retry_after() -> None:
 
 
 @pytest.mark.parametrize(("reply", "kind"), [(NoReply("x"), ServerUnreachable), (no(503, "bus_down"), ServerBusy)])
-def test_an_operation_gives_up_when_its_time_is_over(reply: ApiReply | NoReply, kind: type[SwarmError]) -> None:
+def test_an_operation_gives_up_when_its_time_is_over(reply: ServerReply | NoReply, kind: type[SwarmError]) -> None:
     driver = Driver([reply] * 100, retry_s=10.0)
     with pytest.raises(kind):
         driver.run(driver.core.abort_episodes(["e1"]))
@@ -162,7 +171,7 @@ def test_a_refusal_is_not_retried() -> None:
 
 
 def test_a_reply_that_is_not_json_is_a_server_fault() -> None:
-    driver = Driver([ApiReply(status=200, body=b"<html>")])
+    driver = Driver([ServerReply(status=200, body=b"<html>")])
     with pytest.raises(ServerFault):
         driver.run(driver.core.get_rollout_stat())
 
@@ -265,7 +274,7 @@ def test_the_longest_time_of_an_episode_can_be_set() -> None:
 # ---- the engine -----------------------------------------------------------------------------------------------
 
 
-def status(phase: str, **more: object) -> ApiReply:
+def status(phase: str, **more: object) -> ServerReply:
     return ok({"engine_status": phase, "engine_status_detail": "", "global_step": 0, **more})
 
 
@@ -273,7 +282,7 @@ SAME = ok({"differences": {}})
 COMPARED = "/compare_train_config"
 
 
-def other(**settings: tuple[object, object]) -> ApiReply:
+def other(**settings: tuple[object, object]) -> ServerReply:
     """The reply of an engine that runs another job, with (its value, ours) for each setting that differs."""
     named = {name.replace("__", "."): {"running": ran, "wanted": ours} for name, (ran, ours) in settings.items()}
     return ok({"differences": named})

@@ -13,7 +13,7 @@ import httpx
 
 from bombus import telemetry
 from bombus.sdk import running, transport
-from bombus.sdk.core import ApiReply, ApiRequest, ClientCore, EpisodeReport, NoReply, Operation
+from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
 from bombus.sdk.progress import ProgressBar
@@ -65,21 +65,21 @@ class SwarmClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, operation: Operation[T]) -> T:
-        result: ApiReply | NoReply | None = None
+    def _run(self, operation: ClientOperation[T]) -> T:
+        result: ServerReply | NoReply | None = None
         while True:
             try:
                 step = operation.send(result)
             except StopIteration as done:
                 value: T = done.value
                 return value
-            if isinstance(step, ApiRequest):
+            if isinstance(step, ServerRequest):
                 result = self._send(step)
             else:
                 self._sleep(step.seconds)
                 result = None
 
-    def _send(self, request: ApiRequest) -> ApiReply | NoReply:
+    def _send(self, request: ServerRequest) -> ServerReply | NoReply:
         with telemetry.span("sdk.request", path=request.path):
             try:
                 response = self._http.request(**transport.request_options(request))

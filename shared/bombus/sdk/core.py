@@ -1,7 +1,7 @@
 """The client without its I/O: every operation is a generator that yields the requests and pauses that it needs.
 
-A driver (`client.py`, `aio.py`) carries out each `ApiRequest` and `Sleep` and sends the result back in. So the logic of
-retries, waiting and deadlines exists once, and is tested without a network.
+A driver (`client.py`, `aio.py`) carries out each `ServerRequest` and `Sleep` and sends the result back in. So the logic
+of retries, waiting and deadlines exists once, and is tested without a network.
 """
 
 import itertools
@@ -49,8 +49,8 @@ MODEL = "model.path"
 DIFFERENCES_SHOWN = 6
 
 
-class ApiRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to send. The driver answers it with an `ApiReply` or a `NoReply`."""
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to send. The driver answers it with an `ServerReply` or a `NoReply`."""
 
     method: str
     path: str
@@ -63,7 +63,7 @@ class Sleep(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class ApiReply(msgspec.Struct, frozen=True, kw_only=True):
+class ServerReply(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     body: bytes
     retry_after_s: float = 0.0
@@ -76,7 +76,7 @@ class NoReply(msgspec.Struct, frozen=True):
 
 
 T = TypeVar("T")
-Operation = Generator[ApiRequest | Sleep, ApiReply | NoReply | None, T]
+ClientOperation = Generator[ServerRequest | Sleep, ServerReply | NoReply | None, T]
 EpisodeReport = tuple[Task, str, WorkflowOutput]
 
 
@@ -111,28 +111,28 @@ class ClientCore:
 
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = GENERAL_TIMEOUT_S
-    ) -> Operation[dict[str, Any]]:
+    ) -> ClientOperation[dict[str, Any]]:
         """Send until there is a reply, backing off while there is none. All attempts have one id, so that a command
         whose reply was lost is not carried out twice."""
         headers = {"Content-Type": "application/json"}
         if method == "POST":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         encoded = msgspec.json.encode(body or {}) if method == "POST" else b""
-        request = ApiRequest(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
+        request = ServerRequest(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
         began = self._clock()
         for attempt in itertools.count():
             reply = yield request
             assert reply is not None
-            if isinstance(reply, ApiReply):
+            if isinstance(reply, ServerReply):
                 self._reached, self._waiting = True, False
-            if isinstance(reply, ApiReply) and reply.status < 400:
+            if isinstance(reply, ServerReply) and reply.status < 400:
                 return _object(reply)
             error = _error_of(reply, path)
             if isinstance(reply, NoReply):
                 self._warn_of_waiting()
             if not isinstance(error, ServerBusy | ServerUnreachable):
                 raise error
-            pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, ApiReply) else 0.0)
+            pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, ServerReply) else 0.0)
             if self._clock() - began + pause > self._retry_s:
                 raise error
             yield Sleep(pause)
@@ -162,7 +162,7 @@ class ClientCore:
         task_id: str = "",
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
-    ) -> Operation[list[Credentials]]:
+    ) -> ClientOperation[list[Credentials]]:
         """Claim `count` episodes, all or none, waiting as long as it takes or for `max_wait_s`.
 
         Raises `EngineOffline` when no engine runs, `NoEpisode` after `max_wait_s`.
@@ -227,7 +227,7 @@ class ClientCore:
         throttle_policy: ThrottlePolicy | None = None,
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
-    ) -> Operation[tuple[str, Credentials]]:
+    ) -> ClientOperation[tuple[str, Credentials]]:
         task_id = ""
         if throttle_policy is not None and episode_type == "train":
             task_id = throttle_policy.current_task_id
@@ -237,7 +237,7 @@ class ClientCore:
         )
         return claimed[0].episode_uuid, claimed[0]
 
-    def _throttled(self, policy: ThrottlePolicy) -> Operation[None]:
+    def _throttled(self, policy: ThrottlePolicy) -> ClientOperation[None]:
         """Wait until this client may start the policy's task, and record that it has started it."""
         while True:
             stat = yield from self.get_rollout_stat()
@@ -252,7 +252,7 @@ class ClientCore:
 
     # ---- ending -----------------------------------------------------------------------------------------------
 
-    def end_episodes(self, ends: Sequence[EpisodeReport]) -> Operation[None]:
+    def end_episodes(self, ends: Sequence[EpisodeReport]) -> ClientOperation[None]:
         """End episodes, all or none. Those that have lasted too long are aborted instead, with a warning."""
         late = [episode for _, episode, _ in ends if self._is_late(episode)]
         if late:
@@ -274,7 +274,7 @@ class ClientCore:
             over_at = self._begun.get(episode)
         return over_at is not None and self._clock() > over_at
 
-    def abort_episodes(self, episodes: Sequence[str], infra: bool = False, detail: str = "") -> Operation[None]:
+    def abort_episodes(self, episodes: Sequence[str], infra: bool = False, detail: str = "") -> ClientOperation[None]:
         """Abort episodes. Those that are already over stay as they are."""
         if not episodes:
             return
@@ -289,20 +289,20 @@ class ClientCore:
             for episode in episodes:
                 self._begun.pop(episode, None)
 
-    def touch_episodes(self, episodes: Sequence[str]) -> Operation[list[str]]:
+    def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
         """Keep episodes from going idle. Returns those that are over."""
         body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
         reply = yield from self._request("POST", "/touch_episodes", body)
         return list(reply["over"])
 
-    def can_continue_episode(self, episode_uuid: str) -> Operation[bool]:
+    def can_continue_episode(self, episode_uuid: str) -> ClientOperation[bool]:
         body = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
         reply = yield from self._request("POST", "/can_continue_episode", body)
         return bool(reply["can_continue"])
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
-    def get_engine_status(self) -> Operation[tuple[str, dict[str, Any]]]:
+    def get_engine_status(self) -> ClientOperation[tuple[str, dict[str, Any]]]:
         """Return the phase and the whole reply; `ENGINE.CANNOT_CONNECT` when the server does not reply."""
         try:
             reply = yield from self._request("GET", "/get_engine_status", timeout_s=10.0)
@@ -310,28 +310,28 @@ class ClientCore:
             return CANNOT_CONNECT, {"engine_status_detail": error.why}
         return str(reply["engine_status"]), reply
 
-    def get_rollout_stat(self) -> Operation[PoolInformation]:
+    def get_rollout_stat(self) -> ClientOperation[PoolInformation]:
         reply = yield from self._request("GET", "/get_current_batch_rollout_pool_information")
         return PoolInformation.model_validate(reply)
 
-    def sync_train_config(self, job: Mapping[str, Any] | str) -> Operation[None]:
+    def sync_train_config(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:
         """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`."""
         yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
 
-    def start_engine(self, timeout_s: float = 3600.0) -> Operation[None]:
+    def start_engine(self, timeout_s: float = 3600.0) -> ClientOperation[None]:
         """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
         reply = yield from self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("error", "the engine did not start")), str(reply.get("code", "")), 200)
         yield from self.wait_for_status(ROLLING, timeout_s)
 
-    def stop_engine(self) -> Operation[None]:
+    def stop_engine(self) -> ClientOperation[None]:
         reply = yield from self._request("POST", "/stop_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
         yield from self.wait_for_status(OFFLINE)
 
-    def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> Operation[None]:
+    def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> ClientOperation[None]:
         """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`."""
         began = self._clock()
         while True:
@@ -345,7 +345,7 @@ class ClientCore:
                 raise TimeoutError(f"The engine was not {wanted} within {timeout_s:g} s; it is {status}.")
             yield Sleep(POLL_S)
 
-    def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> Operation[None]:
+    def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> ClientOperation[None]:
         """See `SwarmClient.auto_sync_train_config_and_start_engine`."""
         if force_restart:
             yield from self.stop_engine()
@@ -366,7 +366,7 @@ class ClientCore:
             yield from self.wait_for_status(ROLLING)
         yield from self._join(job)
 
-    def _join(self, job: Mapping[str, Any] | str) -> Operation[None]:
+    def _join(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:
         """Join the job that runs. Raises `OtherModel`. Any other difference is only a warning, because the clients of
         one engine need not agree on settings that are not theirs, such as the learning rate."""
         reply = yield from self._request("POST", "/compare_train_config", {"yaml_as_string": _text(job)})
@@ -378,16 +378,16 @@ class ClientCore:
             raise OtherModel(why, Code.WRONG_PHASE, 200)
         log.warning("%s", why)
 
-    def agree_sync_weight(self) -> Operation[None]:
+    def agree_sync_weight(self) -> ClientOperation[None]:
         """Say that this client has sampled enough for this batch. Raises `WrongPhase`."""
         reply = yield from self._request("POST", "/agree_sync_weight", {"client_uuid": self.client_uuid})
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
 
-    def get_json(self, path: str) -> Operation[dict[str, Any]]:
+    def get_json(self, path: str) -> ClientOperation[dict[str, Any]]:
         return (yield from self._request("GET", path))
 
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Operation[dict[str, Any]]:
+    def post_json(self, path: str, body: Mapping[str, Any]) -> ClientOperation[dict[str, Any]]:
         return (yield from self._request("POST", path, body))
 
 
@@ -414,14 +414,14 @@ def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> d
     return {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
 
 
-def _object(reply: ApiReply) -> dict[str, Any]:
+def _object(reply: ServerReply) -> dict[str, Any]:
     try:
         return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
         raise ServerFault(f"The server's reply is not a JSON object: {error}", "", reply.status) from error
 
 
-def _error_of(reply: ApiReply | NoReply, path: str) -> SwarmError:
+def _error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
     if isinstance(reply, NoReply):
         return ServerUnreachable(f"{path}: {reply.why}")
     try:

@@ -1,4 +1,4 @@
-"""What both drivers share: an `ApiRequest` as an httpx request, and an httpx response as an `ApiReply`."""
+"""What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import httpx
 
 from bombus import telemetry
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
-from bombus.sdk.core import ApiReply, ApiRequest
+from bombus.sdk.core import ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
@@ -40,7 +40,7 @@ def client_options(server_url: str, engine: str | None, key: str) -> dict[str, A
     return {"base_url": base_url, "limits": limits, "headers": headers}
 
 
-def request_options(request: ApiRequest) -> dict[str, Any]:
+def request_options(request: ServerRequest) -> dict[str, Any]:
     headers = dict(request.headers)
     if traceparent := telemetry.current():
         headers[telemetry.HEADER] = traceparent
@@ -53,10 +53,10 @@ def request_options(request: ApiRequest) -> dict[str, Any]:
     }
 
 
-def reply_of(response: httpx.Response) -> ApiReply:
+def reply_of(response: httpx.Response) -> ServerReply:
     try:
         retry_after_s = float(response.headers.get("retry-after", 0))
     except ValueError:
         retry_after_s = 0.0  # a date, which our own server never sends
     retry_after_s = max(0.0, min(retry_after_s, 60.0))
-    return ApiReply(status=response.status_code, body=response.content, retry_after_s=retry_after_s)
+    return ServerReply(status=response.status_code, body=response.content, retry_after_s=retry_after_s)
