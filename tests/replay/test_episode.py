@@ -1,4 +1,4 @@
-"""`bombus replay episode`: what became of it, and every token with the figures that it was trained with."""
+"""`bombus replay episode`: how it ended, and every token with the figures that it was trained with."""
 
 import json
 from collections.abc import Iterator
@@ -56,10 +56,10 @@ async def test_a_trained_episode_has_its_tree_and_its_advantage(golden: FileSour
     for turn in transcript.turns:
         (reply,) = turn.replies
         assert reply.message is not None
-        said = "".join(token.text for token in reply.tokens)
+        sampled = "".join(token.text for token in reply.tokens)
         for special in ("<|im_start|>", "<|im_end|>", "<pad>", "<eos>"):
-            said = said.replace(special, "")
-        assert said == reply.message["content"]
+            sampled = sampled.replace(special, "")
+        assert sampled == reply.message["content"]
     assert transcript.turns[1].prompt_tokens == transcript.turns[0].prompt_tokens + len(
         transcript.turns[0].replies[0].tokens
     ) + (transcript.turns[1].prompt_added)
@@ -77,7 +77,7 @@ async def test_rewards_for_calls_give_each_call_its_own_advantage(golden: FileSo
 async def transcript_under(
     golden: FileSource, episode: str, turn_tokens_max: int = 0, **trainer: str
 ) -> EpisodeTranscript:
-    """An episode as it would be transcript, had its run been configured with these settings too."""
+    """Return the transcript that an episode would have, had its run been configured with these settings too."""
     story = await read_story(golden, episode)
     assert story.config is not None
     tree = json.loads(story.config.config)
@@ -88,7 +88,7 @@ async def transcript_under(
     return await read_transcript(golden, story)
 
 
-async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(golden: FileSource) -> None:
+async def test_an_advantage_that_depends_on_the_whole_batch_is_not_shown(golden: FileSource) -> None:
     transcript = await transcript_under(golden, "main-1-5", adv_estimator="reinforce_plus_plus")
     assert {turn.advantage for turn in transcript.turns} == {None}
     assert (
@@ -97,7 +97,7 @@ async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(go
     )
 
 
-async def test_an_episode_that_the_job_masks_is_not_said_to_be_trained(golden: FileSource) -> None:
+async def test_an_episode_that_the_job_masks_is_not_shown_as_trained(golden: FileSource) -> None:
     """One of its calls was cut at the six tokens that its client asked for."""
     for overlong, turn_tokens_max, trained in (("keep", 6, True), ("mask", 6, False), ("mask", 7, True)):
         transcript = await transcript_under(golden, "main-1-5", turn_tokens_max, overlong=overlong)
@@ -108,7 +108,7 @@ async def test_an_episode_that_the_job_masks_is_not_said_to_be_trained(golden: F
         assert all("cut at the job's limit" in turn.untrained for turn in transcript.turns) != trained
 
 
-async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_with(golden: FileSource) -> None:
+async def test_masks_versions_and_advantages_are_those_that_the_trainer_uses(golden: FileSource) -> None:
     async for entry in golden.events():
         if not isinstance(entry.event, BatchReady):
             continue
@@ -135,7 +135,7 @@ async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_wi
 
 
 @pytest.mark.parametrize(
-    ("episode", "became", "untrained"),
+    ("episode", "ending", "untrained"),
     [
         ("main-1-1", "ended with reward 0.5; dropped untrained: no_signal", ""),
         ("main-1-7", "aborted: client (not needed)", ""),
@@ -145,11 +145,11 @@ async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_wi
         ("main-2-5", "waits in the pool", ""),
     ],
 )
-def test_what_became_of_an_episode_is_said_first(episode: str, became: str, untrained: str, capsys: Capture) -> None:
+def test_how_an_episode_ended_is_shown_first(episode: str, ending: str, untrained: str, capsys: Capture) -> None:
     assert main(["replay", "episode", "--log", str(TINY), episode]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(f"episode {episode}: ")
-    assert became in first
+    assert ending in first
     assert any(f"not trained: {untrained}" in line for line in rest) == bool(untrained)
 
 
@@ -164,12 +164,12 @@ def test_tokens_are_listed_one_by_one_up_to_a_limit(capsys: Capture) -> None:
     assert main(["replay", "episode", "--log", str(TINY), "main-1-5", "--tokens", "-1"]) == 2
 
 
-async def test_an_episode_that_is_not_there_is_told_which_are(golden: FileSource) -> None:
+async def test_a_missing_episode_is_refused_with_the_episodes_that_exist(golden: FileSource) -> None:
     with pytest.raises(NotOnLog, match=r"main-2-1 to main-2-5$"):
         await read_story(golden, "main-2-6")
 
 
-async def test_calls_that_are_gone_are_named_and_the_rest_is_told(golden: FileSource, tmp_path: Path) -> None:
+async def test_calls_that_are_gone_are_named_and_the_rest_is_shown(golden: FileSource, tmp_path: Path) -> None:
     path = tmp_path / "events-only"
     await export(golden, path, with_calls=False)
     with FileSource.open(path) as source:
@@ -185,22 +185,22 @@ async def test_calls_that_are_gone_are_named_and_the_rest_is_told(golden: FileSo
 # ---- what is drawn ------------------------------------------------------------------------------------------------
 
 
-def transcript_of(said: str, advantage: float | None = 0.5) -> EpisodeTranscript:
-    """An episode whose every text is `said`."""
+def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscript:
+    """Return a transcript in which every text is `shown`."""
     story = EpisodeStory(
-        id="main-1-1", engine="main", run=1, client=said, type=EpisodeType.TRAIN, task=said, version=0, claimed_ns=1,
-        aborted=ev.EpisodeAborted(run=1, episodes=("main-1-1",), reason=AbortReason.CLIENT, detail=said),
+        id="main-1-1", engine="main", run=1, client=shown, type=EpisodeType.TRAIN, task=shown, version=0, claimed_ns=1,
+        aborted=ev.EpisodeAborted(run=1, episodes=("main-1-1",), reason=AbortReason.CLIENT, detail=shown),
     )  # fmt: skip
-    function = {"name": said, "arguments": said}
-    message = {"role": said, "content": said, "tool_calls": [{"function": function}]}
-    tokens = (Token(1, said, -0.5, 3, True), Token(2, "b", -3.0, 3, False))
+    function = {"name": shown, "arguments": shown}
+    message = {"role": shown, "content": shown, "tool_calls": [{"function": function}]}
+    tokens = (Token(1, shown, -0.5, 3, True), Token(2, "b", -3.0, 3, False))
     turn = Turn(
-        number=1, call="c1", parent=0, parent_reply=0, role=said, messages=(message,), prompt=said, prompt_tokens=3,
-        tools=({"function": {"name": said, "description": said}},), prompt_added=3, sampling=SamplingParams(),
+        number=1, call="c1", parent=0, parent_reply=0, role=shown, messages=(message,), prompt=shown, prompt_tokens=3,
+        tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
         advantage=advantage,
     )  # fmt: skip
-    return EpisodeTranscript(story=story, turns=(turn,), lost=(said,), notes=(said,))
+    return EpisodeTranscript(story=story, turns=(turn,), lost=(shown,), notes=(shown,))
 
 
 class Page(HTMLParser):
@@ -229,7 +229,7 @@ class Page(HTMLParser):
         self.words += data
 
 
-def test_a_page_needs_nothing_else_and_nothing_in_it_runs() -> None:
+def test_a_page_is_self_contained_and_runs_nothing() -> None:
     drawn = Page(page(transcript_of(HOSTILE), "the log"))
     assert {tag for tag, _ in drawn.tags}.isdisjoint({"script", "link", "img", "iframe"})
     for _, attributes in drawn.tags:
@@ -240,7 +240,7 @@ def test_a_page_needs_nothing_else_and_nothing_in_it_runs() -> None:
     assert "\u202e" not in drawn.words
 
 
-def test_a_token_on_the_page_says_its_figures_when_pointed_at() -> None:
+def test_a_token_on_the_page_has_its_figures_in_its_title() -> None:
     drawn = Page(page(transcript_of("a"), "the log"))
     titles = [attributes["title"] for tag, attributes in drawn.tags if "title" in attributes]
     assert titles == [
