@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    show = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
-    return run_on_source(f"bombus log {arguments.subcommand}", show, arguments)
+    command = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
+    return run_on_source(f"bombus log {arguments.subcommand}", command, arguments)
 
 
 # ---- verify and compact -------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class _Writer:
             )
         )
         if self._with_calls:
-            await self._write_references(_held_by(state), _tokenizers_of(state))
+            await self._write_references(calls_held_by(state), _tokenizers_of(state))
         batch: list[Stored] = []
         async for stored in self._source.stored(position):
             batch.append(stored)
@@ -131,8 +131,9 @@ def calls_of(event: ev.AnyEvent) -> list[CallRef]:
             return []
 
 
-def _held_by(hive: Hive) -> list[CallRef]:
-    """Return the calls that a state still refers to."""
+def calls_held_by(hive: Hive) -> list[CallRef]:
+    """Return the calls of the open episodes, the pool and the outstanding batch of each engine: those that are still to
+    be trained, or may be."""
     refs: list[CallRef] = []
     for engine in hive.engines.values():
         refs += (call.ref for episode in engine.open.values() for call in episode.calls)

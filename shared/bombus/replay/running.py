@@ -17,15 +17,15 @@ class BadUsage(ValueError):
     """Raised for a command line that makes no sense; the sentence says what would."""
 
 
-def run_on_source(command: str, show: SourceCommand, arguments: argparse.Namespace) -> int:
+def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespace) -> int:
     """Run a command on the log that its arguments name, and return the exit code.
 
-    0, 1 when something does not exist or cannot be read, 2 for bad usage.
+    The code is 0, 1 when something does not exist or cannot be read, or 2 for bad usage. `prog` begins error messages.
     """
 
     async def on_source() -> None:
         async with open_source(arguments) as source:
-            await show(source, arguments)
+            await command(source, arguments)
 
     try:
         asyncio.run(on_source())
@@ -33,9 +33,9 @@ def run_on_source(command: str, show: SourceCommand, arguments: argparse.Namespa
     except BrokenPipeError:  # the reader of our output (`head`) has closed it; do not write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BadUsage as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except (BombusError, OSError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -19,7 +19,7 @@ ReadProgress = Callable[[int, int], None]  # called with the position that was r
 
 
 class NotOnLog(BombusError):
-    """Something that was requested is not on this log; the sentence says what is."""
+    """Raised when a log does not have what was requested; the sentence says what it has."""
 
 
 class Logged(msgspec.Struct, frozen=True):

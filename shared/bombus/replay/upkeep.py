@@ -1,4 +1,4 @@
-"""The work of `bombus log verify` and `bombus log compact`: check a log, and remove what is no longer needed of it."""
+"""The work of `bombus log verify` and `bombus log compact`: checking a log, and removing its oldest events."""
 
 import msgspec
 
@@ -6,8 +6,9 @@ from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
-from bombus.hive.records import CallRef, decode_record
+from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive, evolve
+from bombus.replay.export import calls_held_by
 from bombus.replay.source import ReadProgress
 
 CALLS_AT_ONCE = 1_000
@@ -46,7 +47,7 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
                 if stored.seq in waiting:
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
-    refs = sorted(_needed(check.hive), key=lambda ref: ref.seq)
+    refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
     for start in range(0, len(refs), CALLS_AT_ONCE):
         some = refs[start : start + CALLS_AT_ONCE]
         for ref, stored in zip(some, await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in some])):
@@ -54,17 +55,6 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
     agreed = tuple(position for position in waiting if position not in other)
     return Verified(first, end, check.epochs, agreed, other, len(refs))
-
-
-def _needed(hive: Hive) -> set[CallRef]:
-    """Return the calls that are still to be trained, or may be."""
-    refs: set[CallRef] = set()
-    for engine in hive.engines.values():
-        refs.update(call.ref for episode in engine.open.values() for call in episode.calls)
-        refs.update(ref for completed in engine.pool.values() for ref in completed.calls)
-        if engine.batch is not None:
-            refs.update(ref for group in engine.batch.groups for episode in group.episodes for ref in episode.calls)
-    return refs
 
 
 class _Check:

@@ -1,4 +1,4 @@
-"""An episode in a terminal. Colour is optional: everything that it shows is also said in words."""
+"""An episode in a terminal. Colour is optional: everything that colour shows is also in words."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -44,7 +44,10 @@ def outcome(story: EpisodeStory) -> str:
 
 def facts(story: EpisodeStory) -> list[tuple[str, str]]:
     """Return everything about an episode but its calls, as (name, value)."""
-    took = f", {duration(seconds_between(story.claimed_ns, story.over_ns))} later" if story.over_ns else ""
+    claimed = f"{date(story.claimed_ns)} {clock(story.claimed_ns)}"
+    if story.over_ns:
+        took = duration(seconds_between(story.claimed_ns, story.over_ns))
+        claimed += f"; over {clock(story.over_ns)}, {took} later"
     rows = [
         ("task", story.task or "-"),
         ("client", story.client),
@@ -52,10 +55,8 @@ def facts(story: EpisodeStory) -> list[tuple[str, str]]:
             "engine",
             f"{story.engine}, run {story.run}, {story.type} episode, policy version {story.version} at the claim",
         ),
-        ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}; over {clock(story.over_ns)}{took}"),
+        ("claimed", claimed),
     ]
-    if not story.over_ns:
-        rows[-1] = ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}")
     if story.outcome is not None:
         rewards = story.outcome.call_rewards
         if rewards is not None:
