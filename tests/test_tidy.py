@@ -202,12 +202,12 @@ CALLERS_OF_IMPORTERS = {
 
 
 def names_a_service(path: Path) -> bool:
-    """Whether a string of the module, other than a docstring, names a module of a service."""
+    """Whether a string of the module, other than a docstring, names a module of a service, or begins such a name."""
     tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_text(node)}
     strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
-    return any(isinstance(node.value, str) and re.search("|".join(SERVICES), node.value) for node in strings)
+    return any(isinstance(node.value, str) and re.search(r"\bbombus_", node.value) for node in strings)
 
 
 def is_text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

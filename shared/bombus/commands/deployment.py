@@ -117,7 +117,9 @@ def flag_of(arguments: argparse.Namespace, flags: Mapping[tuple[str, str], str])
 
 
 def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
-    """Return a cluster file, as written, and its jobs. A job file, or none, gives one with these engines and parts.
+    """Return a cluster file, as it is written, and its jobs.
+
+    From a job file, or without a file, make one that has engines of these names, each described by `engine`.
 
     Raises `Refused(BAD_CONFIG)`.
     """

@@ -136,7 +136,7 @@ class AsyncSwarmClient:
                 try:
                     await self.touch_episodes(episode_uuids)
                 except SwarmError as error:
-                    log.warning("the server did not take a sign of life: %s", error)
+                    log.warning("could not keep the episodes alive: %s", error)
 
         heartbeat = asyncio.create_task(beat())
         try:

@@ -158,7 +158,7 @@ class SwarmClient:
                 try:
                     self.touch_episodes(episode_uuids)
                 except SwarmError as error:
-                    log.warning("the server did not take a sign of life: %s", error)
+                    log.warning("could not keep the episodes alive: %s", error)
 
         thread = threading.Thread(target=beat, name="bombus-keep-alive", daemon=True)
         thread.start()
