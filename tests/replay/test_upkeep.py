@@ -10,6 +10,7 @@ from bombus.cli import main
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event
+from bombus.hive.records import CallRef
 from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, two_snapshots
 from tests.coordinator.test_shell import boot, leading
@@ -65,7 +66,7 @@ async def test_an_event_that_no_leader_would_have_written_is_found(bus: Bus, epo
 async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
     await two_snapshots(bus)
     outcome = ev.Outcome(episode="main-1-99", task="t", reward=1.0, digest=b"d")
-    lost = msgspec.structs.replace(outcome, calls=(ev.CallRef(999, "lost", b"d" * 16),))
+    lost = msgspec.structs.replace(outcome, calls=(CallRef(999, "lost", b"d" * 16),))
     newest = await bus.last(bus.subjects.events_stream)
     assert newest is not None
     event = ev.EpisodeEnded(engine="main", run=1, client="c", outcomes=(lost,))
