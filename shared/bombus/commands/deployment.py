@@ -37,7 +37,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=name_of("engine"),
         metavar="NAME",
-        help="may be given several times; with a cluster file: start only these of its engines (default: main)",
+        help="an engine's name, once or several times; with a cluster file: only these of its engines (default: main)",
     )
     parser.add_argument("--gateways", type=int, metavar="N", help="how many gateways, sharing the port (default: 1)")
     parser.add_argument(
