@@ -182,10 +182,10 @@ def test_servers_elsewhere_and_their_keys_are_tried(monkeypatch: pytest.MonkeyPa
         server.bind(("127.0.0.1", 0))
         server.listen()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "HELD"}])
+        found = deployment(inference=[{"backend": "openai", "url": url, "api_key_env": "HELD"}])
         assert {finding.state for finding in found.values()} == {State.OK}
         assert "secret" not in str(found)
-    found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "NOT_HELD"}])
+    found = deployment(inference=[{"backend": "openai", "url": url, "api_key_env": "NOT_HELD"}])
     assert [finding.state for finding in found.values()] == [State.MISSING, State.MISSING]
 
 
@@ -196,7 +196,7 @@ def test_gpus_that_are_not_there_are_named_together(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_needed_follows_from_the_processes_that_run_here() -> None:
-    cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"engine": "vllm"}]}}}, Path())
+    cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"backend": "vllm"}]}}}, Path())
     assert needed(cluster) == {"server", "gateway", "coordinator", "trainer", "inference", "vllm"}
     elsewhere = {"nats": "nats://bus", "gateway": {"count": 0}, "coordinator": {"count": 0}}
     cluster, _ = read_cluster({**elsewhere, "engines": {"main": {"trainer": {"backend": "verl"}}}}, Path())
@@ -216,7 +216,7 @@ def test_the_exit_code_says_whether_it_can_run(tmp_path: Path, capsys: pytest.Ca
     assert out.endswith(f"{file} can run here.\n")
     assert "ok        engine main: model" in out
 
-    part["inference"] = [{"engine": "vllm"}]
+    part["inference"] = [{"backend": "vllm"}]
     file.write_text(json.dumps({**door, "engines": {"main": part}}))
     assert main(["doctor", "--config", str(file), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)

@@ -182,7 +182,7 @@ def _engine_with_flags(name: str, part: Tree, torch: Tree, trainer: Tree, replic
             Code.BAD_CONFIG, f"--replicas does not apply to engine {name}: its file has {len(kinds)} kinds of replicas"
         )
     count = {"count": replicas} if replicas is not None else {}
-    kinds = [put_over(kind, (torch if kind.get("engine") != "openai" else {}) | count) for kind in kinds]
+    kinds = [put_over(kind, (torch if kind.get("backend") != "openai" else {}) | count) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:
         changed["trainer"] = put_over(part["trainer"], trainer)

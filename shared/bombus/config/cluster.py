@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -17,6 +18,8 @@ from bombus.config.groups import allowed, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
 from bombus.errors import Code, Refused
 from bombus.hive.subjects import check_name
+
+log = logging.getLogger(__name__)
 
 
 class EnginePart(Part):
@@ -53,6 +56,7 @@ class Cluster(Part):
 
 
 Jobs = dict[str, RunConfig]  # by engine
+OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still read; an engine is the model that is trained
 ON_ONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -85,11 +89,39 @@ def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
 def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
     """`flag_of` has the flag that gave the value of a place, where one did. Raises `Refused(BAD_CONFIG)`."""
     try:
-        return Cluster.model_validate_json(json.dumps(tree))
+        return Cluster.model_validate_json(json.dumps(_with_backends(tree)))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
             raise _refusal(_sentence(error, flag_of)) from error
         raise _refusal(f"the cluster file is not plain data: {error}") from error
+
+
+def _with_backends(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The document with `backend` wherever a part of `inference` has the key's old name, `engine`.
+
+    Logs a warning for each. Raises `Refused(BAD_CONFIG)` where both are given.
+    """
+    engines = tree.get("engines")
+    if not isinstance(engines, Mapping):
+        return tree
+    changed = {}
+    for name, engine in engines.items():
+        parts = engine.get("inference") if isinstance(engine, Mapping) else None
+        if isinstance(parts, list):
+            place = f"engines.{name}.inference"
+            parts = [_with_backend(part, f"{place}[{number}]") for number, part in enumerate(parts)]
+            engine = {**engine, "inference": parts}
+        changed[name] = engine
+    return {**tree, "engines": changed}
+
+
+def _with_backend(part: Any, place: str) -> Any:
+    if not isinstance(part, Mapping) or OLD_BACKEND not in part:
+        return part
+    if "backend" in part:
+        raise _refusal(f"{place}.{OLD_BACKEND} is the old name of {place}.backend: give only one of them")
+    log.warning("%s.%s is the old name of %s.backend: write backend", place, OLD_BACKEND, place)
+    return {"backend" if key == OLD_BACKEND else key: value for key, value in part.items()}
 
 
 def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -> tuple[Cluster, Jobs]:

@@ -83,7 +83,7 @@ class TrainerPart(PlacedPart):
         return self
 
 
-_NOT_OF_OTHERS = {
+_OF_ONE_BACKEND = {
     "openai": ("url", "api_key_env", "model"),
     "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization"),
 }
@@ -91,17 +91,19 @@ _NOT_OF_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_
 
 
 class InferencePart(PlacedPart):
-    """Replicas of one kind. `url`, `model` and `api_key_env` are of engine openai; `tensor_parallel`, `eager` (no
-    compilation), `python` (an interpreter with vLLM of your own) and `gpu_memory_utilization` are of vllm.
+    """Replicas of one kind, which serve the engine that they stand below; `backend` is what computes in them.
+
+    `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
+    interpreter with your own vLLM) and `gpu_memory_utilization` belong to backend vllm.
 
     Of `devices` each replica has `tensor_parallel`, in their order, `device` is then cuda, and cpu otherwise;
     `share_devices` says that other parts may have them too. `max_model_len` is in tokens; it and `dtype` are the job's
     when they are not given. `max_running` are sequences at once. `kv_cache_mb` is memory for keys and values, 0 the
-    engine's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of them, 0 vLLM's own.
+    backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of them, 0 vLLM's own.
     `api_key_env` names the variable that holds the server's key.
     """
 
-    engine: Literal["torch", "vllm", "openai"] = "torch"
+    backend: Literal["torch", "vllm", "openai"] = "torch"
     count: Count = 1
     threads: Threads = 0
     dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
@@ -124,19 +126,19 @@ class InferencePart(PlacedPart):
         return none_or_at_least(tokens, 2)
 
     @model_validator(mode="after")
-    def _is_of_its_engine(self) -> "InferencePart":
+    def _fields_belong_to_its_backend(self) -> "InferencePart":
         given = self.model_fields_set
-        for engine, fields in _NOT_OF_OTHERS.items():
+        for backend, fields in _OF_ONE_BACKEND.items():
             for name in fields:
-                if name in given and engine != self.engine:
-                    raise ValueError(f"{name} means nothing with engine {self.engine}: it is of {engine}")
-        if self.engine != "openai":
+                if name in given and backend != self.backend:
+                    raise ValueError(f"{name} means nothing with backend {self.backend}: it belongs to {backend}")
+        if self.backend != "openai":
             return self
         for name in _NOT_OF_OPENAI:
             if name in given:
-                raise ValueError(f"{name} means nothing with engine openai: the server there has its own")
+                raise ValueError(f"{name} means nothing with backend openai: the server there has its own")
         if not self.url:
-            raise ValueError("url is missing: engine openai is a server that runs elsewhere")
+            raise ValueError("url is missing: backend openai is a server that runs elsewhere")
         if self.count > 1:
             raise ValueError(f"count {self.count} is refused: one replica stands for the server at {self.url}")
         return self

@@ -42,7 +42,7 @@ def _placed(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
         if engine.trainer is not None and engine.trainer.device != "cpu":
             yield f"engines.{name}.trainer", engine.trainer
         for number, part in enumerate(engine.inference):
-            if part.count and part.engine != "openai" and part.device != "cpu":
+            if part.count and part.backend != "openai" and part.device != "cpu":
                 yield f"engines.{name}.inference[{number}]", part
 
 

@@ -56,14 +56,14 @@ def needed(cluster: Cluster) -> set[str]:
     names |= {"coordinator"} if cluster.coordinator.count else set()
     for engine in cluster.engines.values():
         names |= {"inference"} if engine.replicas else set()
-        names |= {"vllm"} if any(part.engine == "vllm" and part.count for part in engine.inference) else set()
+        names |= {"vllm"} if any(part.backend == "vllm" and part.count for part in engine.inference) else set()
         if engine.trainer is not None:
             names.add("trainer" if engine.trainer.backend == "torch" else engine.trainer.backend)
     return names
 
 
 def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
-    parts: list[PlacedPart] = [part for part in engine.inference if part.count and part.engine != "openai"]
+    parts: list[PlacedPart] = [part for part in engine.inference if part.count and part.backend != "openai"]
     parts += [engine.trainer] if engine.trainer is not None else []
     devices = {f"cuda:{gpu}" for part in parts for gpu in part.devices}
     devices |= {part.device for part in parts if not part.devices}
@@ -73,7 +73,7 @@ def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
         detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}there"
         yield found(f"engine {name}: device", not lacking, detail, "give --device cpu, or run it where the GPUs are")
     for part in engine.inference:
-        if part.engine == "openai" and part.count:
+        if part.backend == "openai" and part.count:
             yield from _reachable(f"engine {name}: server", part.url, 80)
         if part.api_key_env:
             held = bool(os.environ.get(part.api_key_env))
@@ -154,9 +154,9 @@ class Need(msgspec.Struct, frozen=True):
 def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> list[Need]:
     """What an engine with a model of `size` parameters takes."""
     needs = [
-        _serving(f"engine {name}: {part.engine} replica", part, job, size, gpus)
+        _serving(f"engine {name}: {part.backend} replica", part, job, size, gpus)
         for part in engine.inference
-        if part.engine != "openai"
+        if part.backend != "openai"
         for gpus in gpus_of_replicas(part)
     ]
     return needs + ([_training(name, engine.trainer, job, size)] if engine.trainer is not None else [])
@@ -176,7 +176,7 @@ def _serving(what: str, part: InferencePart, job: RunConfig, size: int, gpus: tu
     on_gpu = part.device != "cpu"
     dtype = part.dtype or job.model.dtype
     width = 4 if dtype == "float32" or (dtype == "auto" and not on_gpu) else 2
-    takes_the_rest = part.engine == "vllm" and on_gpu
+    takes_the_rest = part.backend == "vllm" and on_gpu
     cache = part.kv_cache_mb or (0 if takes_the_rest else KV_CACHE_MB_DEFAULT)
     each = width * size // part.tensor_parallel + (cache << 20)
     return Need(what, each, on_gpu, part.tensor_parallel, gpus)

@@ -83,7 +83,7 @@ def check_can_start(layout: Layout) -> None:
     """
     for name, engine in layout.cluster.engines.items():
         used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
-        used |= {part.engine for part in engine.inference if part.count and not part.python}
+        used |= {part.backend for part in engine.inference if part.count and not part.python}
         for backend in used & {"vllm", "verl"}:
             try:
                 environment_python(backend)
@@ -192,11 +192,11 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments = ["--engine", engine]
     arguments += ["--max-model-len", str(part.max_model_len)] if part.max_model_len else []
     arguments += ["--max-running", str(part.max_running)] if "max_running" in part.model_fields_set else []
-    if part.engine == "openai":
+    if part.backend == "openai":
         arguments += ["--backend", "openai", "--url", part.url]
         arguments += ["--model", part.model] if part.model else []
         return arguments + (["--api-key-env", part.api_key_env] if part.api_key_env else [])
-    arguments += ["--backend", part.engine] if part.engine != "torch" else []
+    arguments += ["--backend", part.backend] if part.backend != "torch" else []
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--dtype", part.dtype] if part.dtype else []
     arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
