@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bombus.cli import main
-from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster
+from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile
 from bombus.config.parts import InferencePart
 from bombus.config.placement import check_placement
 from bombus.config.xorl import IGNORED
@@ -30,7 +30,7 @@ def engine(**parts: Any) -> dict[str, Any]:
 
 
 def read_cluster(tree: dict[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
-    cluster, jobs = agreed(*described(tree, folder))
+    cluster, jobs = reconcile(*parse_cluster(tree, folder))
     check_placement(cluster)
     return cluster, jobs
 

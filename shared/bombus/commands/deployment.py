@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster, validated_cluster
+from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, parse_job, read_job_file
 from bombus.config.flags import check_range, name_of
 from bombus.config.parts import PROCESSES_MAX
@@ -85,7 +85,7 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
     plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
     _choose_engines(plain["engines"], arguments.engine)
     jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
-    cluster, jobs = agreed(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
+    cluster, jobs = reconcile(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
     check_placement(cluster)
     return cluster, jobs
 
@@ -125,7 +125,7 @@ def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[T
     """
     tree = read_job_file(config) if config is not None else {}
     if config is not None and is_cluster(tree):
-        cluster, jobs = described(tree, config.parent)
+        cluster, jobs = parse_cluster(tree, config.parent)
         return cluster.model_dump(mode="json", exclude_unset=True), jobs
     jobs = {name: parse_job(tree) for name in names} if config is not None else {}
     return {"engines": dict.fromkeys(names, engine)}, jobs

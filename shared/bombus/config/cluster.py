@@ -57,7 +57,7 @@ class Cluster(Part):
 
 Jobs = dict[str, RunConfig]  # by engine
 OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still read; an engine is the model that is trained
-ON_ONE: Mapping[str, int] = MappingProxyType({})
+_ONE_MACHINE: Mapping[str, int] = MappingProxyType({})
 
 
 def is_cluster(tree: Mapping[str, Any]) -> bool:
@@ -69,11 +69,11 @@ def is_cluster(tree: Mapping[str, Any]) -> bool:
     return bool(ours)
 
 
-def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
     """The deployment that a document describes, and its jobs; their files are looked for from `folder`.
 
-    All is as it stands there: flags may change it before trainers and jobs are `agreed`. Raises `Refused(BAD_CONFIG)`
-    with one sentence.
+    Nothing is reconciled yet, because flags may still change it: see `reconcile`. Raises `Refused(BAD_CONFIG)` with one
+    sentence.
     """
     cluster = validated_cluster(tree)
     jobs: Jobs = {}
@@ -124,7 +124,7 @@ def _with_backend(part: Any, place: str) -> Any:
     return {"backend" if key == OLD_BACKEND else key: value for key, value in part.items()}
 
 
-def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -> tuple[Cluster, Jobs]:
+def reconcile(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = _ONE_MACHINE) -> tuple[Cluster, Jobs]:
     """Trainers and jobs that say the same of backend and processes: what one leaves open is taken from the other.
 
     `machines` is how many an engine's trainer runs on, if not one: its part is that of each, and its job's processes
@@ -135,7 +135,7 @@ def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -
         if engine.trainer is None:
             continue
         job = jobs.get(name)
-        trainer = _agreed_trainer(name, engine.trainer, job, machines.get(name, 1))
+        trainer = _reconciled_trainer(name, engine.trainer, job, machines.get(name, 1))
         engines[name] = engine.model_copy(update={"trainer": trainer})
         if job and trainer.backend != job.trainer.backend:
             changed = job.trainer.model_copy(update={"backend": trainer.backend})
@@ -143,7 +143,7 @@ def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -
     return cluster.model_copy(update={"engines": engines}), settled
 
 
-def _agreed_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
+def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
     where = f"engines.{name}.trainer"
     asked: Tree = {} if job is None else job.trainer.model_dump(include={"backend", "processes"}, exclude_unset=True)
     values: Tree = {"backend": part.backend, "processes": part.processes}

@@ -26,7 +26,7 @@ Float = Annotated[float, BeforeValidator(_number)]
 Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 
 
-class Group(BaseModel):
+class ConfigGroup(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 

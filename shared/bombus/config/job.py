@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus.config.algorithms import Overlong
-from bombus.config.groups import Float, Group, Tree, allowed, shown
+from bombus.config.groups import ConfigGroup, Float, Tree, allowed, shown
 from bombus.config.trainer import TrainerConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, Method
@@ -32,7 +32,7 @@ def _method(value: object) -> object:
 CollectionMethod = Annotated[Method, BeforeValidator(_method)]
 
 
-class ModelConfig(Group):
+class ModelConfig(ConfigGroup):
     """`path` is `tiny`, `smollm2`, a folder or a hub's name; `tokenizer` the same, where it is not in the model's.
 
     `seed` is that of fresh weights and of sampling.
@@ -44,7 +44,7 @@ class ModelConfig(Group):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
-class RolloutConfig(Group):
+class RolloutConfig(ConfigGroup):
     """Lengths are in tokens. `temperature` is that of calls that give none."""
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
@@ -71,7 +71,7 @@ class RolloutConfig(Group):
         return self
 
 
-class CollectionConfig(Group):
+class CollectionConfig(ConfigGroup):
     """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions.
 
     With `max_staleness` above 0 episodes go on while a step is made (docs/asynchronous.md).
@@ -94,7 +94,7 @@ class CollectionConfig(Group):
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
 
 
-class ExperimentConfig(Group):
+class ExperimentConfig(ConfigGroup):
     """`dir` is where checkpoints go; `auto` leaves it to the trainer's settings."""
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
@@ -102,7 +102,7 @@ class ExperimentConfig(Group):
     dir: str = Field(default="auto", min_length=1, max_length=4096)
 
 
-class RunConfig(Group):
+class RunConfig(ConfigGroup):
     """Everything that a run is configured with. `ignored` lists keys that were given and mean nothing here."""
 
     model: ModelConfig = ModelConfig()
@@ -211,8 +211,8 @@ def _all_paths() -> list[str]:
     return [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields]
 
 
-def _group(name: str) -> type[Group]:
-    return cast(type[Group], RunConfig.model_fields[name].annotation)
+def _group(name: str) -> type[ConfigGroup]:
+    return cast(type[ConfigGroup], RunConfig.model_fields[name].annotation)
 
 
 def _field(path: str) -> FieldInfo | None:

@@ -142,22 +142,22 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
     return given, names, [key for key in flat if key in IGNORED]
 
 
-Found = dict[str, tuple[object, str]]  # our path -> value, and the key that says so
+_Derived = dict[str, tuple[object, str]]  # our path -> value, and the key that says so
 
 
-def _precision(flat: Mapping[str, object]) -> Found:
+def _precision(flat: Mapping[str, object]) -> _Derived:
     key = "enable_mixed_precision"
     mixed = _flag(flat, key)
     return {} if mixed is None else {"model.dtype": ("bfloat16" if mixed else "float32", key)}
 
 
-def _lora(flat: Mapping[str, object]) -> Found:
+def _lora(flat: Mapping[str, object]) -> _Derived:
     if not _flag(flat, "enable_lora"):
         return {"trainer.lora_rank": (0, "lora_rank")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
         raise _refusal("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
-    found: Found = {"trainer.lora_rank": (rank, "lora_rank")}
+    found: _Derived = {"trainer.lora_rank": (rank, "lora_rank")}
     targets = flat.get("lora_target_modules")
     if targets is not None:
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
@@ -166,7 +166,7 @@ def _lora(flat: Mapping[str, object]) -> Found:
     return found
 
 
-def _processes(flat: Mapping[str, object]) -> Found:
+def _processes(flat: Mapping[str, object]) -> _Derived:
     mode, size = flat.get("data_parallel_mode", "fsdp2"), flat.get("data_parallel_shard_size", 1)
     many = size != 1
     if mode not in ("fsdp2", "none"):
@@ -175,7 +175,7 @@ def _processes(flat: Mapping[str, object]) -> Found:
         raise _refusal(
             "data_parallel_mode = none has one process: data_parallel_shard_size must be 1, or the mode fsdp2"
         )
-    found: Found = {"trainer.processes": (size, "data_parallel_shard_size")}
+    found: _Derived = {"trainer.processes": (size, "data_parallel_shard_size")}
     return {**found, "trainer.backend": ("verl", "data_parallel_shard_size")} if many else found
 
 

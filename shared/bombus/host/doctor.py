@@ -18,7 +18,7 @@ import msgspec
 
 from bombus.errors import BombusError
 from bombus.hive.status import byte_size
-from bombus.host.environments import ENVIRONMENTS, Made, environments_folder, read_marker
+from bombus.host.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
 from bombus.host.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.host.installing import recipe
 from bombus.host.process import listen
@@ -189,7 +189,7 @@ def examine_environment(name: str, needed: bool) -> Finding:
     return found(what, working, detail, f"bombus install {name} --force", needed)
 
 
-def _how_else(made: Made) -> str:
+def _how_else(made: InstalledEnvironment) -> str:
     """What was different when an environment was made."""
     theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
     if theirs != ours:

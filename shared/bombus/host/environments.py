@@ -12,7 +12,7 @@ ENVIRONMENTS = ("vllm", "verl")
 MARKER = "bombus-environment.json"
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
+class InstalledEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     """What the marker of a whole environment says. It is written last: a folder without one was left unfinished."""
 
     name: str
@@ -27,10 +27,10 @@ def environments_folder() -> Path:
     return Path(os.environ.get("BOMBUS_ENVIRONMENTS") or cache_folder() / "environments")
 
 
-def read_marker(folder: Path) -> Made | None:
+def read_marker(folder: Path) -> InstalledEnvironment | None:
     """What was made in `folder`; None when nothing was, or not to its end."""
     try:
-        return msgspec.json.decode((folder / MARKER).read_bytes(), type=Made)
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=InstalledEnvironment)
     except (OSError, msgspec.MsgspecError):
         return None
 

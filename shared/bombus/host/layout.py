@@ -18,7 +18,7 @@ from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.host.process import PARENT_VARIABLE
 
-ALONE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
+ONE_ENGINE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
 # A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
 # and have it cleared again: 6 to 10 % of a step on a CPU.
 KEEP_FREED_MEMORY = {
@@ -28,7 +28,7 @@ KEEP_FREED_MEMORY = {
 }
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of a trainer on several machines meet, and how long they wait for each other."""
 
     nnodes: int = 1
@@ -46,14 +46,14 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """What `bombus up` was asked for: a cluster, and what belongs to this start of it alone."""
 
-    cluster: Cluster = ALONE
+    cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
     nats_port: int = 0
     debug_root: Path | None = None  # where jobs may have trainers write samples
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
-    meeting: Meeting | None = None  # of the trainer's ranks here with those of other machines
+    rendezvous: Rendezvous | None = None  # of the trainer's ranks here with those of other machines
 
     @property
     def data_dir(self) -> Path:
@@ -170,7 +170,7 @@ def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str)
     arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
     arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
     arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "adapter" else []
-    timeout_s = layout.meeting.operation_timeout_s if layout.meeting is not None else None
+    timeout_s = layout.rendezvous.operation_timeout_s if layout.rendezvous is not None else None
     return arguments + (["--operation-timeout", f"{timeout_s:g}"] if timeout_s is not None else [])
 
 
@@ -179,8 +179,8 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")
-    if layout.meeting is not None:
-        where = layout.meeting.torchrun("0", part.processes)
+    if layout.rendezvous is not None:
+        where = layout.rendezvous.torchrun("0", part.processes)
     elif part.processes > 1:
         where = ("--standalone", f"--nproc-per-node={part.processes}")
     else:

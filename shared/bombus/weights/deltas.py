@@ -240,7 +240,7 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
     return seal.hexdigest()
 
 
-def copy_beside(version: Path, into: Path) -> None:
+def copy_companions(version: Path, into: Path) -> None:
     """Make folder `into` with all that a version's folder has but its tensors."""
     into.mkdir()
     for file in version.iterdir():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus.weights.adapters import ADAPTER_FILE, adapter_names, merged, read_adapter_config
-from bombus.weights.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_beside
+from bombus.weights.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_companions
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 WEIGHT = ".weight"
@@ -44,7 +44,7 @@ class Adapter:
         self._left.difference_update(names)
         return merged(weight, low_a, low_b, self._scale)
 
-    def check_spent(self) -> None:
+    def check_all_merged(self) -> None:
         """Raises `EngineFault` unless all of it was merged."""
         if self._left:
             raise EngineFault(f"the adapter has {sorted(self._left)[0]}, of which this model has no layer")
@@ -57,8 +57,8 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
     """
     added = Adapter(adapter)
     state = {name: added.merge(name, tensor).float() for name, tensor in load_file(base / FULL_FILE).items()}
-    added.check_spent()
-    copy_beside(base, into)
+    added.check_all_merged()
+    copy_companions(base, into)
     config = json.loads((into / CONFIG).read_text())
     (into / CONFIG).write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True))
     save_file(state, into / FULL_FILE, metadata={"format": "pt"})
@@ -71,7 +71,7 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
     the adapter is not of this model.
     """
     added = Adapter(adapter)
-    copy_beside(base, into)
+    copy_companions(base, into)
     with TensorFile(base / FULL_FILE) as source, (into / FULL_FILE).open("wb") as out:
         out.write(source.head)
         for name in source.names:
@@ -82,4 +82,4 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
                 whole = added.merge(name, weight).to(dtype).contiguous()
                 bits = whole.view(-1).view(torch.uint8).numpy().view(UNSIGNED[dtype.itemsize])
             out.write(bits.data)
-    added.check_spent()
+    added.check_all_merged()

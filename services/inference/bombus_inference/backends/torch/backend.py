@@ -110,7 +110,7 @@ def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = No
     for name, tensor in mapped.items():
         whole = added.merge(name, tensor.to(settings.device))
         state[name] = whole.to(settings.device, dtype, copy=whole is tensor)
-    added.check_spent()
+    added.check_all_merged()
     return state
 
 
@@ -130,7 +130,7 @@ def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
         if added.changes(name):
             parameter = model.get_parameter(name)
             parameter.copy_(added.merge(name, tensor.to(parameter.device)))
-    added.check_spent()
+    added.check_all_merged()
 
 
 def make_engine(
