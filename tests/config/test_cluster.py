@@ -1,4 +1,4 @@
-"""A cluster file: which processes it starts, what it refuses, and how flags and jobs come together with it."""
+"""A cluster file: which processes it starts, what it refuses, and how flags and jobs combine with it."""
 
 import argparse
 import subprocess
@@ -70,7 +70,7 @@ def test_the_example_describes_a_deployment_with_its_job() -> None:
     assert main.replicas == 3
 
 
-def test_any_mix_of_processes_is_started() -> None:
+def test_any_mix_of_replicas_and_processes_is_started() -> None:
     kinds = [
         {"backend": "torch", "dtype": "bfloat16"},
         {"backend": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
@@ -101,7 +101,7 @@ def test_any_mix_of_processes_is_started() -> None:
     assert all("--nats nats://bus:4222 --hive lab" in line for line in lines.values())
 
 
-def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
+def test_every_setting_of_a_part_reaches_its_process(tmp_path: Path) -> None:
     trainer = {"bin_tokens": 9000, "allow_download": True}
     python = tmp_path / "python"
     python.touch(0o755)
@@ -111,9 +111,9 @@ def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
     found = planned(engine(trainer=trainer, inference=[vllm, openai]))
     lines = {one.name: str(one) for one in found}
     assert lines["trainer main"].endswith("--device cpu --threads 0 --bin-tokens 9000 --allow-download")
-    said = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
+    flags = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
     assert "--max-model-len 4096 --max-running 32 --backend vllm --device cuda" in lines["inference main 1"]
-    assert lines["inference main 1"].endswith(said)
+    assert lines["inference main 1"].endswith(flags)
     assert "--max-model-len 99 --max-running 9 --backend openai" in lines["inference main 2"]
     trainers, replicas = argparse.ArgumentParser(), argparse.ArgumentParser()
     trainer_cli.add_arguments(trainers)
@@ -126,7 +126,7 @@ def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
 # ---- GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def seen(one: Service) -> str | None:
+def visible_gpus(one: Service) -> str | None:
     return one.environment.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -136,8 +136,8 @@ def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyP
     found = {
         one.name: one for one in planned(engine(trainer={"backend": "verl", "devices": [0, 1, 2]}, inference=kinds))
     }
-    assert [seen(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
-    assert [seen(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
+    assert [visible_gpus(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
+    assert [visible_gpus(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
     trainer = str(found["trainer main"])
     assert trainer.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1,2 ")
     assert "--nproc-per-node=3" in trainer
@@ -146,16 +146,16 @@ def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyP
     assert "--device cpu " in str(found["inference main 4"])
 
 
-def test_gpus_are_places_among_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_positions_in_our_own_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     (found,) = [one for one in planned(engine(trainer={"devices": [1]})) if one.kind == "trainer"]
-    assert seen(found) == "GPU-b"
+    assert visible_gpus(found) == "GPU-b"
     beyond, jobs = read_cluster(engine(trainer={"devices": [2]}), HERE)
     with pytest.raises(Refused, match="GPU 2 is not among the 2 of CUDA_VISIBLE_DEVICES"):
         check_can_start(Layout(cluster=beyond, jobs=jobs))
 
 
-def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
+def test_a_gpu_is_given_twice_only_where_all_of_its_parts_share_devices() -> None:
     both = {"trainer": {"devices": [0]}, "inference": [{"devices": [0]}]}
     assert refusal(engine(**both)).startswith(
         "GPU 0 is given to engines.main.trainer and engines.main.inference[0]: give each its own devices, or share_dev"
@@ -168,13 +168,13 @@ def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
     assert "GPU 2 is given to" in refusal(engine(trainer={"devices": [2]}, inference=[numbered]))
 
 
-def test_once_a_part_names_its_gpus_all_on_a_gpu_do() -> None:
+def test_once_one_part_names_its_gpus_every_part_on_a_gpu_has_to() -> None:
     why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
     assert why == "engines.main.trainer runs on a GPU and does not say which, and others do: give it devices: [...]"
     planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
 
 
-def test_another_device_on_the_command_line_ends_the_files_gpus(
+def test_a_device_on_the_command_line_replaces_the_gpus_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cluster.yaml"
@@ -184,14 +184,14 @@ def test_another_device_on_the_command_line_ends_the_files_gpus(
     assert [line.split("=")[2][0] for line in on_gpus if "CUDA" in line] == ["0", "1"]
 
 
-def test_what_is_left_out_is_run_elsewhere() -> None:
+def test_parts_that_are_left_out_are_not_started_here() -> None:
     elsewhere = {"nats": "nats://bus:4222", "gateway": {"count": 0}, "coordinator": {"count": 0}}
     assert [one.name for one in planned({**elsewhere, **engine(trainer={})})] == ["trainer main"]
     assert [one.name for one in planned({**elsewhere, **engine(inference=[{}])})] == ["inference main"]
     assert planned({**elsewhere, **engine()}) == []
 
 
-def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "sesame")
     served = {"backend": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"}
     for one in planned(engine(trainer={}, inference=[{}, served])):
@@ -267,10 +267,13 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
             "engines.main.job: bombus.trainer.lr = 7 is refused: it takes a",
         ),
         (engine(job="nowhere.yaml"), "engines.main.job: nowhere.yaml: there is no such file"),
-        ({**engine(), **TINY}, "engines is of a cluster file and bombus of a job: put the job below engines.NAME.job"),
+        (
+            {**engine(), **TINY},
+            "engines belongs to a cluster file and bombus to a job: put the job below engines.",
+        ),
     ],
 )
-def test_what_is_wrong_is_named_in_one_sentence(tree: dict[str, Any], why: str) -> None:
+def test_a_mistake_is_named_in_one_sentence(tree: dict[str, Any], why: str) -> None:
     def read() -> None:
         if is_cluster(tree) or not tree:
             read_cluster(tree, HERE)
@@ -281,7 +284,7 @@ def test_what_is_wrong_is_named_in_one_sentence(tree: dict[str, Any], why: str) 
     assert "\n" not in caught.value.why
 
 
-def test_a_job_is_no_cluster_file() -> None:
+def test_a_job_is_not_a_cluster_file() -> None:
     assert not is_cluster(TINY)
     assert not is_cluster({"model_path": "tiny", "seed": 1})
     assert is_cluster(engine())
@@ -339,7 +342,7 @@ def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
     assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
 
 
-def test_more_processes_than_one_machine_starts_are_for_several() -> None:
+def test_more_processes_than_one_machine_starts_need_several_machines() -> None:
     job = {"model_path": "tiny", "data_parallel_shard_size": 128}
     assert refusal(engine(job=job, trainer={})) == (
         "engines.main.trainer: its job's trainer.processes is 128, and one machine starts at most 64: start it on more "
@@ -347,7 +350,7 @@ def test_more_processes_than_one_machine_starts_are_for_several() -> None:
     )
 
 
-def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_a_job_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("{model_path: tiny, output_dir: out, enable_full_shard: false}")
     assert main(["up", "--dry-run", "--config", str(file)]) == 0
@@ -356,7 +359,7 @@ def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-def test_what_cannot_start_here_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_here_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
     for parts, why in (
         ({"inference": [{"backend": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
@@ -403,7 +406,7 @@ def test_a_flag_wins_over_the_backend_that_a_job_would_have_taken_from_the_file(
     assert " -m bombus trainer " in trainer
 
 
-def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_alone_is_for_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     job = str(EXAMPLE.parent / "qwen3_8b_full.yaml")
     lines = dry_run(capsys, "--config", job, "--engine", "a", "--engine", "b")
     trainers = [line for line in lines if "--folder" in line]
@@ -411,7 +414,7 @@ def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.Cap
     assert all("--nproc-per-node=8" in line for line in trainers), "the job's data_parallel_shard_size"
 
 
-def test_a_part_that_is_made_by_hand_is_checked_too() -> None:
+def test_a_part_made_in_code_is_checked_too() -> None:
     with pytest.raises(ValueError, match="url is missing"):
         InferencePart(backend="openai")
     assert Cluster.model_validate(engine()).gateway.port == 10086

@@ -1,4 +1,4 @@
-"""Other servers' names of a trainer's options, slime's above all, read as our own."""
+"""Reads other servers' names of a trainer's options, slime's above all, as our own."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,7 +18,7 @@ SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
     "calculate_per_token_loss": ("loss_aggregation", {True: "token", False: "episode"}),
     "disable_grpo_std_normalization": ("normalise_by_std", {True: False, False: True}),
 }
-ESTIMATORS: dict[object, dict[str, object]] = {  # there an estimator may stand for a loss too
+ESTIMATORS: dict[object, dict[str, object]] = {  # in slime an estimator may name a loss too
     "gspo": {"adv_estimator": "grpo", "loss": "gspo"},
     "cispo": {"adv_estimator": "grpo", "loss": "cispo"},
 }
@@ -28,15 +28,15 @@ CORRECTIONS: dict[str, dict[str, str]] = {  # by tis_level and tis_mode
 }
 TIS = ("tis_mode", "tis_level", "use_tis")
 OTHERS = ("eps_clip", "advantage_estimator", "use_kl_loss", *TIS)
-SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # names that are not ours
+SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # not our names
 
 
 def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Each of our fields with its value and the option that gave it. What is not slime's passes as it is.
+    """Return each of our fields with its value and the option that gave it. Options that are not slime's pass through.
 
-    `eps_clip` is both bounds while the upper one is not given. `kl_loss_coef` counts only while `use_kl_loss` is not
-    false. Raises `Refused(BAD_CONFIG)` when two options say the same thing, when one takes something else, or for
-    slime's `kl_coef`.
+    `eps_clip` gives both bounds unless the upper one is given too. `kl_loss_coef` has no effect where `use_kl_loss` is
+    false. Raises `Refused(BAD_CONFIG)` when two options set the same field, when a value is not one that its option
+    takes, or for slime's `kl_coef`.
     """
     found: dict[str, tuple[object, str]] = {}
     for option, value in _without_kl_in_reward(given).items():
@@ -65,14 +65,14 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
         yield from (ESTIMATORS.get(value) or {"adv_estimator": value}).items()
     elif option == "eps_clip":
         yield "clip_low", value
-    elif option in RENAMED and value is not None:  # none: slime's own way to say that it was not given
+    elif option in RENAMED and value is not None:  # None is how slime says that it was not given
         yield RENAMED[option], value
     elif option not in RENAMED and option not in OTHERS:
         yield option, value
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """slime's `kl_coef` is told from ours by the names beside it; it has to be 0."""
+    """Return the options without slime's `kl_coef`, which has to be 0; other slime names tell it from our `kl_coef`."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given
@@ -86,9 +86,9 @@ def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _put_correction(found: dict[str, tuple[object, str]], given: Mapping[str, object]) -> None:
-    """What `use_tis`, `tis_level` and `tis_mode` are together.
+    """Put the correction that `use_tis`, `tis_level` and `tis_mode` give together.
 
-    Truncation does not look at `tis_lower_bound`. For the other modes it is 1 / the upper bound where none is given.
+    Truncation ignores `tis_lower_bound`. In the other modes the lower bound is 1 / the upper bound where none is given.
     """
     options = [option for option in TIS if given.get(option) is not None]
     if not options:
