@@ -365,7 +365,10 @@ def test_what_cannot_run_here_is_refused_before_the_start(tmp_path: Path, monkey
         ({"inference": [{"backend": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
         ({"trainer": {"backend": "verl"}}, r"'verl' is not installed"),
         ({"inference": [{"backend": "openai", "url": "http://a", "api_key_env": "NO_KEY"}]}, "NO_KEY holds no key"),
-        ({"inference": [{"backend": "vllm", "python": "/nowhere/python"}]}, "/nowhere/python is no interpreter that"),
+        (
+            {"inference": [{"backend": "vllm", "python": "/nowhere/python"}]},
+            "/nowhere/python is not an interpreter that",
+        ),
     ):
         cluster, _ = read_cluster(engine(**parts), HERE)
         with pytest.raises(Refused, match=f"engine main: .*{why}"):
