@@ -55,8 +55,8 @@ class TrainerPart(PlacedPart):
     CPU at most 4096. With `allow_download` models may be fetched from a hub.
 
     Weights reach replicas through a folder that they share, or through the hive's object store: a full copy every
-    `weights_full_every` versions (0: as suits the way), and in between what has changed. For a LoRA job that is the model once and then the
-    adapters alone, or in each step the model with the adapter `merged` into it.
+    `weights_full_every` versions (0: as suits the way), and in between what has changed. For a LoRA job that is the
+    model once and then the adapters alone, or in each step the model with the adapter `merged` into it.
     """
 
     backend: Literal["torch", "verl"] = "torch"

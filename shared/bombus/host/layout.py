@@ -146,7 +146,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables of every process. An API key of a server is kept for the replica that stands for it."""
+    """Return the variables of every process, without API keys: each is for the replica of its server alone."""
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *(part.api_key_env for part in replicas)}
     return {

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def die_with_parent() -> None:
-    """Ask for SIGTERM when the supervisor dies, if there is one. Does nothing but on Linux, which alone offers this."""
+    """Ask for SIGTERM when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return

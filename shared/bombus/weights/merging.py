@@ -1,4 +1,4 @@
-"""A LoRA adapter becomes part of the weights that it is on, for engines that compute with whole weights only."""
+"""Merges LoRA adapters into the weights of their base, for engines that compute with whole weights only."""
 
 import json
 from pathlib import Path
@@ -18,10 +18,10 @@ CONFIG = "config.json"
 
 
 class Adapter:
-    """The adapter in a folder, to be merged into the tensors of one model, each in its turn."""
+    """The adapter in a folder, for merging into the tensors of one model, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `EngineFault`."""
+        """Read the adapter. Raises `EngineFault` when it cannot be read."""
         self._scale = read_adapter_config(folder).scale
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
@@ -30,30 +30,30 @@ class Adapter:
         self._left = set(self._factors)
 
     def changes(self, name: str) -> bool:
-        """Whether `merge` makes another tensor of the one of this name."""
+        """Return whether the adapter changes the tensor of this name."""
         return name.endswith(WEIGHT) and adapter_names(name.removesuffix(WEIGHT))[0] in self._factors
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """The whole weight, in float32 where the adapter changes it. Raises `EngineFault` when the shapes differ."""
+        """Return the merged weight, in float32 where the adapter changes it. Raises `EngineFault` for other shapes."""
         if not self.changes(name):
             return weight
         names = adapter_names(name.removesuffix(WEIGHT))
         low_a, low_b = (self._factors.get(each, torch.empty(0, 0)).to(weight.device) for each in names)
         if weight.shape != (len(low_b), low_a.shape[-1]) or low_b.shape[-1] != len(low_a):
-            raise EngineFault(f"the adapter's {names[0]} is not of this model's {name}")
+            raise EngineFault(f"the adapter's {names[0]} does not fit this model's {name}")
         self._left.difference_update(names)
         return merged(weight, low_a, low_b, self._scale)
 
     def check_all_merged(self) -> None:
-        """Raises `EngineFault` unless all of it was merged."""
+        """Raise `EngineFault` unless the whole adapter has been merged."""
         if self._left:
-            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, of which this model has no layer")
+            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, and this model has no such layer")
 
 
 def save_merged(base: Path, adapter: Path, into: Path) -> None:
-    """Write the model in `base` with the adapter in `adapter` as folder `into`, in float32: nothing is rounded away.
+    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`.
 
-    Raises `EngineFault` when the adapter is not of this model.
+    It is written in float32, so that nothing is rounded away. Raises `EngineFault` when the adapter does not fit.
     """
     added = Adapter(adapter)
     state = {name: added.merge(name, tensor).float() for name, tensor in load_file(base / FULL_FILE).items()}
@@ -67,8 +67,8 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
 def merge_files(base: Path, adapter: Path, into: Path) -> None:
     """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`, one tensor at a time.
 
-    The result has the types of `base`: of what a few steps have added bfloat16 keeps little. Raises `EngineFault` when
-    the adapter is not of this model.
+    The result has the dtypes of `base`; bfloat16 keeps little of what a few steps have added. Raises `EngineFault` when
+    the adapter does not fit.
     """
     added = Adapter(adapter)
     copy_companions(base, into)
