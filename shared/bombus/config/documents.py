@@ -87,24 +87,7 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     others follow. Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else document
-    given: Tree = {}
-    names: dict[str, str] = {}  # our path -> the document's
-    ignored: list[str] = []
-    kl_is_on = True
-    for path, value in _leaves(tree.get("ajet"), "ajet"):
-        target = AJET_KEYS.get(path)
-        unset = target in _MINUS_ONE_IS_UNSET and value == -1
-        expected = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
-        if path == _KL_SWITCH:
-            kl_is_on = value is not False
-        elif target is None and not expected:
-            ignored.append(f"ajet.{path}")
-        elif target is not None and value is not None and not unset:
-            group, _, field = target.partition(".")
-            given.setdefault(group, {})[field] = value
-            names[target] = f"ajet.{path}"
-    if not kl_is_on:
-        given.get("trainer", {}).pop("kl_coef", None)
+    given, names, ignored = _read_agentjet(tree.get("ajet"))
     ignored += [str(key) for key in tree if key not in BLOCKS] if "ajet" in tree else []
     flat, flat_names, without_effect = xorl.read(_flat_keys(tree))
     xorl.put(flat, given)
@@ -119,6 +102,29 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     _derive_lengths(given.setdefault("rollout", {}))
     config = validated(given, names)
     return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
+
+
+def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:
+    """Read AgentJet's block. Returns our groups, the document's key by our path, and the keys without effect."""
+    given: Tree = {}
+    names: dict[str, str] = {}
+    ignored: list[str] = []
+    kl_is_on = True
+    for path, value in _leaves(block, "ajet"):
+        target = AJET_KEYS.get(path)
+        unset = target in _MINUS_ONE_IS_UNSET and value == -1
+        expected = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
+        if path == _KL_SWITCH:
+            kl_is_on = value is not False
+        elif target is None and not expected:
+            ignored.append(f"ajet.{path}")
+        elif target is not None and value is not None and not unset:
+            group, _, field = target.partition(".")
+            given.setdefault(group, {})[field] = value
+            names[target] = f"ajet.{path}"
+    if not kl_is_on:
+        given.get("trainer", {}).pop("kl_coef", None)
+    return given, names, ignored
 
 
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:
