@@ -14,9 +14,9 @@ from pydantic.fields import FieldInfo
 from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.config.flags import typed
-from bombus.config.groups import allowed, shown
+from bombus.config.groups import allowed, bad_config, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
-from bombus.errors import Code, Refused
+from bombus.errors import Refused
 from bombus.hive.subjects import check_name
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def is_cluster(tree: Mapping[str, Any]) -> bool:
     cluster_keys = [key for key in tree if key in Cluster.model_fields]
     job_keys = [key for key in tree if key in BLOCKS or key in xorl.KEYS]
     if cluster_keys and job_keys:
-        raise _refusal(
+        raise bad_config(
             f"{cluster_keys[0]} belongs to a cluster file and {job_keys[0]} to a job: put the job below "
             "engines.NAME.job"
         )
@@ -88,7 +88,7 @@ def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]
             try:
                 jobs[name] = parse_job(read_job_file(folder / part.job) if isinstance(part.job, str) else part.job)
             except Refused as error:
-                raise _refusal(f"engines.{name}.job: {error.why}") from error
+                raise bad_config(f"engines.{name}.job: {error.why}") from error
     return cluster, jobs
 
 
@@ -101,8 +101,8 @@ def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = l
         return Cluster.model_validate_json(json.dumps(_with_backends(tree)))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
-            raise _refusal(_sentence(error, flag_of)) from error
-        raise _refusal(f"the cluster file is not plain data: {error}") from error
+            raise bad_config(_sentence(error, flag_of)) from error
+        raise bad_config(f"the cluster file is not plain data: {error}") from error
 
 
 def _with_backends(tree: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -128,7 +128,7 @@ def _with_backend(part: Any, place: str) -> Any:
     if not isinstance(part, Mapping) or OLD_BACKEND not in part:
         return part
     if "backend" in part:
-        raise _refusal(f"{place}.{OLD_BACKEND} is the old name of {place}.backend: give only one of them")
+        raise bad_config(f"{place}.{OLD_BACKEND} is the old name of {place}.backend: give only one of them")
     log.warning("%s.%s is the old name of %s.backend: write backend", place, OLD_BACKEND, place)
     return {"backend" if key == OLD_BACKEND else key: value for key, value in part.items()}
 
@@ -163,9 +163,9 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
         total = of_job["processes"]
         here, rest = divmod(total, machines)
         if rest:
-            raise _refusal(f"{place}: its job's trainer.processes is {total}, which {machines} machines cannot share")
+            raise bad_config(f"{place}: its job's trainer.processes is {total}, which {machines} machines cannot share")
         if here > PROCESSES_MAX:
-            raise _refusal(
+            raise bad_config(
                 f"{place}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
                 "start it on more machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
             )
@@ -174,12 +174,12 @@ def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, mac
         if value and field in part.model_fields_set and values[field] != value:
             each = f" on each of {machines} machines" if field == "processes" and machines > 1 else ""
             total = value * machines if field == "processes" else value
-            raise _refusal(f"{place}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
+            raise bad_config(f"{place}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
         values[field] = value or values[field]
     try:
         return TrainerPart.model_validate({**part.model_dump(exclude_unset=True), **values})
     except ValidationError as error:
-        raise _refusal(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+        raise bad_config(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 # ---- the sentence of a refusal -----------------------------------------------------------------------------------
@@ -236,7 +236,3 @@ def part_of(kind: Any) -> type[Part] | None:
     if get_origin(kind) in (tuple, dict, Union, UnionType):
         return next((found for found in map(part_of, get_args(kind)) if found is not None), None)
     return None
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bombus.config import xorl
-from bombus.config.groups import Tree, shown
+from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.job import GROUPS, RolloutConfig, RunConfig, validated
 from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
@@ -136,7 +136,7 @@ def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
     """Raise `Refused` for flat keys without a model: xorl has no default model."""
     named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
     if flat and "model.path" not in flat and not named:
-        raise Refused(Code.BAD_CONFIG, "model_path is missing: it names the model that is trained")
+        raise bad_config("model_path is missing: it names the model that is trained")
 
 
 def own_groups(tree: Mapping[str, Any]) -> Tree:
@@ -158,12 +158,11 @@ def read_document(text: str, name: str = "the job") -> Tree:
     try:
         tree = _json_or_yaml(text, name)
     except (ValueError, RecursionError) as error:  # an impossible date, or brackets nested too deep
-        raise Refused(Code.BAD_CONFIG, f"{name}: it cannot be read as YAML: {error}") from error
+        raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise Refused(
-            Code.BAD_CONFIG,
+        raise bad_config(
             f"{name} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
-            "a cluster file has `engines:`",
+            "a cluster file has `engines:`"
         )
     return tree
 
@@ -177,13 +176,11 @@ def _json_or_yaml(text: str, name: str) -> object:
     try:
         import yaml
     except ImportError:
-        raise Refused(
-            Code.BAD_CONFIG, "reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON"
-        ) from None
+        raise bad_config("reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON") from None
     try:
         return cast(object, yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise Refused(Code.BAD_CONFIG, _syntax_error(text, name, error)) from error
+        raise bad_config(_syntax_error(text, name, error)) from error
 
 
 def _syntax_error(text: str, name: str, error: Exception) -> str:
@@ -206,7 +203,7 @@ def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
     if tree is None:
         return
     if not isinstance(tree, Mapping):
-        raise Refused(Code.BAD_CONFIG, f"{name} must be a mapping, not {shown(tree)}")
+        raise bad_config(f"{name} must be a mapping, not {shown(tree)}")
     inner = {".".join(key.split(".")[:depth]) for key in AJET_KEYS for depth in range(1, key.count(".") + 1)}
     todo: list[tuple[str, Mapping[object, object]]] = [("", tree)]
     while todo:
@@ -216,7 +213,7 @@ def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
             if path in inner and isinstance(value, Mapping):
                 todo.append((f"{path}.", value))
             elif path in inner and value is not None:
-                raise Refused(Code.BAD_CONFIG, f"{name}.{path} must be a mapping, not {shown(value)}")
+                raise bad_config(f"{name}.{path} must be a mapping, not {shown(value)}")
             else:
                 yield path, value
 
@@ -225,13 +222,13 @@ def _own_block(tree: object) -> dict[str, Mapping[str, object]]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise Refused(Code.BAD_CONFIG, f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
+        raise bad_config(f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
     block: dict[str, Mapping[str, object]] = {}
     for group, fields in tree.items():
         if group not in GROUPS:
-            raise Refused(Code.BAD_CONFIG, f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
+            raise bad_config(f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
         if not isinstance(fields, Mapping):
-            raise Refused(Code.BAD_CONFIG, f"bombus.{group} must be a mapping, not {shown(fields)}")
+            raise bad_config(f"bombus.{group} must be a mapping, not {shown(fields)}")
         block[group] = fields
     return block
 
@@ -301,9 +298,9 @@ def read_job_file(path: str | Path) -> Tree:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: there is no such file") from error
+        raise bad_config(f"{path}: there is no such file") from error
     except OSError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: it cannot be read: {error.strerror}") from error
+        raise bad_config(f"{path}: it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: it is not text in UTF-8 (byte {error.start})") from error
+        raise bad_config(f"{path}: it is not text in UTF-8 (byte {error.start})") from error
     return read_document(text, str(path))

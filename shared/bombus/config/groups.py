@@ -9,6 +9,8 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from bombus.errors import Code, Refused
+
 Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
 
 
@@ -56,6 +58,10 @@ def _without_none(kind: object) -> object:
     """Return X of `X | None`."""
     kinds = getattr(kind, "__args__", ())
     return next(one for one in kinds if one is not NoneType) if NoneType in kinds else kind
+
+
+def bad_config(why: str) -> Refused:
+    return Refused(Code.BAD_CONFIG, why)
 
 
 def shown(value: object) -> str:

@@ -9,9 +9,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus.config.algorithms import Overlong
-from bombus.config.groups import ConfigGroup, Float, Tree, allowed, shown
+from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
 from bombus.config.trainer import TrainerConfig
-from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, Method
 from bombus.hive.records import digest
 
@@ -174,7 +173,7 @@ def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
     try:
         return RunConfig.model_validate_json(json.dumps(given))
     except ValidationError as error:
-        raise Refused(Code.BAD_CONFIG, _sentence(error, names)) from error
+        raise bad_config(_sentence(error, names)) from error
 
 
 def _check_plain(name: str, value: object) -> None:
@@ -182,7 +181,7 @@ def _check_plain(name: str, value: object) -> None:
     items = value if isinstance(value, list) else [value]
     plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
     if not plain or len(items) > LIST_MAX:
-        raise Refused(Code.BAD_CONFIG, f"{name} must be a plain value, not {shown(value)}")
+        raise bad_config(f"{name} must be a plain value, not {shown(value)}")
 
 
 def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:

@@ -7,8 +7,8 @@ A trainer's processes get one of its `devices` each, in their order, and replica
 from collections.abc import Iterator
 
 from bombus.config.cluster import Cluster
+from bombus.config.groups import bad_config
 from bombus.config.parts import InferencePart, PlacedPart
-from bombus.errors import Code, Refused
 
 
 def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
@@ -28,14 +28,14 @@ def check_placement(cluster: Cluster) -> None:
     holders: dict[int, tuple[str, PlacedPart]] = {}
     for name, part in placed:
         if part.device == "cuda" and not part.devices:
-            raise _refusal(f"{name} runs on a GPU and does not say which, and others do: give it devices: [...]")
+            raise bad_config(f"{name} runs on a GPU and does not say which, and others do: give it devices: [...]")
         gpus = part.devices or _gpus_from_first(part)
         for gpu in gpus:
             other_name, other = holders.setdefault(gpu, (name, part))
             twice = other is not part or gpus.count(gpu) > 1
             if twice and not (other.share_devices and part.share_devices):
                 both = f"{other_name} and {name}" if other is not part else f"two replicas of {name}"
-                raise _refusal(
+                raise bad_config(
                     f"GPU {gpu} is given to {both}: give each its own devices, or share_devices: true if that is meant"
                 )
 
@@ -56,7 +56,3 @@ def _gpus_from_first(part: PlacedPart) -> tuple[int, ...]:
     if isinstance(part, InferencePart):
         return tuple(range(first, first + part.tensor_parallel)) * part.count
     return (first,)
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)

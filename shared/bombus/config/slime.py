@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 
+from bombus.config.groups import bad_config
 from bombus.config.trainer import TrainerConfig
-from bombus.errors import Code, Refused
 
 RENAMED = {
     "eps_clip_high": "clip_high",
@@ -53,7 +53,7 @@ def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
 def _put(found: dict[str, tuple[object, str]], field: str, value: object, option: str) -> None:
     if field in found:
         names = f"bombus.trainer.{found[field][1]} and bombus.trainer.{option}"
-        raise Refused(Code.BAD_CONFIG, f"{names} set the same thing: give only one of them")
+        raise bad_config(f"{names} set the same thing: give only one of them")
     found[field] = (value, option)
 
 
@@ -77,10 +77,9 @@ def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
     if not slimes or "kl_coef" not in given:
         return given
     if given["kl_coef"]:
-        raise Refused(
-            Code.BAD_CONFIG,
+        raise bad_config(
             f"bombus.trainer.kl_coef = {given['kl_coef']} is refused beside slime's {slimes[0]}: slime's kl_coef takes "
-            "the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss",
+            "the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss"
         )
     return {option: value for option, value in given.items() if option != "kl_coef"}
 
@@ -112,13 +111,11 @@ def _one_of(option: str, value: object, names: Mapping[str, object], default: st
     if value is None:
         return default
     if not isinstance(value, str) or value not in names:
-        raise Refused(
-            Code.BAD_CONFIG, f"bombus.trainer.{option} = {value!r} is refused: it takes one of {', '.join(names)}"
-        )
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes one of {', '.join(names)}")
     return value
 
 
 def _switch(option: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise Refused(Code.BAD_CONFIG, f"bombus.trainer.{option} = {value!r} is refused: it takes true or false")
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes true or false")
     return value

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from bombus.config.groups import Tree, shown
-from bombus.errors import Code, Refused
+from bombus.config.groups import Tree, bad_config, shown
 
 LORA_RANK_DEFAULT = 32  # xorl's, where LoRA is asked for and no rank is given
 
@@ -127,11 +126,11 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
         return given, names, []
     for key, value in flat.items():
         if key not in KEYS:
-            raise _refusal(f"{key} is unknown" + _hint(key))
+            raise bad_config(f"{key} is unknown" + _hint(key))
         if key in LIMITED and not _is_one_of(value, LIMITED[key].values):
-            raise _refusal(f"{key} = {shown(value)} is refused: {LIMITED[key].why}")
+            raise bad_config(f"{key} = {shown(value)} is refused: {LIMITED[key].why}")
         if key in SAME_AS and value not in (None, flat.get(SAME_AS[key])):
-            raise _refusal(f"{key} = {shown(value)} is refused: it has to be the same as {SAME_AS[key]}")
+            raise bad_config(f"{key} = {shown(value)} is refused: it has to be the same as {SAME_AS[key]}")
         if key in MAPPED and value is not None:
             given[MAPPED[key]], names[MAPPED[key]] = value, key
     if given.get("model.tokenizer") == given.get("model.path"):
@@ -156,12 +155,12 @@ def _lora(flat: Mapping[str, object]) -> _Derived:
         return {"trainer.lora_rank": (0, "lora_rank")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
-        raise _refusal("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
+        raise bad_config("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
     found: _Derived = {"trainer.lora_rank": (rank, "lora_rank")}
     targets = flat.get("lora_target_modules")
     if targets is not None:
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-            raise _refusal(f"lora_target_modules = {shown(targets)} is refused: it takes a list of names")
+            raise bad_config(f"lora_target_modules = {shown(targets)} is refused: it takes a list of names")
         found["trainer.target_modules"] = (",".join(targets), "lora_target_modules")
     return found
 
@@ -170,9 +169,9 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
     mode, size = flat.get("data_parallel_mode", "fsdp2"), flat.get("data_parallel_shard_size", 1)
     many = size != 1
     if mode not in ("fsdp2", "none"):
-        raise _refusal(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
+        raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
     if mode == "none" and many:
-        raise _refusal(
+        raise bad_config(
             "data_parallel_mode = none has one process: data_parallel_shard_size must be 1, or the mode fsdp2"
         )
     found: _Derived = {"trainer.processes": (size, "data_parallel_shard_size")}
@@ -182,7 +181,7 @@ def _processes(flat: Mapping[str, object]) -> _Derived:
 def _flag(flat: Mapping[str, object], key: str) -> bool | None:
     value = flat.get(key)
     if value is not None and not isinstance(value, bool):
-        raise _refusal(f"{key} = {shown(value)} is refused: it takes true or false")
+        raise bad_config(f"{key} = {shown(value)} is refused: it takes true or false")
     return value
 
 
@@ -195,10 +194,6 @@ def _hint(key: str) -> str:
         return ": it belongs in a cluster file, which is for `bombus up --config`"
     close = difflib.get_close_matches(key, (*KEYS, "ajet", "bombus"), n=1)
     return f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists the keys"
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)
 
 
 def put(given: Mapping[str, object], tree: Tree) -> None:

