@@ -29,7 +29,7 @@ REPLICA = "r2"
 
 
 class Publication(NamedTuple):
-    """What the trainer is told about publishing, and the format of each version that comes of it."""
+    """What the trainer is told about publishing, and the format of each version that results."""
 
     options: dict[str, object]
     formats: list[str]

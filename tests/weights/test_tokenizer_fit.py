@@ -75,7 +75,7 @@ def test_a_vocabulary_far_above_the_tokenizers_is_another_models(tiny: Path) -> 
 
 def test_an_end_of_sequence_that_is_an_ordinary_token_is_another_models() -> None:
     why = misfit(qwen_like(eos_token_id=2))
-    assert "config.json has eos_token_id 2, which is 'w2' there, and its eos_token is '<|im_end|>' (151645)" in why
+    assert "config.json has eos_token_id 2, which is 'w2' in the tokenizer, whose eos_token is '<|im_end|>'" in why
 
 
 def test_an_end_of_sequence_that_is_another_special_token_is_the_models_own() -> None:
@@ -84,7 +84,7 @@ def test_an_end_of_sequence_that_is_another_special_token_is_the_models_own() ->
 
 def test_a_padding_id_without_a_token_is_refused() -> None:
     why = misfit(changed(qwen_like(), "generation_config.json", pad_token_id=151_900))
-    assert "generation_config.json has pad_token_id 151900, which is no token there" in why
+    assert "generation_config.json has pad_token_id 151900, which is no token in the tokenizer" in why
 
 
 def test_a_named_end_of_sequence_that_the_tokenizer_does_not_have_is_refused() -> None:

@@ -7,7 +7,7 @@ import msgspec
 
 from bombus.config.groups import Tree, bad_config, shown
 
-LORA_RANK_DEFAULT = 32  # xorl's, where LoRA is asked for and no rank is given
+LORA_RANK_DEFAULT = 32  # xorl's own default, where LoRA is enabled without a rank
 
 
 class Only(msgspec.Struct, frozen=True):

@@ -131,7 +131,7 @@ class Supervisor:
                 await asyncio.sleep(RESTART_S_MAX)
 
     async def _announce(self, nats: str) -> None:
-        """Print `ready` once every service is there and the gateway answers; then start the jobs that were given."""
+        """Print `ready` once every service has joined and the gateway answers; then start the jobs that were given."""
         async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
             await bus.ensure_streams()
             follower = Follower(bus)

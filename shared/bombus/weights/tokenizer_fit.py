@@ -77,8 +77,8 @@ def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Map
                 if index not in specials and index != ids[token]:
                     what = repr(names[index]) if index in names else "no token"
                     return (
-                        f"the model's {source} has {role}_token_id {index}, which is {what} there, "
-                        f"and its {role}_token is {token!r} ({ids[token]})"
+                        f"the model's {source} has {role}_token_id {index}, which is {what} in the tokenizer, "
+                        f"whose {role}_token is {token!r} ({ids[token]})"
                     )
     return ""
 
