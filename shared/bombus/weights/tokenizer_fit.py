@@ -31,6 +31,7 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
 
 
 def _misfit(files: Mapping[str, bytes]) -> str:
+    """Say what does not fit; empty when everything does."""
     described, config = _read(files, "tokenizer.json"), _read(files, "config.json")
     ids = token_ids(described)
     size = config.get("vocab_size") or _inner(config, "text_config").get("vocab_size")
@@ -57,10 +58,10 @@ def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    """Check that the model's ids of end, beginning and padding are special tokens, though maybe not the tokenizer's.
+    """Say which id that ends, begins or pads sequences for the model is not a special token of the tokenizer.
 
-    Models have several ends of sequence, and some well-known ones name another special token in config.json than their
-    tokenizer does. With the tokenizer of another model the id belongs to a piece of a word.
+    The tokenizer may prefer another special token: models have several ends of sequence, and some well-known ones name
+    one in config.json that their tokenizer does not. With another model's tokenizer the id belongs to part of a word.
     """
     text, generation = _read(files, "tokenizer_config.json"), _read(files, "generation_config.json")
     added = _read(files, "tokenizer.json").get("added_tokens") or ()
@@ -84,7 +85,7 @@ def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Map
 
 
 def _marker_misfit(files: Mapping[str, bytes], ids: Mapping[str, int]) -> str:
-    """Check that all markers of the chat template are tokens, or none: some models have learned them as plain text."""
+    """Say which marker of the chat template is not a token, unless none is: some models learned them as plain text."""
     template = files.get("chat_template.jinja", b"").decode("utf-8", "replace")
     template = template or _template_of(_read(files, "tokenizer_config.json").get("chat_template"))
     markers = sorted(set(_MARKER.findall(template)))
