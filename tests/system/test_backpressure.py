@@ -178,7 +178,7 @@ async def check_no_new_work(hive: GatewayHive, key: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["inbox", "events", "calls", "blobs"])
-async def test_with_a_stream_nearly_full_new_work_is_refused_and_episodes_in_progress_end(bus: Bus, what: str) -> None:
+async def test_a_stream_that_is_nearly_full_takes_no_new_work_but_what_is_under_way_ends(bus: Bus, what: str) -> None:
     names = bus.subjects
     streams = {"inbox": names.inbox_stream, "events": names.events_stream, "calls": names.calls_stream}
     stream = {**streams, "blobs": blob_stream(names)}[what]
