@@ -68,9 +68,9 @@ def test_agentjets_yaml_is_read() -> None:
     assert config.collection.batch_size == 16
     assert config.collection.max_cached_episodes == 500
     assert (config.rollout.num_repeat, config.rollout.max_model_len) == (8, 3000)
-    assert config.trainer.lr == 1e-5  # text to YAML 1.1
+    assert config.trainer.lr == 1e-5  # which YAML 1.1 reads as text
     assert config.trainer.betas == (0.8, 0.9)
-    assert (config.trainer.warmup_steps, config.trainer.total_steps) == (0, 0)  # -1 is "not set" there
+    assert (config.trainer.warmup_steps, config.trainer.total_steps) == (0, 0)  # -1 means "not set" in AgentJet
     assert (config.trainer.lora_rank, config.trainer.lora_alpha) == (16, 32)
 
 
@@ -244,7 +244,7 @@ def test_a_yaml_bomb_is_refused() -> None:
     assert "must be" in refusal(bomb)
 
 
-def test_an_endless_job_is_refused() -> None:
+def test_an_oversized_job_is_refused() -> None:
     with pytest.raises(Refused) as caught:
         parse_job("a: " + "x" * 300_000)
     assert caught.value.code == Code.TOO_LARGE

@@ -5,6 +5,7 @@ import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
     return {finding.what: finding for finding in findings}
 
 

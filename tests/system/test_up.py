@@ -28,7 +28,7 @@ EXAMPLE_S = 150.0
 
 
 class Up:
-    """A running `bombus up`. `ready` is the line that it printed when it was, and `log` its log."""
+    """A running `bombus up`. `ready` is the line that it printed once it was ready, and `log` its log."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -188,7 +189,7 @@ async def test_an_adapter_of_another_model_is_refused(bus: Bus, made: Made, tmp_
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 async def test_our_engine_computes_with_the_trainers_weights_whatever_the_dtype_of_the_base(
-    made: Made, precision: str
+    made: Made, precision: Literal["float32", "bfloat16"]
 ) -> None:
     """The adapter is merged in the engine's precision, not in the file's: bfloat16 rounds most of a step away."""
     compute = EngineSettings(dtype=precision)

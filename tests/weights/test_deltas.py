@@ -3,6 +3,7 @@
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from bombus.errors import EngineFault
 from bombus.weights.deltas import TensorFile, apply_patch, patch_between
 
-KINDS = (np.uint8, np.uint16, np.uint32, np.uint64)
+KINDS: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 @st.composite
