@@ -25,7 +25,7 @@ from bombus.weights.deltas import (
     FULL_FILE,
     FULL_FORMAT,
     DeltaFile,
-    copy_beside,
+    copy_companions,
     file_sha256,
     rebuild,
 )
@@ -248,7 +248,7 @@ class Fetcher:
 
 
 def _build(base_folder: Path, deltas: list[Path], into: Path) -> str:
-    copy_beside(base_folder, into)
+    copy_companions(base_folder, into)
     return rebuild(base_folder / FULL_FILE, deltas, into / FULL_FILE)
 
 

@@ -15,7 +15,7 @@ from bombus.config.algorithms import (
     Overlong,
     named,
 )
-from bombus.config.groups import Beta, Float, Group, Tree
+from bombus.config.groups import Beta, ConfigGroup, Float, Tree
 
 
 def _aggregation(value: object) -> object:
@@ -59,7 +59,7 @@ def _loss(given: Tree) -> Loss:
     return named(Loss, given["loss"]) or Loss.CLIPPED  # one that is verl's has verl's own defaults, which are these
 
 
-class TrainerConfig(Group):
+class TrainerConfig(ConfigGroup):
     """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up

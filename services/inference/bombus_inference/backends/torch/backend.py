@@ -111,7 +111,7 @@ def read_state(folder: Path, settings: ComputeSettings, adapter: Path | None = N
     for name, tensor in mapped.items():
         merged = merging.merge(name, tensor.to(settings.device))
         state[name] = merged.to(settings.device, dtype, copy=merged is tensor)
-    merging.check_spent()
+    merging.check_all_merged()
     return state
 
 
@@ -131,7 +131,7 @@ def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
         if merging.changes(name):
             parameter = model.get_parameter(name)
             parameter.copy_(merging.merge(name, tensor.to(parameter.device)))
-    merging.check_spent()
+    merging.check_all_merged()
 
 
 def load_policy(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> PreTrainedModel:
