@@ -43,7 +43,7 @@ def by_engine(engine: Engine, prompts: list[list[int]], new_tokens: int) -> int:
 
 
 def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
-    settings = ComputeSettings(dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=512)
+    settings = ComputeSettings.model_validate({"dtype": dtype, "kv_cache_bytes": 1 << 30, "max_model_len": 512})
     engine = Engine(load_policy(folder, settings), settings, run=1, version=0)
     plain = load_model(folder, dtype)
     numbers = random.Random(0)
@@ -65,7 +65,7 @@ def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
                     eos_token_id=-1,
                     pad_token_id=0,
                 )
-            return ids.shape[0] * (made.shape[1] - ids.shape[1])
+            return int(ids.shape[0] * (made.shape[1] - ids.shape[1]))
 
         by_engine(engine, prompts, 2)  # allocates buffers and touches their pages
         ours = rate(lambda prompts=prompts: by_engine(engine, prompts, arguments.new), arguments.repeats, clock)  # type: ignore[misc]

@@ -77,9 +77,8 @@ async def quiet(stage: str) -> None: ...
 async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: list[Policy]) -> None:
     """Measure one backend. `policies` are loaded in turn."""
     load = Load()
-    settings = ComputeSettings(
-        dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
-    )
+    limits = {"kv_cache_bytes": 1 << 30, "max_model_len": CONTEXT, "max_running": 64}
+    settings = ComputeSettings.model_validate({"dtype": dtype, "threads": arguments.threads, **limits})
     backend = make(name, settings, load.deliver)
     try:
         began = time.perf_counter()

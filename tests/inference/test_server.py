@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
@@ -31,8 +32,13 @@ def engine_thread(app: App) -> EngineThread:
     return backend(app).thread
 
 
+def tokens_decoded(app: App) -> int:
+    stats = engine_thread(app).stats
+    return 0 if stats is None else stats.decode_tokens
+
+
 @asynccontextmanager
-async def serving(**settings: int) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
+async def serving(**settings: Any) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
     bound = listen("127.0.0.1", 0)
     app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(ComputeSettings(), deliver))
     engine = engine_for(llama())
@@ -78,7 +84,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_an_answer_is_what_the_engine_makes_alone():
+async def test_an_answer_is_what_the_engine_makes_alone() -> None:
     generate = request([1, 2, 3], n=3)
     alone = engine_for(llama())
     alone.add(1, generate)
@@ -92,7 +98,7 @@ async def test_an_answer_is_what_the_engine_makes_alone():
     }
 
 
-async def test_a_stream_begins_before_its_completion_ends():
+async def test_a_stream_begins_before_its_completion_ends() -> None:
     async with serving() as (app, engine, client):
         content = encode_request(request([1, 2, 3], stream=True, max_tokens=200))
         async with client.stream("POST", "/generate", content=content) as response:
@@ -110,14 +116,14 @@ async def test_a_stream_begins_before_its_completion_ends():
         await until(lambda: app.open_requests == 0)
 
 
-async def test_hundreds_of_requests_at_once_are_batched():
+async def test_hundreds_of_requests_at_once_are_batched() -> None:
     async with serving() as (_, engine, client):
         responses = await asyncio.gather(*(post(client, request([seed % 50], seed=seed)) for seed in range(200)))
         assert all(len(read(response.content).only.tokens) == 12 for response in responses)
         assert engine.stats.steps < 200 * 12 / 4
 
 
-async def test_a_client_that_disconnects_frees_its_place():
+async def test_a_client_that_disconnects_frees_its_place() -> None:
     async with serving() as (app, engine, client):
         content = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
         async with client.stream("POST", "/generate", content=content) as response:
@@ -128,7 +134,7 @@ async def test_a_client_that_disconnects_frees_its_place():
         assert engine.stats.blocks_held == 0
 
 
-async def test_a_client_that_disconnects_before_its_first_token_frees_its_place():
+async def test_a_client_that_disconnects_before_its_first_token_frees_its_place() -> None:
     async with serving() as (app, engine, client):
         async with held(app):
             waiting = asyncio.ensure_future(post(client, request([1, 2, 3], max_tokens=240)))
@@ -139,7 +145,7 @@ async def test_a_client_that_disconnects_before_its_first_token_frees_its_place(
         assert not engine.has_work
 
 
-async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
+async def test_a_full_replica_answers_503_and_says_that_another_may_serve() -> None:
     async with serving(requests_max=2) as (app, _, client), held(app) as release:
         open_ones = [asyncio.ensure_future(post(client, request([seed]))) for seed in range(2)]
         await until(lambda: app.open_requests == 2)
@@ -161,7 +167,7 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
         (msgspec.structs.replace(request([1]), engine="other"), 503, "no_replica", True),
     ],
 )
-async def test_a_refusal_is_a_fault_with_a_status(generate, status, code, retry):
+async def test_a_refusal_is_a_fault_with_a_status(generate: Generate, status: int, code: str, retry: bool) -> None:
     async with serving() as (app, engine, client):
         response = await post(client, generate)
         assert response.status_code == status
@@ -172,17 +178,17 @@ async def test_a_refusal_is_a_fault_with_a_status(generate, status, code, retry)
         await until(lambda: app.open_requests == 0)
 
 
-async def test_bodies_that_are_nonsense_or_too_large_are_refused():
+async def test_bodies_that_are_nonsense_or_too_large_are_refused() -> None:
     async with serving() as (_, _, client):
         nonsense = await client.post("/generate", content=b"\xc1")
         large = await client.post("/generate", content=b"x" * (BODY_BYTES_MAX + 1))
     assert (nonsense.status_code, large.status_code) == (400, 413)
 
 
-async def test_a_swap_under_load_drops_nothing():
+async def test_a_swap_under_load_drops_nothing() -> None:
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]
-        await until(lambda: engine_thread(app).stats is not None and engine_thread(app).stats.decode_tokens > 100)
+        await until(lambda: tokens_decoded(app) > 100)
         await engine_thread(app).swap(another(llama()).state_dict(), 1, 1)
         answers = [read((await one).content).only for one in posts]
     for answer in answers:
@@ -191,17 +197,17 @@ async def test_a_swap_under_load_drops_nothing():
     assert any(set(answer.versions) == {0, 1} for answer in answers)
 
 
-async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on():
+async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on() -> None:
     async with serving() as (app, _, client):
         with pytest.raises(EngineFault, match="lack"):
             await engine_thread(app).swap({}, 1, 1)
         assert (await post(client, request([1]))).status_code == 200
 
 
-async def test_stopping_the_engine_ends_its_open_requests():
+async def test_stopping_the_engine_ends_its_open_requests() -> None:
     async with serving() as (app, _, client):
         waiting = asyncio.ensure_future(post(client, request([1], max_tokens=240)))
-        await until(lambda: engine_thread(app).stats is not None and engine_thread(app).stats.decode_tokens > 0)
+        await until(lambda: tokens_decoded(app) > 0)
         await engine_thread(app).install(None, UNLOADED)
         stopped = read((await waiting).content).fault
         nothing = await post(client, request([1]))
@@ -210,11 +216,11 @@ async def test_stopping_the_engine_ends_its_open_requests():
 
 
 class _Broken(Engine):
-    def step(self):
+    def step(self) -> NoReturn:
         raise RuntimeError("out of memory")
 
 
-async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
+async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service() -> None:
     async with serving() as (app, engine, client):
         engine.__class__ = _Broken
         response = await post(client, request([1]))
@@ -225,7 +231,7 @@ async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
             await engine_thread(app).failed
 
 
-async def test_health_and_metrics_report_what_is_served():
+async def test_health_and_metrics_report_what_is_served() -> None:
     async with serving() as (app, _, client):
         await post(client, request([1, 2, 3]))
         health = await client.get("/health")

@@ -5,6 +5,7 @@ import hashlib
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,12 +51,27 @@ class FakeCoordinator:
 
     async def receive(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
         """Return the next message of this kind for which `holds` is true, skipping others."""
+        message = await self._receive(lambda message: isinstance(message, kind) and holds(message))
+        assert isinstance(message, kind)
+        return message
+
+    async def receive_outcome(self) -> int:
+        """Return the version that is loaded next. Fails if the replica reports that it cannot load one before that."""
+        message = await self._receive(lambda message: isinstance(message, WeightsLoadedFact | EngineBroke))
+        assert isinstance(message, WeightsLoadedFact)
+        return message.version
+
+    async def _receive(self, holds: Callable[[AnyMessage], bool]) -> AnyMessage:
         async with asyncio.timeout(20):
             while True:
                 for stored in await self.inbox.read():
                     message = decode_message(stored.data)
-                    if isinstance(message, kind) and holds(message):
+                    if holds(message):
                         return message
+
+
+def is_of(run: int, version: int, fact: WeightsLoadedFact) -> bool:
+    return (fact.run, fact.version) == (run, version)
 
 
 def started(run: int) -> ev.EngineStarted:
@@ -96,7 +112,9 @@ async def ask(url: str, run: int, prompt: list[int]) -> Answer:
     return answer
 
 
-async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(coordinator, nats_url, hive, tmp_path):
+async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     old, new = llama(), another(llama())
     await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", old)))
     async with replica(nats_url, hive):
@@ -114,7 +132,9 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(coordi
     assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
-async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(coordinator, nats_url, hive, tmp_path):
+async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     """Its messages have other ids than those of its previous start, so they do not count as repeats."""
     await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     for _ in range(2):
@@ -124,7 +144,9 @@ async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(coo
         assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
-async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(coordinator, nats_url, hive, tmp_path):
+async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     first = weights(tmp_path / "v0", llama())
     await coordinator.write(started(1), ready(1, 0, first))
     async with replica(nats_url, hive):
@@ -140,7 +162,9 @@ async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(coordin
         assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
 
 
-async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(coordinator, nats_url, hive, tmp_path, caplog):
+async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = RunConfig()
     configured = ev.EngineConfigured(
         engine="main", config=job.to_json(), config_digest=job.digest, collection=job.to_collection(), model="m"
@@ -151,15 +175,15 @@ async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(coordina
             await coordinator.write(configured, started(run))
             for version, what in enumerate(versions):
                 await coordinator.write(ready(run, version, what))
-                await coordinator.receive(
-                    WeightsLoadedFact, lambda fact, here=(run, version): (fact.run, fact.version) == here
-                )
+                await coordinator.receive(WeightsLoadedFact, partial(is_of, run, version))
             await coordinator.write(ev.EngineStopped(engine="main", run=run))
     warning = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
     assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [warning] * 2
 
 
-async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(coordinator, nats_url, hive, tmp_path):
+async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     good = weights(tmp_path / "v0", llama())
     bad = ev.Weights(where=good.where, sha256="0" * 64)
     await coordinator.write(started(1), ready(1, 0, good), ready(1, 1, bad))
@@ -171,19 +195,21 @@ async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(coordin
         assert (await coordinator.receive(WeightsLoadedFact)).version == 2
 
 
-async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(coordinator, nats_url, hive, tmp_path):
+async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     good = weights(tmp_path / "v2", llama())
     gone = ev.Weights(where=str(tmp_path / "v1"), sha256="0" * 64)
     await coordinator.write(started(1), ready(1, 1, gone))
     async with replica(nats_url, hive):
         await coordinator.receive(ReplicaAlive)
         await coordinator.write(ready(1, 2, good))
-        assert (await coordinator.receive(WeightsLoadedFact | EngineBroke)).version == 2
+        assert await coordinator.receive_outcome() == 2
 
 
 async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_newest(
-    coordinator, nats_url, hive, tmp_path
-):
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     """The trainer keeps two versions, and an asynchronous run may be further ahead before a slow disk has been read."""
     models = [another(llama(), seed) for seed in range(4)]
     named = [weights(tmp_path / f"version-{number:08d}-epoch-1", model) for number, model in enumerate(models)]
@@ -196,7 +222,7 @@ async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_
         await coordinator.write(ready(1, 2, named[2]), ready(1, 3, named[3]))
         keep_only(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
         writer.close()
-        assert (await coordinator.receive(WeightsLoadedFact | EngineBroke)).version == 3
+        assert await coordinator.receive_outcome() == 3
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 3)
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(models[3], [1, 2, 3], made) < 1e-4

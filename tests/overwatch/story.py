@@ -240,7 +240,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
     def some() -> str:
         return draw.choice(episodes) if episodes else "main-1-0"
 
-    def tell(kind: type[Event], **fields: Any) -> None:
+    def tell(kind: Callable[..., Event], **fields: Any) -> None:
         story.tell(kind(**story.at, run=story.run, **fields))
 
     def restart() -> None:

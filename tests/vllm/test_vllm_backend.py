@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from bombus.errors import EngineFault
+from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.models import load_model
 from bombus_inference.backends.protocol import Policy
@@ -108,7 +109,8 @@ async def test_tokens_come_with_the_logprobs_of_the_distribution_that_they_were_
 
 def _logits(model: PreTrainedModel, prompt: list[int], made: Completion) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([[*prompt, *made.tokens]])).logits[0][len(prompt) - 1 : -1]
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *made.tokens]])).logits
+    return logits[0][len(prompt) - 1 : -1]
 
 
 async def test_a_seed_repeats_and_greedy_takes_the_most_likely(stage: Stage) -> None:
@@ -150,7 +152,7 @@ async def test_a_stream_begins_before_its_completion_ends(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "retry"),
+    ("generate", "code", "retry"),
     [
         (request([1] * CONTEXT), "prompt_too_long", False),
         (request([60]), "malformed", False),
@@ -159,8 +161,10 @@ async def test_a_stream_begins_before_its_completion_ends(stage: Stage) -> None:
         (request([1], run=2), "wrong_phase", True),
     ],
 )
-async def test_what_would_crash_vllm_is_refused_before_it_arrives(stage: Stage, asked, code, retry) -> None:
-    fault = await stage.client.refused(stage.backend, asked)
+async def test_what_would_crash_vllm_is_refused_before_it_arrives(
+    stage: Stage, generate: Generate, code: str, retry: bool
+) -> None:
+    fault = await stage.client.refused(stage.backend, generate)
     assert (fault.code, fault.retry) == (code, retry)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -90,7 +90,7 @@ def _link(place: Path, into: Path) -> Path:
 
 
 @pytest.fixture(params=["merged", "adapter"])
-def hive(tmp_path: Path, request: pytest.FixtureRequest):
+def hive(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmHive]:
     arguments = ["--dtype", "float32", "--vllm-eager", "--kv-cache-mb", "512", "--max-model-len", "512"]
     trainer = ("--weights-lora", request.param)
     with vllm_hive(tmp_path, *arguments, "--max-running", "8", trainer=trainer) as hive:
@@ -135,8 +135,8 @@ async def ask(log: Log, tokens: int, stream: bool) -> Completion:
         id="r", engine="main", run=log.engine.run, prompt=pack_tokens(PROMPT), sampling=sampling, stream=stream
     )
     answer, reader = Answer(), FrameReader()
-    asked = {"url": f"{replica.url}/generate", "content": encode_request(request)}
-    async with httpx.AsyncClient(timeout=STEP_S) as client, client.stream("POST", **asked) as response:
+    url, content = f"{replica.url}/generate", encode_request(request)
+    async with httpx.AsyncClient(timeout=STEP_S) as client, client.stream("POST", url, content=content) as response:
         async for chunk in response.aiter_raw():
             for frame in reader.feed(chunk):
                 answer.take(frame)

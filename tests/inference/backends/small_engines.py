@@ -66,8 +66,8 @@ def another(model: PreTrainedModel, seed: int = 9) -> PreTrainedModel:
     return type(model)(deepcopy(model.config)).eval()
 
 
-def engine_for(model: PreTrainedModel, **settings: object) -> Engine:
-    defaults: dict[str, object] = {"kv_cache_bytes": 4 << 20, "max_model_len": CONTEXT, "block_tokens": 4}
+def engine_for(model: PreTrainedModel, **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_model_len": CONTEXT, "block_tokens": 4}
     return Engine(paged(model), ComputeSettings(**(defaults | settings)), run=1, version=0)
 
 

@@ -30,19 +30,19 @@ def take(answer: FrameAssembler, *deltas: ChoiceDelta) -> list[Frame]:
     return [frame for one in deltas for frame in answer.take(one)]
 
 
-def test_a_stream_is_passed_on_at_once_while_the_weights_stay_the_same():
+def test_a_stream_is_passed_on_at_once_while_the_weights_stay_the_same() -> None:
     answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
     frames = take(answer, delta(5, 6), delta(7), delta(8, finish="stop", versions=[3, 3, 3, 3]))
     assert frames == [tokens(3, [5, 6]), tokens(3, [7]), tokens(3, [8]), Finished(reason="stop")]
 
 
-def test_without_streaming_tokens_come_at_the_end_in_one_frame_for_each_version():
+def test_without_streaming_tokens_come_at_the_end_in_one_frame_for_each_version() -> None:
     answer = FrameAssembler(request([1]), 3, lambda: False)
     frames = take(answer, delta(5, 6), delta(7, 8, finish="length", versions=[3, 3, 4, 4]))
     assert frames == [tokens(3, [5, 6]), tokens(4, [7, 8]), Finished(reason="length")]
 
 
-def test_after_a_change_of_weights_tokens_wait_until_the_server_reports_which_version_sampled_them():
+def test_after_a_change_of_weights_tokens_wait_until_the_server_reports_which_version_sampled_them() -> None:
     weights = Weights()
     answer = FrameAssembler(request([1], stream=True), 3, lambda: weights.same)
     assert take(answer, delta(5)) == [tokens(3, [5])]
@@ -52,7 +52,7 @@ def test_after_a_change_of_weights_tokens_wait_until_the_server_reports_which_ve
     assert frames == [tokens(3, [6]), tokens(4, [7, 8]), Finished(reason="length")]
 
 
-def test_choices_are_kept_apart():
+def test_choices_are_kept_apart() -> None:
     answer = FrameAssembler(request([1], n=2, stream=True), 0, lambda: True)
     frames = take(
         answer,
@@ -69,7 +69,7 @@ def test_choices_are_kept_apart():
     ]
 
 
-def test_a_server_whose_weights_stay_during_a_call_need_not_report_versions():
+def test_a_server_whose_weights_stay_during_a_call_need_not_report_versions() -> None:
     assert take(FrameAssembler(request([1]), 2, lambda: True), delta(5, finish="stop"))[0] == tokens(2, [5])
     with pytest.raises(BackendFailed, match="does not say"):
         take(FrameAssembler(request([1]), 2, lambda: False), delta(5, finish="stop"))
@@ -88,13 +88,13 @@ def test_a_server_whose_weights_stay_during_a_call_need_not_report_versions():
         ([ChoiceDelta(choice=0, tokens=[5], logprobs=[-9999.0])], "not finite"),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_an_error(deltas, words):
+def test_an_answer_that_cannot_be_right_is_an_error(deltas: list[ChoiceDelta], words: str) -> None:
     answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
     with pytest.raises(BackendFailed, match=words):
         take(answer, *deltas)
 
 
-def test_alternatives_are_reported_if_requested_and_required_for_each_token():
+def test_alternatives_are_reported_if_requested_and_required_for_each_token() -> None:
     answer = FrameAssembler(request([1], top_logprobs=1), 0, lambda: True)
     (frame, _) = take(
         answer, ChoiceDelta(choice=0, tokens=[5], logprobs=[-1.0], tops=[((6, -0.5),)], finish="stop", versions=[0])
@@ -105,6 +105,6 @@ def test_alternatives_are_reported_if_requested_and_required_for_each_token():
         take(FrameAssembler(request([1], top_logprobs=1), 0, lambda: True), delta(5))
 
 
-def test_the_most_likely_are_in_order_and_what_cannot_be_sampled_is_left_out():
+def test_the_most_likely_are_in_order_and_what_cannot_be_sampled_is_left_out() -> None:
     assert most_likely([(9, -3.0), (4, -1.0), (7, -9999.0), (2, -2.0)], 2) == ((4, -1.0), (2, -2.0))
     assert most_likely([(9, -3.0), (7, -9999.0)], 3) == ((9, -3.0),)

@@ -14,7 +14,7 @@ from tests.inference.backends.small_engines import request
 SIZE = 4
 
 
-def test_a_block_that_was_released_is_found_again_under_the_same_prefix_only():
+def test_a_block_that_was_released_is_found_again_under_the_same_prefix_only() -> None:
     blocks = Blocks(3, SIZE)
     first = blocks.take()
     name = blocks.remember(first, blocks.root, (1, 2, 3, 4))
@@ -27,7 +27,7 @@ def test_a_block_that_was_released_is_found_again_under_the_same_prefix_only():
     assert blocks.find(name, (5, 6, 7, 8)) == second
 
 
-def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     blocks = Blocks(2, SIZE)
     chain = [blocks.take(), blocks.take()]
     name = blocks.remember(chain[0], blocks.root, (1, 1, 1, 1))
@@ -37,14 +37,14 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning():
     assert blocks.find(blocks.root, (1, 1, 1, 1)) == chain[0]
 
 
-def test_a_block_in_use_is_never_taken():
+def test_a_block_in_use_is_never_taken() -> None:
     blocks = Blocks(1, SIZE)
     blocks.take()
     with pytest.raises(EngineFault, match="held"):
         blocks.take()
 
 
-def test_after_forgetting_nothing_is_found_and_held_blocks_come_back_free():
+def test_after_forgetting_nothing_is_found_and_held_blocks_come_back_free() -> None:
     blocks = Blocks(2, SIZE)
     held, idle = blocks.take(), blocks.take()
     old_root = blocks.root
@@ -60,7 +60,7 @@ def test_after_forgetting_nothing_is_found_and_held_blocks_come_back_free():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_random_sequences_leak_no_block(seed):
+def test_random_sequences_leak_no_block(seed: int) -> None:
     """Sequences arrive, are aborted and finish, and weights change, at random in a cache that is always too small."""
     numbers = random.Random(seed)
     blocks = Blocks(numbers.randint(16, 40), SIZE)

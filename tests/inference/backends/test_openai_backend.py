@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
 
@@ -37,9 +38,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def backend_of(
-    server: ExternalServer, **settings: float | str
-) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
+async def backend_of(server: ExternalServer, **settings: Any) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
     client = BackendClient()
     async with serving(server) as url:
         chosen = OpenAISettings(url=url, api_key_env="SERVER_KEY", **settings)
@@ -198,7 +197,9 @@ async def test_the_servers_own_length_limit_applies(folders: list[Path]) -> None
         assert (await client.refused(backend, request([5] * 200))).code == "prompt_too_long"
 
 
-async def test_a_wrong_key_a_wrong_model_and_an_absent_server_are_reported(folders: list[Path], monkeypatch) -> None:
+async def test_a_wrong_key_a_wrong_model_and_an_absent_server_are_reported(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = Policy(folders[0], 1, 0, CONTEXT)
     async with backend_of(ExternalCompletions(folders[0]), model="other") as (backend, _):
         with pytest.raises(EngineFault, match="serves m, not 'other'"):

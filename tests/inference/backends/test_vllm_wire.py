@@ -1,6 +1,7 @@
 """vLLM's wire format, with answers as recorded from version 0.32."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,13 @@ from bombus_inference.backends.vllm.wire import VersionSpan, parse_deltas, reque
 from bombus_inference.backends.wire import WeightLabel
 from tests.inference.backends.small_engines import request
 
-ENTRY = {"token_id": 30, "logprob": -3.75, "rank": 20, "top_logprobs": [{"token_id": 30, "logprob": -3.75, "rank": 20}]}
-CHUNK = {
+ENTRY: dict[str, Any] = {
+    "token_id": 30,
+    "logprob": -3.75,
+    "rank": 20,
+    "top_logprobs": [{"token_id": 30, "logprob": -3.75, "rank": 20}],
+}
+CHUNK: dict[str, Any] = {
     "request_id": "generate-tokens-1", "usage": None, "output_mode": "tokens",
     "choices": [
         {
@@ -24,35 +30,35 @@ CHUNK = {
 }  # fmt: skip
 
 
-def test_a_chunk_becomes_a_delta_with_a_version_for_each_token_so_far():
+def test_a_chunk_becomes_a_delta_with_a_version_for_each_token_so_far() -> None:
     assert parse_deltas(json.dumps(CHUNK).encode(), 7, 0) == [
         ChoiceDelta(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
     ]
 
 
-def test_alternatives_leave_out_the_sampled_token_if_it_is_not_among_the_most_likely():
+def test_alternatives_leave_out_the_sampled_token_if_it_is_not_among_the_most_likely() -> None:
     tops = [{"token_id": 30, "logprob": -3.75, "rank": 20}, {"token_id": 8, "logprob": -3.25, "rank": 1}]
     chunk = {"choices": [{**CHUNK["choices"][0], "logprobs": {"content": [{**ENTRY, "top_logprobs": tops}]}}]}
     assert parse_deltas(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
 
 
-def test_cached_prompt_tokens_are_in_the_usage():
+def test_cached_prompt_tokens_are_in_the_usage() -> None:
     chunk = {**CHUNK, "usage": {"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 384}}}
     assert parse_deltas(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
 
 
-def test_an_error_in_a_stream_is_raised():
+def test_an_error_in_a_stream_is_raised() -> None:
     with pytest.raises(BackendFailed, match="out of memory"):
         parse_deltas(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
 
 
-def test_logprobs_of_other_tokens_are_an_error():
+def test_logprobs_of_other_tokens_are_an_error() -> None:
     chunk = {"choices": [{**CHUNK["choices"][0], "token_ids": [31]}]}
     with pytest.raises(BackendFailed, match="not those of the tokens"):
         parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 
-def test_an_end_without_versions_is_an_error():
+def test_an_end_without_versions_is_an_error() -> None:
     chunk = {"choices": [{**CHUNK["choices"][0], "weight_versions": None}]}
     with pytest.raises(BackendFailed, match="does not say which weights"):
         parse_deltas(json.dumps(chunk).encode(), 7, 0)
@@ -66,17 +72,17 @@ def test_an_end_without_versions_is_an_error():
         ([("7/3", 0, 2), ("7/4", 3, 4)], "leave out tokens"),
     ],
 )
-def test_tokens_of_another_run_or_without_our_label_are_refused(spans, words):
+def test_tokens_of_another_run_or_without_our_label_are_refused(spans: list[tuple[str, int, int]], words: str) -> None:
     with pytest.raises(BackendFailed, match=words):
         versions_of([VersionSpan(*span) for span in spans], 7)
 
 
-def test_spans_are_one_version_for_each_token():
+def test_spans_are_one_version_for_each_token() -> None:
     assert str(WeightLabel(7, 3)) == "7/3"
     assert versions_of([VersionSpan("7/3", 0, 2), VersionSpan("7/4", 2, 3)], 7) == [3, 3, 4]
 
 
-def test_a_request_sets_every_sampling_parameter():
+def test_a_request_sets_every_sampling_parameter() -> None:
     generate = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
     body = json.loads(request_body(generate, [4, 5], 8, "adapter"))
     assert body["token_ids"] == [4, 5]
@@ -95,7 +101,7 @@ def test_a_request_sets_every_sampling_parameter():
     assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8, "policy"))["sampling_params"]
 
 
-def test_its_metrics_get_our_names_summed_over_its_engines():
+def test_its_metrics_get_our_names_summed_over_its_engines() -> None:
     text = (
         "# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
         'vllm:num_requests_running{engine="0",model_name="policy"} 2.0\n'

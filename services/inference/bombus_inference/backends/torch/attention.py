@@ -173,7 +173,7 @@ def _gaps(counts: list[int], queries: int, device: torch.device) -> tuple[Tensor
     return torch.tensor(pad, device=device), torch.tensor(take, device=device)
 
 
-def paged_attention(  # the signature is transformers'
+def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
