@@ -47,7 +47,7 @@ class Point(StrEnum):
 class _Fault(msgspec.Struct):
     point: Point
     number: signal.Signals
-    left: int  # the point is reached this many times more until it strikes
+    left: int  # the signal is sent when the point has been reached this many times more
 
 
 _armed: list[_Fault] = []

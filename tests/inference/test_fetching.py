@@ -157,7 +157,7 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
     assert given.is_whole(2, found.folder)
     assert (found.folder, found.delta) == (place, None)
     assert len(requests) == 1
-    after = await given.fetch(3)  # and deltas go on from there
+    after = await given.fetch(3)  # deltas are applied on top of the full copy
     assert given.is_whole(3, after.folder)
     assert after.base == 2
 

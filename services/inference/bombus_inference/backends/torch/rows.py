@@ -94,8 +94,8 @@ class Rows:
     def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
         """Return the numbers of the chunks with a row, by the lane's capacity and in the order of rows; and the others.
 
-        A sequence gets a row with its second single token, since blocks that this pass fills cannot be copied yet. It
-        loses the row when it is not in a pass, or does not compute exactly its next token.
+        A sequence gets a row with its second single token, since blocks that this pass fills cannot be copied yet. A
+        sequence that is not in this pass loses its row.
         """
         ends, self._ends = self._ends, {chunk.owner: chunk.end for chunk in chunks}
         here = {chunk.owner for chunk in chunks}

@@ -96,7 +96,7 @@ class EngineThread:
 
     @property
     def stats(self) -> Stats | None:
-        """The engine's statistics, read while it may be running: each number is right, but they may be of two steps."""
+        """The engine's counts, read while it may be running: each is right, but they may be of different steps."""
         engine = self._engine
         return None if engine is None else engine.stats
 
