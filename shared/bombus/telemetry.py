@@ -82,12 +82,6 @@ def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool
     return True
 
 
-def flush() -> None:
-    """Export the spans so far. This happens by itself at the end of a process."""
-    if _provider is not None:
-        _provider.force_flush()
-
-
 def current() -> str:
     """Return the `traceparent` of the current span, even if other code started it; "" when there is none.
 

@@ -149,8 +149,8 @@ class App:
         if request.engine != self.engine:
             why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"
             return Fault(why=why, code=Code.NO_REPLICA, retry=True)
-        if len(self._open) >= self.settings.requests_max:
-            why = f"{len(self._open)} requests are open here already"
+        if self.open_requests >= self.settings.requests_max:
+            why = f"{self.open_requests} requests are open here already"
             return Fault(why=why, code=Code.OVERLOADED, retry=True)
         return request
 
@@ -199,7 +199,7 @@ class App:
         values: dict[str, float] = {
             "run": self.backend.run,
             "policy_version": self.backend.version,
-            "requests_open": len(self._open),
+            "requests_open": self.open_requests,
             "requests_served_total": self.served,
             "requests_refused_total": self.refused,
             **await self.backend.metrics(),

@@ -61,7 +61,6 @@ class RewardCurves:
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    trainer: str
     epoch: int
     step_in_flight: int | None
     in_flight_s: float
@@ -121,7 +120,6 @@ class Screen:
 
     position: int
     now_ns: int
-    epoch: int
     engines: tuple[str, ...]
     engine: str
     status: EngineStatus | None
@@ -151,7 +149,6 @@ def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup
     return Screen(
         position=view.position,
         now_ns=now_ns,
-        epoch=view.hive.epoch,
         engines=engines,
         engine=chosen,
         status=status if chosen else None,
@@ -211,7 +208,6 @@ def _training(engine: EngineState, status: EngineStatus, history: EngineHistory,
         merged = counters.calls_merged / counters.calls
     trainer = status.trainer
     return TrainingSummary(
-        trainer=one_line(trainer.trainer),
         epoch=trainer.epoch,
         step_in_flight=trainer.step_in_flight,
         in_flight_s=seconds_between(trainer.step_since_ns, now_ns) if trainer.step_since_ns else 0.0,
