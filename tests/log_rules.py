@@ -19,7 +19,7 @@ OTHERS: dict[int, tuple[str, ...]] = {
     12: (
         "coordinator/test_retention.py::test_no_call_is_ever_needed_that_lay_below_a_floor_before",
         "coordinator/test_retention.py::test_what_only_replay_wants_goes_when_the_stream_is_over_half_full",
-        "replay/test_upkeep.py::test_compacting_keeps_two_snapshots_and_everything_behind_the_older",
+        "replay/test_upkeep.py::test_compacting_keeps_two_snapshots_and_everything_after_the_older",
     ),
     13: (
         "coordinator/test_core.py::test_claims_are_fair_between_a_greedy_client_and_a_modest_one",

@@ -201,7 +201,6 @@ def test_no_backend_of_a_replica_imports_another() -> None:
 TABLES_THAT_NAME_SERVICES = {
     "cli.py": "the commands",
     "commands/replay.py": "the subcommands of `bombus replay`",
-    "replay/providers.py": "what `bombus replay episode` takes from services that are installed",
     "config/cluster.py": "the sentence that names the launcher",
     "host/layout.py": "the command line of a trainer's ranks",
     "host/installing.py": "the check of a new environment",

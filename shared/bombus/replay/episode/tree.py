@@ -12,8 +12,9 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.events import EpisodeType
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, unpack_logprobs, unpack_tokens
+from bombus.replay import providers
 from bombus.replay.episode.story import EpisodeStory
-from bombus.replay.providers import TokenText, advantage_provider, token_text_provider
+from bombus.replay.providers import TokenText
 from bombus.replay.source import Source
 
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
@@ -98,7 +99,7 @@ async def read_transcript(source: Source, story: EpisodeStory) -> EpisodeTranscr
 async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> TokenText:
     try:
         files = _files.decode(await source.blob(story.tokenizer))
-        return token_text_provider().token_texts(files)
+        return providers.token_texts()(files)
     except (NotInstalled, BlobMissing, EngineFault, msgspec.MsgspecError) as error:
         notes.append(f"tokens are shown by their ids: {error}")
         return id_as_text
@@ -122,7 +123,7 @@ async def _advantages(source: Source, story: EpisodeStory, notes: list[str]) -> 
             continue
         members.append((member, records))
     try:
-        found = advantage_provider().call_advantages(members, RunConfig.from_json(story.config.config))
+        found = providers.call_advantages()(members, RunConfig.from_json(story.config.config))
     except (NotInstalled, EngineFault, ValueError) as error:
         notes.append(f"no advantages: {error}")
         return {}
