@@ -17,10 +17,11 @@ from tokenizers import Tokenizer
 
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
+from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus.weights.models import load_model
 from bombus_inference.backends.torch.backend import make_engine, read_state
-from bombus_inference.service import http_server, url_of
+from bombus_inference.service import url_of
 from bombus_inference.settings import EngineSettings
 from tests.inference.backends.small_engines import Answer, Completion, finish, reference_logprobs
 
