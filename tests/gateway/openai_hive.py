@@ -26,7 +26,7 @@ from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
-from bombus_gateway.service import http_server
+from bombus_gateway.service import serving
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
 
@@ -303,13 +303,13 @@ async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIter
         settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
     )
     app = create_app(gateway)
-    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.touches.run())]
+    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.heartbeats.run())]
     await follower.caught_up(10)
-    await app.calls.room.look()
+    await app.calls.capacity.refresh()
     gateway.ready = ready
     with listen("127.0.0.1", 0) as bound:
         try:
-            async with http_server(app, bound):
+            async with serving(app, bound, gateway.settings.drain_s):
                 yield gateway, f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             app.calls.client.close()

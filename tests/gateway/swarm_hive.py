@@ -209,7 +209,7 @@ async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
     running = [
         asyncio.create_task(coordinator.lead()),
         asyncio.create_task(follower.run()),
-        asyncio.create_task(gateway.touches.run()),
+        asyncio.create_task(gateway.heartbeats.run()),
     ]
     hive = PlayedHive(bus, gateway, coordinator)
     try:

@@ -6,17 +6,18 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, pack_tokens, unpack_tokens
-from bombus_gateway.call.conversation import Conversation, Message, next_digest, prefix_digests, root_digest
+from bombus_gateway.call.conversation import Conversation, next_digest, prefix_digests, root_digest
+from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import IM_END, TEXT
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
-def said(role: str, content: str, **more: Any) -> Message:
+def said(role: str, content: str, **more: Any) -> ChatMessage:
     return {"role": role, "content": content, **more}
 
 
-def called(arguments: str, id: str = "c1") -> Message:
+def called(arguments: str, id: str = "c1") -> ChatMessage:
     call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
@@ -29,7 +30,9 @@ class Episode:
         self.log: list[tuple[CallRef, CallRecord]] = []
         self.prompts: dict[int, list[int]] = {}
 
-    def call(self, messages: list[Message], sampled: list[int], message: Message, tools: Any = ()) -> CallRecord:
+    def call(
+        self, messages: list[ChatMessage], sampled: list[int], message: ChatMessage, tools: Any = ()
+    ) -> CallRecord:
         digests = prefix_digests(root_digest(tools), messages)
         count, node = self.conversation.longest(digests) or (0, None)
         if node is None:
@@ -166,7 +169,7 @@ moves = st.lists(
 @settings(max_examples=80, deadline=None)
 def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(steps: Any) -> None:
     episode = Episode()
-    lines: list[list[Message]] = [[said("system", str(line)), said("user", "go")] for line in range(3)]
+    lines: list[list[ChatMessage]] = [[said("system", str(line)), said("user", "go")] for line in range(3)]
     for which, what, text, sampled, ended in steps:
         line = lines[which]
         if what == "edit" and len(line) > 3:

@@ -197,7 +197,7 @@ async def test_r10_a_gateway_that_cannot_read_the_earlier_turns_refuses(served: 
     _, key = await served.claim()
     answer = await served.client(key).chat.completions.create(model=MODEL, messages=USER)
     messages: Any = [*USER, answer.choices[0].message, {"role": "user", "content": "and?"}]
-    async with gateway_of(bus, lookup_s_max=0.3) as (_, url):
+    async with gateway_of(bus, bus_timeout_s=0.3) as (_, url):
         await served.no_coordinator()
         with pytest.raises(openai.InternalServerError, match="earlier turns") as refused:
             await served.client(key, url).chat.completions.create(model=MODEL, messages=messages)
@@ -230,7 +230,7 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
 
 
 async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
-    async with gateway_hive(bus, record_s_max=0.5) as hive:
+    async with gateway_hive(bus, bus_timeout_s=0.5) as hive:
         _, key = await hive.claim()
         heard = asyncio.Event()
 
@@ -264,7 +264,7 @@ async def _move_inbox(bus: Bus, subject: str) -> None:
 
 
 async def test_r9_a_stored_call_that_could_not_be_told_is_told_by_its_retry(bus: Bus) -> None:
-    async with gateway_hive(bus, record_s_max=0.7) as hive:
+    async with gateway_hive(bus, bus_timeout_s=0.7) as hive:
         episode, key = await hive.claim()
         hive.replica.scripts.append(says("the fox"))
         await _move_inbox(bus, f"elsewhere.{bus.subjects.hive}.>")
@@ -311,7 +311,7 @@ async def test_r20_a_call_whose_record_might_not_fit_is_refused_before_it_is_sam
 
 
 async def test_r9_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> None:
-    async with gateway_hive(bus, calls_fill_max=0.00001) as hive:
+    async with gateway_hive(bus, log_fill_max=0.00001) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.InternalServerError, match="full") as refused:
             await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
@@ -372,7 +372,7 @@ async def test_what_any_replica_would_refuse_is_not_asked_of_another(served: Gat
 
 
 async def test_a_conversation_that_was_dropped_from_memory_is_read_from_the_log_again(bus: Bus) -> None:
-    async with gateway_hive(bus, history_bytes_max=1) as hive:
+    async with gateway_hive(bus, history_mb_max=0) as hive:
         episodes = [await hive.claim() for _ in range(2)]
         lines: list[Any] = [list(USER), list(USER)]
         for turn in range(3):

@@ -284,11 +284,11 @@ async def test_r18_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: 
 
 
 async def test_r20_a_body_over_the_limit_is_413(bus: Bus) -> None:
-    async with gateway_hive(bus, body_bytes_max=2000) as hive:
+    async with gateway_hive(bus, body_mb_max=1) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.APIStatusError) as refused:
             await hive.client(key).chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "x" * 3000}]
+                model=MODEL, messages=[{"role": "user", "content": "x" * (1 << 20)}]
             )
         assert refused.value.status_code == 413
 

@@ -19,7 +19,7 @@ from bombus_gateway.text.library import LibraryRenderer, library_renderer
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import StopScanner, TextStream
 from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Called, Delta, Said, Thought, ToolCallReader
+from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallReader
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -186,29 +186,29 @@ def read(text: str, portion: int) -> list[Delta]:
     deltas = [delta for at in range(0, len(text), portion) for delta in reader.feed(text[at : at + portion], [])]
     joined: list[Delta] = []
     for delta in [*deltas, *reader.finish()]:
-        if isinstance(delta, Said) and joined and isinstance(joined[-1], Said):
-            joined[-1] = Said(joined[-1].text + delta.text)
+        if isinstance(delta, TextDelta) and joined and isinstance(joined[-1], TextDelta):
+            joined[-1] = TextDelta(joined[-1].text + delta.text)
         else:
             joined.append(delta)
     return joined
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</b>"}}\n</tool_call>'
-MADE = Called("f", '{"x": "</b>"}')
+MADE = ToolCallDelta("f", '{"x": "</b>"}')
 
 
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("no call", [Said("no call")]),
-        (f"hm\n{CALL}", [Said("hm"), MADE]),
+        ("no call", [TextDelta("no call")]),
+        (f"hm\n{CALL}", [TextDelta("hm"), MADE]),
         (f"{CALL}\n{CALL}", [MADE, MADE]),
-        ("a <tool_call>{bad}</tool_call> b", [Said("a<tool_call>{bad}</tool_call> b")]),
-        ('<tool_call>{"name": "f"', [Said('<tool_call>{"name": "f"')]),
-        ("ends with <tool_", [Said("ends with <tool_")]),
-        ("white space stays \n", [Said("white space stays \n")]),
-        ('<tool_call>{"name": ""}</tool_call>', [Said('<tool_call>{"name": ""}</tool_call>')]),
+        ("a <tool_call>{bad}</tool_call> b", [TextDelta("a<tool_call>{bad}</tool_call> b")]),
+        ('<tool_call>{"name": "f"', [TextDelta('<tool_call>{"name": "f"')]),
+        ("ends with <tool_", [TextDelta("ends with <tool_")]),
+        ("white space stays \n", [TextDelta("white space stays \n")]),
+        ('<tool_call>{"name": ""}</tool_call>', [TextDelta('<tool_call>{"name": ""}</tool_call>')]),
     ],
 )
 def test_calls_are_told_from_text_however_it_arrives(text: str, expected: list[Delta], portion: int) -> None:
@@ -254,7 +254,7 @@ def test_the_librarys_reasoning_and_calls_come_apart_while_streaming(qwen3: Libr
     text = '<think>\nhm hm\n</think>\n\nhello there<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     reader = qwen3.reader(b"", TOOLS, ())
     deltas = [delta for token in tokenizer.encode(text) for delta in reader.feed("", [token])] + reader.finish()
-    assert "".join(delta.text for delta in deltas if isinstance(delta, Thought)) == "hm hm"
-    assert "".join(delta.text for delta in deltas if isinstance(delta, Said)) == "hello there"
-    assert [delta for delta in deltas if isinstance(delta, Called)] == [Called("f", '{"x": 1}')]
+    assert "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)) == "hm hm"
+    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "hello there"
+    assert [delta for delta in deltas if isinstance(delta, ToolCallDelta)] == [ToolCallDelta("f", '{"x": 1}')]
     assert len(deltas) > 4

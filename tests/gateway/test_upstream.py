@@ -13,16 +13,17 @@ from bombus.hive.events import Collection, EngineConfigured, EpisodeType
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams
 from bombus.hive.state import EngineState, Replica
-from bombus_gateway.call.admission import check_episode, check_sampling, heard_of, sampling_of
+from bombus_gateway.call.admission import Admitted, check_not_over, check_unbiased, is_known
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
+from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best, fitting
 from bombus_gateway.keys import KeyClaims
-from bombus_gateway.openai.request import Ask
 from tests.gateway.openai_hive import TEXT
 
 ROLLOUT = {"max_prompt_length": 100, "max_response_length": 900, "max_response_length_in_one_turn": 50}
 JOB = parse_job({"bombus": {"rollout": {**ROLLOUT, "temperature": 0.9}}})
-ASK = Ask(chat=True, model="m")
+CHAT = CompletionRequest(chat=True)
+ADMITTED = Admitted(EngineState(name="main"), JOB, TEXT)
 
 
 def replica(run: int = 1, version: int = 4, capacity: int = 16) -> Replica:
@@ -79,36 +80,36 @@ def test_a_busier_home_gives_way_to_the_replica_with_most_room_for_its_size() ->
 
 
 def test_what_may_be_sampled_is_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
-    sampling = sampling_of(ASK, JOB, TEXT, 90, True)
+    sampling = ADMITTED.sampling(CHAT, 90, True)
     assert (sampling.max_tokens, sampling.temperature) == (50, 0.9)
-    assert sampling_of(Ask(chat=True, model="m", max_tokens=7), JOB, TEXT, 90, True).max_tokens == 7
-    assert sampling_of(ASK, JOB, TEXT, 990, False).max_tokens == 10
+    assert ADMITTED.sampling(CompletionRequest(chat=True, max_tokens=7), 90, True).max_tokens == 7
+    assert ADMITTED.sampling(CHAT, 990, False).max_tokens == 10
 
 
 @pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
 def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> None:
     with pytest.raises(Refused) as refused:
-        sampling_of(ASK, JOB, TEXT, tokens, is_first)
+        ADMITTED.sampling(CHAT, tokens, is_first)
     assert refused.value.code == Code.PROMPT_TOO_LONG
 
 
 def test_a_job_may_allow_what_biases_the_gradient() -> None:
-    ask = Ask(chat=True, model="m", top_p=0.9)
+    request = CompletionRequest(chat=True, top_p=0.9)
     with pytest.raises(Refused, match="top_p"):
-        check_sampling(ask, JOB, EpisodeType.TRAIN)
-    check_sampling(ask, JOB, EpisodeType.EVAL)
+        check_unbiased(request, JOB, EpisodeType.TRAIN)
+    check_unbiased(request, JOB, EpisodeType.EVAL)
     allowing = parse_job({"bombus": {"rollout": {"allow_biased_sampling": True}}})
-    check_sampling(ask, allowing, EpisodeType.TRAIN)
+    check_unbiased(request, allowing, EpisodeType.TRAIN)
 
 
 def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet() -> None:
     state = EngineState(name="main", run=2, next_episode=5)
     state.open = {}
     with pytest.raises(Refused, match="run 1 of engine main has ended"):
-        check_episode(state, KeyClaims("main", 1, "main-1-1", 0))
+        check_not_over(state, KeyClaims("main", 1, "main-1-1", 0))
     later = KeyClaims("main", 3, "main-3-1", 0)
-    check_episode(state, later)
-    assert not heard_of(state, later)
+    check_not_over(state, later)
+    assert not is_known(state, later)
 
 
 async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_given_up_the_replica(bus: Bus) -> None:
@@ -117,11 +118,11 @@ async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_give
         writer.close()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    follower, client = Follower(bus), ReplicaClient(1.0)
+    follower, client = Follower(bus), ReplicaClient()
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     state = follower.hive.engines["main"] = EngineState(name="main", run=1, version=0)
     state.replicas["r"] = Replica(url=url, capacity=1, joined_ns=0, run=1, version=0)
-    upstream = Upstream(follower, client, wait_s=1.0)
+    upstream = Upstream(follower, client)
     request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
     generation, _ = await upstream.start(request)
     waiting = asyncio.create_task(generation.frames())

@@ -17,10 +17,12 @@ from starlette.types import Scope
 
 from bombus.errors import Code, Refused
 from bombus.host.hive_keys import HiveKeys
+from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
 
-Headers = Iterable[tuple[bytes, bytes]]
+HeaderPair = tuple[bytes, bytes]
+RawHeaders = Iterable[HeaderPair]  # as ASGI has them
 
 
 class Door(StrEnum):
@@ -61,7 +63,7 @@ class Guard(SecurityBase):
         if refusal is not None:
             raise refusal
 
-    def refusal(self, headers: Headers) -> Refused | None:
+    def refusal(self, headers: RawHeaders) -> Refused | None:
         """Why a request with these headers may not pass; None when it may."""
         if not self._opening:
             return self._foreign_page(headers)
@@ -75,7 +77,7 @@ class Guard(SecurityBase):
             "`x-api-key: <key>`, or put `/k/<key>` before the path.",
         )
 
-    def _foreign_page(self, headers: Headers) -> Refused | None:
+    def _foreign_page(self, headers: RawHeaders) -> Refused | None:
         """A door without a key trusts its machine or network, and with it every web page that is read there: a page can
         post here, or have its own name point here. Browsers say in `Origin` whose page it is; nobody else does.
         """
@@ -91,7 +93,25 @@ class Guard(SecurityBase):
         )
 
 
-def _presented(headers: Headers) -> list[bytes]:
+class EpisodeGuard:
+    """Verifies episodes' keys at the doors of one engine; at the root (`any_engine`) a key leads to its own engine."""
+
+    def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
+        self._keys = keys
+        self._engine = engine
+        self._any_engine = any_engine
+
+    def verify(self, key: str, now_ns: int) -> KeyClaims:
+        """Return what a key allows. Raises `Refused` BAD_KEY or KEY_EXPIRED."""
+        claims = self._keys.verify(key, now_ns)
+        if claims.engine != self._engine and not self._any_engine:
+            raise Refused(
+                Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
+            )
+        return claims
+
+
+def _presented(headers: RawHeaders) -> list[bytes]:
     found: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":

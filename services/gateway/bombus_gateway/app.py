@@ -14,12 +14,10 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
+from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
 from bombus_gateway.swarm.routes import swarm_router
 
 log = logging.getLogger(__name__)
-
-RETRY_AFTER = {"Retry-After": "1"}
-ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: RETRY_AFTER}
 
 
 class GatewayApp(FastAPI):

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from bombus.hive.records import DIGEST_BYTES, CallRecord, CallRef, CallStatus
-
-Message = dict[str, Any]
+from bombus_gateway.text.message import ChatMessage
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
@@ -36,7 +35,7 @@ def root_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
     return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
 
 
-def next_digest(before: bytes, message: Message) -> bytes:
+def next_digest(before: bytes, message: ChatMessage) -> bytes:
     """The digest of a conversation that is longer by `message`.
 
     What says the same is the same: ids of tool calls and the spelling of their arguments do not count (harnesses make
@@ -52,7 +51,7 @@ def next_digest(before: bytes, message: Message) -> bytes:
     return blake2b(before + _encode(said), digest_size=DIGEST_BYTES).digest()
 
 
-def prefix_digests(root: bytes, messages: Sequence[Message]) -> list[bytes]:
+def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
     """Digest k is that of the first k + 1 messages."""
     digests: list[bytes] = []
     for message in messages:

@@ -18,6 +18,7 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
+LOOKUP_S_MAX = 10.0
 NOT_OURS_MAX = 4096  # for each episode
 
 
@@ -33,7 +34,8 @@ class Histories:
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self._bus = bus
-        self._settings = settings
+        self._bytes_max = settings.history_mb_max << 20
+        self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
         self._known: OrderedDict[tuple[str, int, str], Conversation] = OrderedDict()
         self._bytes = 0
 
@@ -51,7 +53,7 @@ class Histories:
     def grown(self, before: int, conversation: Conversation) -> None:
         """Account for a conversation that had `before` bytes."""
         self._bytes += conversation.bytes - before
-        while self._bytes > self._settings.history_bytes_max and len(self._known) > 1:
+        while self._bytes > self._bytes_max and len(self._known) > 1:
             _, oldest = self._known.popitem(last=False)
             self._bytes -= oldest.bytes
 
@@ -103,7 +105,7 @@ class Histories:
     async def _calls_of(self, claims: KeyClaims, traceparent: str) -> tuple[NotedCall, ...]:
         lookup = Lookup(id=uuid.uuid4().hex, engine=claims.engine, episode=claims.episode)
         try:
-            found = await self._bus.ask(lookup, self._settings.lookup_s_max, traceparent=traceparent)
+            found = await self._bus.ask(lookup, self._lookup_s_max, traceparent=traceparent)
         except BusUnavailable as error:
             raise _cannot(error) from error
         if not isinstance(found, Found):

@@ -17,6 +17,7 @@ from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_r
 
 IDLE_CONNECTIONS_MAX = 256  # for each replica
 ERROR_BYTES_MAX = 4096
+CONNECT_S_MAX = 3.0
 
 Address = tuple[str, int]
 
@@ -183,8 +184,7 @@ class _Connection(asyncio.Protocol):
 class ReplicaClient:
     """Connections to every replica that was ever used."""
 
-    def __init__(self, connect_s_max: float) -> None:
-        self._connect_s_max = connect_s_max
+    def __init__(self) -> None:
         self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
 
     async def generate(self, url: str, request: Generate) -> Generation:
@@ -210,7 +210,7 @@ class ReplicaClient:
     async def connect(self, address: Address) -> _Connection:
         idle = self._idle[address]
         try:
-            async with asyncio.timeout(self._connect_s_max):
+            async with asyncio.timeout(CONNECT_S_MAX):
                 _, connection = await asyncio.get_running_loop().create_connection(lambda: _Connection(idle), *address)
         except (OSError, TimeoutError) as error:
             raise ReplicaGone(f"no connection to the replica at {address[0]}:{address[1]}: {error}") from error

@@ -16,6 +16,7 @@ from bombus_gateway.call.replica_client import Generation, ReplicaClient, Replic
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
+REPLICA_WAIT_S = 5.0  # for a replica with the right weights
 AVOID_S = 2.0  # a replica that could not be reached is not asked first for this long
 LEFT_S = 20.0  # a replica that is stopped in order has finished its calls by then
 CHECK_S = 1.0
@@ -25,10 +26,9 @@ BUSIER_BY = 8  # calls that the episode's own replica may have more than the lea
 class Upstream:
     """Sends generations to replicas and counts those that run."""
 
-    def __init__(self, follower: Follower, client: ReplicaClient, wait_s: float) -> None:
+    def __init__(self, follower: Follower, client: ReplicaClient) -> None:
         self._follower = follower
         self._client = client
-        self._wait_s = wait_s
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
         self._open: dict[Generation, tuple[str, str]] = {}  # with engine and replica
@@ -96,7 +96,7 @@ class Upstream:
         candidates = fitting(state, episode)
         if not candidates:
             try:
-                await self._follower.wait_for(serves, self._wait_s)
+                await self._follower.wait_for(serves, REPLICA_WAIT_S)
             except TimeoutError:
                 pass
             state = self._follower.hive.engine(engine)

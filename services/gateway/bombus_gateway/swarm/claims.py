@@ -19,13 +19,13 @@ from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies as models
 from bombus_gateway.swarm import views
 from bombus_gateway.swarm.bodies import parse, read_raw
-from bombus_gateway.swarm.desk import Desk, Json
+from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0  # beyond its slice: a coordinator's takeover
 
 
-class Confirmed(Json):
+class Confirmed(JsonResponse):
     """Says so to the coordinator once it has been written to a connection that was alive (R13)."""
 
     def __init__(self, content: object, request: Request, confirm: Callable[[], None]) -> None:
@@ -41,8 +41,8 @@ class Confirmed(Json):
 
 
 class ClaimRoutes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
@@ -51,14 +51,14 @@ class ClaimRoutes:
         throttle = body.throttle_policy
         claim = inbox.Claim(
             id="",
-            engine=self._desk.engine,
-            claim=self._desk.command_id(request, "claim", body.client_uuid, raw),
+            engine=self._context.engine,
+            claim=self._context.command_id(request, "claim", body.client_uuid, raw),
             client=body.client_uuid,
             type=EpisodeType(body.episode_type),
             discard_timeout_s=body.discard_episode_timeout,
             task_hint=(throttle.current_task_id or "") if throttle is not None else "",
         )
-        outcome = await self._claim(request, claim, self._desk.gateway.settings.claim_wait_s)
+        outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
         reply = {
             "success": False,
             "client_uuid": body.client_uuid,
@@ -68,17 +68,17 @@ class ClaimRoutes:
             "fail_cause": "",
         }
         if isinstance(outcome, Refused):
-            return Json(reply | self._fail(outcome))
+            return JsonResponse(reply | self._fail(outcome))
         episode, *_ = self._episodes(request, outcome)
         reply |= {"success": True} | episode | self._terms(outcome)
-        return Confirmed(reply, request, lambda: self._desk.gateway.touches.confirm(self._desk.engine, claim.claim))
+        return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     async def claim_episodes(self, request: Request) -> Response:
         """Claim `count` episodes, all or none, waiting up to `wait_s` on the server."""
         body = parse(models.ClaimEpisodes, await read_raw(request))
         claim = inbox.Claim(
             id="",
-            engine=self._desk.engine,
+            engine=self._context.engine,
             claim=f"c-{digest(f'{body.client_uuid}/{body.claim_id}'.encode()).hex()}",
             client=body.client_uuid,
             count=body.count,
@@ -89,10 +89,10 @@ class ClaimRoutes:
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "episodes": []}
         if isinstance(outcome, Refused):
-            return Json(reply | self._fail(outcome))
+            return JsonResponse(reply | self._fail(outcome))
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
-        return Confirmed(reply, request, lambda: self._desk.gateway.touches.confirm(self._desk.engine, claim.claim))
+        return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
@@ -101,7 +101,7 @@ class ClaimRoutes:
 
         Returns why there is no episode now; raises `Refused` for a claim that could never be granted.
         """
-        check_storage(self._desk.gateway.follower.hive)
+        check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))
@@ -111,7 +111,7 @@ class ClaimRoutes:
             slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - asked))
             message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
             try:
-                answer = await self._desk.ask(request, message, slice_s + CLAIM_ANSWER_S)
+                answer = await self._context.ask(request, message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise
@@ -124,35 +124,38 @@ class ClaimRoutes:
             return answer
         raise AssertionError("unreachable")
 
+    def _confirm(self, claim: str) -> None:
+        self._context.gateway.heartbeats.confirm(self._context.engine, claim)
+
     def _check_not_over(self, granted: Granted) -> None:
         """A claim is asked again after its answer was lost; by then its episodes may have gone back (R13)."""
-        state = self._desk.state
+        state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
             raise Refused(
                 Code.OTHER_CLAIM, "The episodes of this claim are over already. Use a fresh id for each claim."
             )
 
-    def _fail(self, refused: Refused) -> views.View:
-        return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._desk.state.phase}
+    def _fail(self, refused: Refused) -> views.JsonObject:
+        return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
         """What an agent needs of each episode: its id, its base URL and its key."""
-        keys = self._desk.gateway.keys
-        base_url = self._desk.base_url(request)
+        keys = self._context.gateway.keys
+        base_url = self._context.base_url(request)
         expires_ns = self._key_expires_ns(granted)
         return [
             {
                 "episode_uuid": episode,
                 "openai_base_url": base_url,
-                "openai_api_key": keys.sign(self._desk.engine, granted.run, episode, expires_ns),
+                "openai_api_key": keys.sign(self._context.engine, granted.run, episode, expires_ns),
             }
             for episode in granted.episodes
         ]
 
     def _key_expires_ns(self, granted: Granted) -> int:
-        return granted.claimed_ns + int(self._desk.gateway.settings.key_lifetime_s * 1e9)
+        return granted.claimed_ns + int(self._context.gateway.settings.key_lifetime_s * 1e9)
 
-    def _terms(self, granted: Granted) -> views.View:
+    def _terms(self, granted: Granted) -> views.JsonObject:
         """What the server will do and when: times are in seconds since the epoch.
 
         `discard_at` is when the episode goes if nothing is heard of it; each call and touch puts it off.
@@ -162,5 +165,5 @@ class ClaimRoutes:
             "discard_episode_timeout": granted.discard_timeout_s,
             "key_expires_at": self._key_expires_ns(granted) / 1e9,
             "policy_version": granted.version,
-            "model": views.model_of(self._desk.state),
+            "model": views.model_of(self._context.state),
         }

@@ -22,14 +22,14 @@ KEY_CHARACTERS_MAX = 256
 TRACEPARENT_CHARACTERS_MAX = 100
 
 
-class Json(Response):
+class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
 
 
-class Desk:
+class EngineContext:
     """One engine as a gateway sees it."""
 
     def __init__(self, gateway: Gateway, engine: str) -> None:
@@ -51,7 +51,7 @@ class Desk:
         if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
             traceparent = ""
         try:
-            limit_s = min(timeout_s, self.gateway.settings.command_s_max)
+            limit_s = min(timeout_s, self.gateway.settings.bus_timeout_s)
             answer = await self.gateway.bus.ask(message, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # From the encoder: JSON allows numbers, text and depths that the log's format does not.

@@ -20,7 +20,7 @@ from bombus_gateway.swarm import bodies as models
 from bombus_gateway.swarm import views
 from bombus_gateway.swarm.bodies import parse, read_raw, result_of
 from bombus_gateway.swarm.claims import ClaimRoutes
-from bombus_gateway.swarm.desk import Desk, Json
+from bombus_gateway.swarm.context import EngineContext, JsonResponse
 from bombus_gateway.swarm.engine import EngineRoutes
 from bombus_gateway.swarm.replay import replay_call
 
@@ -33,11 +33,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def swarm_router(gateway: Gateway, engine: str | None = None) -> APIRouter:
     """All swarm routes of one engine (the first one when none is named), to be mounted under its prefix."""
-    desk = Desk(gateway, engine or gateway.settings.first_engine)
-    run, claims, episodes = EngineRoutes(desk), ClaimRoutes(desk), EpisodeRoutes(desk)
+    context = EngineContext(gateway, engine or gateway.settings.engines[0])
+    run, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
     settings = gateway.settings
     guards = {door: Depends(Guard(door, settings.keys, settings.public_url)) for door in Door}
-    ready = Depends(desk.ready)
+    ready = Depends(context.ready)
     router = APIRouter(tags=["swarm"])
     routes: tuple[tuple[Door, str, str, Handler, type[BaseModel] | None], ...] = (
         (Door.CLIENT, "GET", "/get_engine_status", run.get_engine_status, None),
@@ -68,7 +68,7 @@ def swarm_router(gateway: Gateway, engine: str | None = None) -> APIRouter:
             handler,
             methods=[method],
             dependencies=[guards[door], ready],
-            response_class=Json,
+            response_class=JsonResponse,
             openapi_extra=documented,
         )
     return router
@@ -94,8 +94,8 @@ def _documented(body: type[BaseModel]) -> dict[str, Any]:
 class EpisodeRoutes:
     """Routes about episodes that are claimed."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
 
     async def end_episode(self, request: Request) -> Response:
         """End an episode with its reward. The same end again is a success; a different one is a 409."""
@@ -103,7 +103,7 @@ class EpisodeRoutes:
         body = parse(models.EndEpisode, raw)
         results = (result_of(body.episode_uuid, body.task_id, body.workflow_output),)
         await self._end(request, raw, body.client_uuid, results, body.declare_client_active)
-        return Json({"success": True})
+        return JsonResponse({"success": True})
 
     async def end_episodes(self, request: Request) -> Response:
         """End a whole group, all or none."""
@@ -111,53 +111,53 @@ class EpisodeRoutes:
         body = parse(models.EndEpisodes, raw)
         results = tuple(result_of(end.episode_uuid, end.task_id, end.workflow_output) for end in body.episodes)
         await self._end(request, raw, body.client_uuid, results)
-        return Json({"success": True})
+        return JsonResponse({"success": True})
 
     async def _end(
         self, request: Request, raw: bytes, client: str, results: tuple[EpisodeResult, ...], active: bool = True
     ) -> None:
         command = inbox.End(
-            id=self._desk.command_id(request, "end", client, raw),
-            engine=self._desk.engine,
+            id=self._context.command_id(request, "end", client, raw),
+            engine=self._context.engine,
             client=client,
             results=results,
             client_active=active,
         )
-        await self._desk.ask(request, command)
+        await self._context.ask(request, command)
 
     async def abort_episode(self, request: Request) -> Response:
         """Give an episode up. One that is over already stays as it is."""
         raw = await read_raw(request)
         body = parse(models.AbortEpisode, raw)
         command = inbox.Abort(
-            id=self._desk.command_id(request, "abort", body.client_uuid, raw),
-            engine=self._desk.engine,
+            id=self._context.command_id(request, "abort", body.client_uuid, raw),
+            engine=self._context.engine,
             client=body.client_uuid,
             episodes=(body.episode_uuid,),
         )
-        await self._desk.ask(request, command)
-        return Json({"success": True})
+        await self._context.ask(request, command)
+        return JsonResponse({"success": True})
 
     async def abort_episodes(self, request: Request) -> Response:
         """Give episodes up, all or none; `infra` when no model is to blame."""
         raw = await read_raw(request)
         body = parse(models.AbortEpisodes, raw)
         command = inbox.Abort(
-            id=self._desk.command_id(request, "abort", body.client_uuid, raw),
-            engine=self._desk.engine,
+            id=self._context.command_id(request, "abort", body.client_uuid, raw),
+            engine=self._context.engine,
             client=body.client_uuid,
             episodes=tuple(body.episode_uuids),
             infra=body.infra,
             detail=body.detail,
         )
-        await self._desk.ask(request, command)
-        return Json({"success": True})
+        await self._context.ask(request, command)
+        return JsonResponse({"success": True})
 
     async def can_continue_episode(self, request: Request) -> Response:
         """Whether this episode is still this client's, so that it is worth going on."""
         body = parse(models.CanContinueEpisode, await read_raw(request))
         await self._hear_of(body.episode_uuid)
-        return Json({"can_continue": self._is_held(body.client_uuid, body.episode_uuid)})
+        return JsonResponse({"can_continue": self._is_held(body.client_uuid, body.episode_uuid)})
 
     async def touch_episodes(self, request: Request) -> Response:
         """Signs of life for episodes whose agents are busy elsewhere. The reply says which ones are over."""
@@ -165,37 +165,37 @@ class EpisodeRoutes:
         await self._hear_of(body.episode_uuids[-1])
         touched = [episode for episode in body.episode_uuids if self._is_held(body.client_uuid, episode)]
         for episode in touched:
-            self._desk.gateway.touches.touch(self._desk.engine, episode)
+            self._context.gateway.heartbeats.touch(self._context.engine, episode)
         held = set(touched)
-        return Json({"touched": touched, "over": [one for one in body.episode_uuids if one not in held]})
+        return JsonResponse({"touched": touched, "over": [one for one in body.episode_uuids if one not in held]})
 
     async def get_episode_buffer(self, request: Request) -> Response:
         """Every open episode, without its key."""
-        return Json(views.episode_buffer(self._desk.state, self._desk.base_url(request)))
+        return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
         """The newest complete call, of the episode that the body names or of all: `{input, output}`."""
         body = parse(models.ReplayLatestCall, await read_raw(request))
-        ref = views.latest_call(self._desk.state, body.episode_uuid)
+        ref = views.latest_call(self._context.state, body.episode_uuid)
         if ref is None:
             raise Refused(Code.NO_CALLS, "There is no complete call to replay.")
         try:
-            return Json(await replay_call(self._desk.gateway.bus, ref, views.model_of(self._desk.state)))
+            return JsonResponse(await replay_call(self._context.gateway.bus, ref, views.model_of(self._context.state)))
         except LogCorrupted as error:
             log.warning("a call cannot be read back", extra={"call": ref.id, "why": str(error)})
             raise Refused(Code.NO_CALLS, f"The log no longer holds call {ref.id}: {error}") from error
 
     async def _hear_of(self, episode: str) -> None:
         """Wait a moment for an episode of this run that this gateway's fold does not know yet."""
-        state = self._desk.state
+        state = self._context.state
         if episode in state.open or state.is_over(episode):
             return
         try:
-            await self._desk.gateway.follower.wait_for(lambda _: episode in self._desk.state.open, NEWS_S)
+            await self._context.gateway.follower.wait_for(lambda _: episode in self._context.state.open, NEWS_S)
         except TimeoutError:
             pass  # then it is not open
 
     def _is_held(self, client: str, episode: str) -> bool:
-        state = self._desk.state
+        state = self._context.state
         held = state.open.get(episode)
         return held is not None and held.client == client and state.rolling

@@ -9,10 +9,10 @@ from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Episode, Phase
 from bombus.hive.status import detail_of, noting, seconds_between
 
-View = dict[str, Any]  # a JSON object
+JsonObject = dict[str, Any]  # a JSON object
 
 
-def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> View:
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonObject:
     return {
         "engine_status": engine.phase,
         "engine_status_detail": noting(engine.failure if _failed(engine) else detail_of(engine, now_ns), refusing),
@@ -37,7 +37,7 @@ def _latest_activity_ns(episode: Episode) -> int:
     return max(episode.claimed_ns, episode.last_call_ns)
 
 
-def job_differences(running: str, wanted: str) -> View:
+def job_differences(running: str, wanted: str) -> JsonObject:
     """Each setting whose value is another one in the job that runs than in the wanted one, with both values.
 
     Both are a `RunConfig`'s JSON. One from an older log may lack settings: those are not compared.
@@ -51,7 +51,7 @@ def job_differences(running: str, wanted: str) -> View:
     }
 
 
-def episode_buffer(engine: EngineState, base_url: str) -> View:
+def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
     """Every open episode. Never a live key: whoever may look must not be able to speak as another client."""
     return {
         "buffer": [
@@ -74,7 +74,7 @@ def episode_buffer(engine: EngineState, base_url: str) -> View:
     }
 
 
-def pool_information(engine: EngineState, now_ns: int) -> View:
+def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
     rules = engine.collection
     now = progress(engine, now_ns)
     pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}

@@ -10,7 +10,7 @@ from typing import Any
 
 from bombus.errors import EngineFault
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.call.conversation import Message
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.tokenizer import Tokenizer
 from bombus_gateway.text.tool_calls import PlainReader, ToolCallReader
 
@@ -52,7 +52,7 @@ class ChatML:
         self.stop_token_ids = stop_tokens(tokenizer, end)
         self._stops = frozenset(self.stop_token_ids)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """A whole prompt, up to where the assistant begins."""
         tokens: list[int] = []
         first_is_system = bool(messages) and messages[0]["role"] in _SYSTEM
@@ -67,7 +67,7 @@ class ChatML:
         self,
         known: bytes,
         completion_at: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         """The tokens to put behind `known` (int32: a prompt and its completion, as they were sampled).
@@ -83,7 +83,7 @@ class ChatML:
     ) -> PlainReader | ToolCallReader:
         return ToolCallReader() if tools else PlainReader()
 
-    def _turns(self, messages: Sequence[Message]) -> list[int]:
+    def _turns(self, messages: Sequence[ChatMessage]) -> list[int]:
         tokens: list[int] = []
         responses: list[str] = []
         for message in messages:
@@ -117,7 +117,7 @@ def stop_tokens(tokenizer: Tokenizer, *also: int) -> tuple[int, ...]:
     return tuple(sorted(stops if named is None else stops | {named}))
 
 
-def _content(message: Message) -> str:
+def _content(message: ChatMessage) -> str:
     content: str = message.get("content") or ""
     calls = message.get("tool_calls") or ()
     blocks = [

@@ -11,10 +11,10 @@ from renderers.configs import config_from_name
 
 from bombus.errors import EngineFault
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.call.conversation import Message
 from bombus_gateway.text.chatml import stop_tokens
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Called, Delta, Said, Thought
+from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class LibraryRenderer:
         self._renderer = safe if same else plain
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         ids = self._renderer.render_ids(_for_library(messages), tools=list(tools) or None, add_generation_prompt=True)
         return list(ids)
 
@@ -87,7 +87,7 @@ class LibraryRenderer:
         self,
         known: bytes,
         completion_at: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         """See `Renderer`; the library refuses where the template would change what went before."""
@@ -130,9 +130,9 @@ class LibraryReader:
             if self._tools and str(call.status) == _OK and call.name:
                 arguments = call.arguments
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-                out.append(Called(call.name, text, call.id or ""))
+                out.append(ToolCallDelta(call.name, text, call.id or ""))
             else:
-                out.append(Said(call.raw))
+                out.append(TextDelta(call.raw))
         return out
 
     def _parse(self) -> Any:
@@ -146,10 +146,10 @@ class LibraryReader:
             said = said.lstrip()
         out: list[Delta] = []
         if more := _more(self._thought, thought, final):
-            out.append(Thought(more))
+            out.append(ReasoningDelta(more))
             self._thought = thought
         if more := _more(self._said, said, final):
-            out.append(Said(more))
+            out.append(TextDelta(more))
             self._said = said
         return out
 
@@ -174,7 +174,7 @@ def _settled(text: str, final: bool) -> str:
     return text if final else text.rstrip().rstrip("\ufffd").rstrip()
 
 
-def _for_library(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _for_library(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """The library wants a content in each message, and arguments as mappings."""
     out = []
     for message in messages:
@@ -196,7 +196,7 @@ def _call_for_library(call: Mapping[str, Any]) -> dict[str, Any]:
 
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
+_PROBES: list[tuple[list[ChatMessage], list[dict[str, Any]]]] = [
     ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []),
     (
         [
@@ -209,5 +209,5 @@ _PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
 ]
 
 
-def _try(renderer: Any, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+def _try(renderer: Any, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
     return list(renderer.render_ids(_for_library(messages), tools=tools or None, add_generation_prompt=True))

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from bombus.errors import EngineFault
-from bombus_gateway.call.conversation import Message
 from bombus_gateway.text.chatml import ChatML, is_chatml
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.tokenizer import Tokenizer
 from bombus_gateway.text.tool_calls import Delta
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 CONTEXT_TOKENS_DEFAULT = 1 << 20
 
 
-class Reader(Protocol):
+class DeltaReader(Protocol):
     """Reads one completion while it comes. `text` is the new text, `tokens` the new ids."""
 
     def feed(self, text: str, tokens: list[int]) -> list[Delta]: ...
@@ -33,17 +33,17 @@ class Renderer(Protocol):
 
     stop_token_ids: tuple[int, ...]
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]: ...
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]: ...
 
     def extend(
         self,
         known: bytes,
         completion_at: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None: ...
 
-    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> Reader: ...
+    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> DeltaReader: ...
 
 
 class TextModel:

@@ -8,19 +8,19 @@ import msgspec
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Said(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """Text of the answer."""
 
     text: str
 
 
-class Thought(msgspec.Struct, frozen=True):
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """Text of the model's reasoning."""
 
     text: str
 
 
-class Called(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """A whole tool call; `arguments` is JSON text."""
 
     name: str
@@ -28,14 +28,14 @@ class Called(msgspec.Struct, frozen=True):
     id: str = ""  # when the model's format carries one
 
 
-Delta = Said | Thought | Called
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class PlainReader:
     """A completion in which nothing is looked for."""
 
     def feed(self, text: str, tokens: list[int]) -> list[Delta]:
-        return [Said(text)] if text else []
+        return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
         return []
@@ -63,7 +63,7 @@ class ToolCallReader:
     def finish(self) -> list[Delta]:
         rest = OPEN + self._buffer if self._inside else self._buffer
         self._buffer, self._inside = "", False
-        return [Said(rest)] if rest and not (self._called and rest.isspace()) else []
+        return [TextDelta(rest)] if rest and not (self._called and rest.isspace()) else []
 
     def _take_text(self, out: list[Delta]) -> bool:
         """Move text out; true when a call begins."""
@@ -71,7 +71,7 @@ class ToolCallReader:
         text = self._buffer[:place].rstrip() if place >= 0 else self._buffer[: self._settled()]
         self._buffer = self._buffer[place + len(OPEN) :] if place >= 0 else self._buffer[len(text) :]
         if text:
-            out.append(Said(text))
+            out.append(TextDelta(text))
         self._inside = place >= 0
         return self._inside
 
@@ -92,12 +92,12 @@ class ToolCallReader:
         body, self._buffer = self._buffer[:place], self._buffer[place + len(CLOSE) :]
         call = read_call(body)
         self._called = self._called or call is not None
-        out.append(call if call is not None else Said(OPEN + body + CLOSE))
+        out.append(call if call is not None else TextDelta(OPEN + body + CLOSE))
         self._inside = False
         return True
 
 
-def read_call(body: str) -> Called | None:
+def read_call(body: str) -> ToolCallDelta | None:
     """The call that a JSON text makes, None when it makes none."""
     try:
         found: Any = msgspec.json.decode(body.strip())
@@ -113,4 +113,4 @@ def read_call(body: str) -> Called | None:
             return None
     if not isinstance(arguments, dict):
         return None
-    return Called(found["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCallDelta(found["name"], json.dumps(arguments, ensure_ascii=False))
