@@ -309,7 +309,7 @@ async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIter
     gateway.ready = ready
     with listen("127.0.0.1", 0) as bound:
         try:
-            async with serving(app, bound, gateway.settings.drain_s):
+            async with serving(app, bound):
                 yield gateway, f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             app.calls.client.close()

@@ -31,7 +31,7 @@ async def run(settings: GatewaySettings) -> None:
     """
     telemetry.configure("gateway")
     with listen(settings.host, settings.port, settings.reuse_port) as bound:
-        async with running(settings) as (app, gateway), serving(app, bound, settings.drain_s) as server:
+        async with running(settings) as (app, gateway), serving(app, bound) as server:
             log.info("listening at %s:%d", *bound.getsockname()[:2])
             try:
                 await asyncio.wait({server})
@@ -39,9 +39,9 @@ async def run(settings: GatewaySettings) -> None:
                 gateway.ready = False  # new calls go to another gateway while the open ones end
 
 
-def serving(app: GatewayApp, bound: socket.socket, drain_s: float) -> AbstractAsyncContextManager[asyncio.Task[None]]:
+def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
-    return http_server(app, bound, drain_s, app.calls.hang_up, standard_headers=False)
+    return http_server(app, bound, app.calls.settings.drain_s, app.calls.hang_up, standard_headers=False)
 
 
 @contextlib.asynccontextmanager

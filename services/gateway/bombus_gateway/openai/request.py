@@ -138,7 +138,8 @@ def read_chat(body: bytes) -> OpenAIRequest:
     except msgspec.MsgspecError as error:
         _refuse_body(error)
     _check_common(found)
-    _check_chat(found)
+    _check_tools(found)
+    _check_output(found)
     if found.top_logprobs and not found.logprobs:
         raise BadParameter(Code.MALFORMED, "top_logprobs", "top_logprobs needs logprobs to be true.")
     if found.max_tokens and found.max_completion_tokens and found.max_tokens != found.max_completion_tokens:
@@ -229,7 +230,7 @@ def _check_common(found: _Common) -> None:
         raise BadParameter(Code.MALFORMED, "stream_options", "stream_options is only allowed when stream is true.")
 
 
-def _check_chat(found: _ChatBody) -> None:
+def _check_tools(found: _ChatBody) -> None:
     if found.functions:
         _unsupported("functions", "it is the old form of tools; send tools")
     if found.function_call not in (None, "none", "auto"):
@@ -238,6 +239,10 @@ def _check_chat(found: _ChatBody) -> None:
         _unsupported("tool_choice", "a call cannot be forced on the model; send 'auto' or 'none'")
     if found.tool_choice == "auto" and not found.tools:
         raise BadParameter(Code.MALFORMED, "tool_choice", "tool_choice is only allowed when tools are specified.")
+
+
+def _check_output(found: _ChatBody) -> None:
+    """Refuse what would constrain or change the output."""
     if found.response_format is not None and found.response_format.get("type") != "text":
         _unsupported("response_format", "the output is not constrained; ask for the format in the prompt")
     if found.modalities not in (None, ["text"]):
@@ -274,14 +279,18 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     return prompt
 
 
-def _message(found: _Message, index: int) -> ChatMessage:
-    """As it is stored, compared and rendered: text content, and nothing that is null."""
-    place = f"messages.{index}"
+def _check_message(found: _Message, place: str) -> None:
     if found.role == "function":
         _unsupported(f"{place}.role", "'function' is the old form of 'tool'")
     for name in ("audio", "function_call"):
         if getattr(found, name):
             _unsupported(f"{place}.{name}", "only text and tool calls are understood")
+
+
+def _message(found: _Message, index: int) -> ChatMessage:
+    """Return a message as it is stored, compared and rendered: text content, and nothing that is null."""
+    place = f"messages.{index}"
+    _check_message(found, place)
     message: ChatMessage = {"role": found.role, "content": _text(found.content, f"{place}.content")}
     if found.refusal and not message["content"]:
         message["content"] = found.refusal
