@@ -1,4 +1,4 @@
-"""Runs a gateway: connects it to the bus, lets it fold the log, and serves its doors."""
+"""Runs a gateway: connects it to the bus, folds the log, and serves its doors."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-STREAMS_WAIT_S = 60.0  # for whoever makes the hive's streams
+STREAMS_WAIT_S = 60.0  # for another service to make the hive's streams
 CATCH_UP_S = 600.0
 
 
@@ -46,9 +46,12 @@ def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManage
 
 @contextlib.asynccontextmanager
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, Gateway]]:
-    """A gateway that folds the log, and its app, which anybody may serve. A part that breaks ends the block."""
+    """Run a gateway that folds the log, without serving its app, while the block runs.
+
+    The block is given the app and the gateway, and is cancelled when a part breaks.
+    """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
-        await _streams(bus)
+        await _until_streams_exist(bus)
         gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SECRET_NAME)))
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:
@@ -68,13 +71,13 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Keys of episodes that are over must be refused: nothing is answered before the log is folded (R18)."""
+    """Wait until the log is folded. Before that the gateway cannot refuse keys of episodes that are over (R18)."""
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})
 
 
-async def _streams(bus: Bus) -> None:
+async def _until_streams_exist(bus: Bus) -> None:
     deadline = asyncio.get_running_loop().time() + STREAMS_WAIT_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""One completion in the making: frames of tokens go in, what may be sent comes out, at the end a record's choice."""
+"""One completion while it is generated: frames of tokens go in, deltas come out, and at the end a record's choice."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Completion:
-    """Choice `index` of a call. `done` once it has a finish reason, after which nothing is taken any more."""
+    """Choice `index` of a call. It is `done` once it has a finish reason; it must not be fed after that."""
 
     def __init__(self, model: TextModel, request: CompletionRequest, prompt: bytes, call: str, index: int) -> None:
         self.index = index
@@ -54,34 +54,34 @@ class Completion:
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
-        self._said: list[str] = []
-        self._thought: list[str] = []
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
-        self._held: deque[TokenLogprob] = deque()
+        self._pending_logprobs: deque[TokenLogprob] = deque()
 
     @property
     def done(self) -> bool:
         return bool(self.finish)
 
     def feed(self, frame: Tokens) -> CompletionDelta:
-        """Take tokens in. A stop string ends the completion with the token that completed it."""
+        """Add tokens. A stop string ends the completion with the token that completes it."""
         tokens = unpack_tokens(frame.tokens)
         text, used = self._read(frame, tokens) if self._request.logprobs else self._stream.feed(tokens)
         self._keep(frame, used)
         deltas = self._reader.feed(text, tokens[:used])
         if self._stream.stopped:
             return self._close(FinishReason.STOP, deltas)
-        self._note(deltas)
-        return CompletionDelta(deltas, self._shown())
+        self._add(deltas)
+        return CompletionDelta(deltas, self._released_logprobs())
 
     def end(self, reason: str) -> CompletionDelta:
-        """The engine says that it is complete."""
+        """End the completion for the reason that the replica gives."""
         text = self._stream.finish()
         deltas = self._reader.feed(text, []) if text else []
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
-        """Take in what was recorded; the same text and calls come out of it. Alternatives were not recorded."""
+        """Feed a recorded choice: its deltas have the same text and calls. Alternative tokens were not recorded."""
         pieces: list[CompletionDelta] = []
         for span in choice.spans:
             part = slice(4 * span.start, 4 * span.end)
@@ -94,7 +94,7 @@ class Completion:
         return pieces
 
     def choice(self) -> Choice:
-        """For the record: all that was sampled, whether or not it was complete."""
+        """Return the record of all that was sampled, whether or not it is complete."""
         return Choice(
             tokens=b"".join(self._tokens),
             logprobs=b"".join(self._packed_logprobs),
@@ -104,30 +104,30 @@ class Completion:
         )
 
     def message(self) -> dict[str, Any]:
-        """The assistant's message as it is returned."""
-        content = "".join(self._said)
+        """Return the assistant's message."""
+        content = self.text()
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self._calls:
             message["content"] = content or None
             message["tool_calls"] = self._calls
-        if self._thought:
-            message["reasoning_content"] = "".join(self._thought)
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
         return message
 
     def text(self) -> str:
-        return "".join(self._said)
+        return "".join(self._text)
 
     def calls(self) -> Sequence[dict[str, Any]]:
-        """The tool calls that were made so far, as they are returned."""
+        """Return the tool calls that were made so far, as they are in the message."""
         return self._calls
 
     def _read(self, frame: Tokens, tokens: list[int]) -> tuple[str, int]:
-        """Feed token by token, to know where the text of each begins."""
+        """Decode token by token, to know where the text of each begins: (text that may go out, tokens used)."""
         logprobs = unpack_logprobs(frame.logprobs)
         out: list[str] = []
         for index, token in enumerate(tokens):
             top = frame.top[index] if frame.top else ()
-            self._held.append(TokenLogprob(token, logprobs[index], self._stream.decoded, top))
+            self._pending_logprobs.append(TokenLogprob(token, logprobs[index], self._stream.decoded, top))
             out.append(self._stream.feed((token,))[0])
             if self._stream.stopped:
                 return "".join(out), index + 1
@@ -144,17 +144,17 @@ class Completion:
 
     def _close(self, reason: str, deltas: list[Delta]) -> CompletionDelta:
         deltas = [*deltas, *self._reader.finish()]
-        self._note(deltas)
+        self._add(deltas)
         made_calls = self._calls and reason == FinishReason.STOP
         self.finish = str(FinishReason.TOOL_CALLS if made_calls else reason)
-        return CompletionDelta(deltas, self._shown())
+        return CompletionDelta(deltas, self._released_logprobs())
 
-    def _note(self, deltas: list[Delta]) -> None:
+    def _add(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             if isinstance(delta, TextDelta):
-                self._said.append(delta.text)
+                self._text.append(delta.text)
             elif isinstance(delta, ReasoningDelta):
-                self._thought.append(delta.text)
+                self._reasoning.append(delta.text)
             else:
                 self._calls.append(self._call_body(delta))
 
@@ -162,10 +162,10 @@ class Completion:
         name = call.id or f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
         return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
-    def _shown(self) -> list[TokenLogprob]:
-        """Logprobs of the tokens whose text has begun to go out: nothing of a stop string, nor of a stop token."""
-        shown: list[TokenLogprob] = []
-        while self._held and self._held[0].start < self._stream.released:
-            shown.append(self._held.popleft())
-        self.logprobs += shown
-        return shown
+    def _released_logprobs(self) -> list[TokenLogprob]:
+        """Return the logprobs of tokens whose text has begun to go out, and none of stop strings and stop tokens."""
+        released: list[TokenLogprob] = []
+        while self._pending_logprobs and self._pending_logprobs[0].start < self._stream.released:
+            released.append(self._pending_logprobs.popleft())
+        self.logprobs += released
+        return released

@@ -1,6 +1,6 @@
-"""Bodies of the swarm door's requests.
+"""The bodies of the swarm door's requests.
 
-Those of the swarm contract ignore fields that they do not know, for newer clients; our own refuse them by name.
+Those of the swarm contract ignore unknown fields, for newer clients; our own refuse them by name.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -38,7 +38,7 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """The client throttles itself; what the server keeps of it is the task, to show which one runs."""
+    """The client throttles itself. The server keeps only the task, to show which one runs."""
 
     current_task_id: TaskId | None = None
 
@@ -87,7 +87,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """Of this episode, or of the whole engine."""
+    """The episode whose latest call is meant; empty: any of the engine's."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -100,7 +100,7 @@ class CompareTrainConfig(OwnBody):
 
 
 class ClaimEpisodes(OwnBody):
-    """`count` episodes, all or none. The same `claim_id` gets the same episodes, also when asked again."""
+    """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes."""
 
     client_uuid: Identifier
     claim_id: Identifier
@@ -108,7 +108,9 @@ class ClaimEpisodes(OwnBody):
     episode_type: EpisodeKindBody = "train"
     discard_episode_timeout: float = 240.0
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
-    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0  # already, under this claim_id: who waits longest is next
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = (
+        0.0  # so far, under this claim_id: the longest wait is served first
+    )
     task_id: TaskId = ""
 
 
@@ -123,14 +125,14 @@ class EpisodeEndBody(OwnBody):
 
 
 class EndEpisodes(OwnBody):
-    """All of these end, or none does."""
+    """Ends all of these episodes, or none."""
 
     client_uuid: Identifier
     episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=EPISODES_MAX)]
 
 
 class AbortEpisodes(OwnBody):
-    """`infra` says that no model is to blame: the episodes leave their groups' statistics."""
+    """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
 
     client_uuid: Identifier
     episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=EPISODES_MAX)]
@@ -149,7 +151,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_raw(request: Request) -> bytes:
-    """The request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
+    """Return the request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -164,7 +166,7 @@ async def read_raw(request: Request) -> bytes:
 
 
 def parse(model: type[B], body: bytes) -> B:
-    """The body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
+    """Parse a body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -179,7 +181,7 @@ def parse(model: type[B], body: bytes) -> B:
 
 
 def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
-    """An episode's end as the inbox has it."""
+    """Return the end of an episode as the coordinator takes it."""
     rewards = output.reward if isinstance(output.reward, list) else None
     means = {
         name: sum(value) / len(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Routes that hand out episodes: asked in slices, and confirmed once the answer has left (R13)."""
+"""The routes that claim episodes: they wait in slices, and confirm a claim once its response is written (R13)."""
 
 import asyncio
 import itertools
@@ -16,17 +16,16 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
 from bombus_gateway.call.admission import check_storage
-from bombus_gateway.swarm import bodies as models
-from bombus_gateway.swarm import views
+from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 CLAIM_SLICE_S = 2.0
-CLAIM_ANSWER_S = 10.0  # beyond its slice: a coordinator's takeover
+CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
 
 
 class Confirmed(JsonResponse):
-    """Says so to the coordinator once it has been written to a connection that was alive (R13)."""
+    """A response that calls `confirm` once it has been written to a live connection (R13)."""
 
     def __init__(self, content: object, request: Request, confirm: Callable[[], None]) -> None:
         super().__init__(content)
@@ -47,7 +46,7 @@ class ClaimRoutes:
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
         raw = await read_raw(request)
-        body = parse(models.ClaimEpisode, raw)
+        body = parse(bodies.ClaimEpisode, raw)
         throttle = body.throttle_policy
         claim = inbox.Claim(
             id="",
@@ -68,14 +67,14 @@ class ClaimRoutes:
             "fail_cause": "",
         }
         if isinstance(outcome, Refused):
-            return JsonResponse(reply | self._fail(outcome))
+            return JsonResponse(reply | self._failure(outcome))
         episode, *_ = self._episodes(request, outcome)
         reply |= {"success": True} | episode | self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     async def claim_episodes(self, request: Request) -> Response:
         """Claim `count` episodes, all or none, waiting up to `wait_s` on the server."""
-        body = parse(models.ClaimEpisodes, await read_raw(request))
+        body = parse(bodies.ClaimEpisodes, await read_raw(request))
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
@@ -89,7 +88,7 @@ class ClaimRoutes:
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "episodes": []}
         if isinstance(outcome, Refused):
-            return JsonResponse(reply | self._fail(outcome))
+            return JsonResponse(reply | self._failure(outcome))
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
@@ -97,25 +96,25 @@ class ClaimRoutes:
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | Refused:
-        """Ask in slices under one claim id until it is granted, `wait_s` is over or the client hangs up (R13).
+        """Claim in slices under one claim id until it is granted, `wait_s` is over or the client hangs up (R13).
 
-        Returns why there is no episode now; raises `Refused` for a claim that could never be granted.
+        Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
         """
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))
-        asking = uuid.uuid4().hex
+        message_id = uuid.uuid4().hex
         for number in itertools.count():
-            asked = loop.time()
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - asked))
-            message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
+            started = loop.time()
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - started))
+            message = msgspec.structs.replace(claim, id=f"{message_id}.{number}", wait_s=slice_s)
             try:
                 answer = await self._context.ask(request, message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise
-                waited = loop.time() - asked >= slice_s / 2  # else: no use in waiting, the engine is OFFLINE
+                waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
                 if waited and loop.time() < deadline and not await request.is_disconnected():
                     continue
                 return refused
@@ -128,18 +127,18 @@ class ClaimRoutes:
         self._context.gateway.heartbeats.confirm(self._context.engine, claim)
 
     def _check_not_over(self, granted: Granted) -> None:
-        """A claim is asked again after its answer was lost; by then its episodes may have gone back (R13)."""
+        """Refuse a claim that is repeated after all of its episodes are over (R13)."""
         state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
             raise Refused(
                 Code.OTHER_CLAIM, "The episodes of this claim are over already. Use a fresh id for each claim."
             )
 
-    def _fail(self, refused: Refused) -> views.JsonObject:
+    def _failure(self, refused: Refused) -> views.JsonObject:
         return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """What an agent needs of each episode: its id, its base URL and its key."""
+        """Return what an agent needs of each episode: its id, its base URL and its key."""
         keys = self._context.gateway.keys
         base_url = self._context.base_url(request)
         expires_ns = self._key_expires_ns(granted)
@@ -156,9 +155,9 @@ class ClaimRoutes:
         return granted.claimed_ns + int(self._context.gateway.settings.key_lifetime_s * 1e9)
 
     def _terms(self, granted: Granted) -> views.JsonObject:
-        """What the server will do and when: times are in seconds since the epoch.
+        """Return the terms of a claim; times are in seconds since the epoch.
 
-        `discard_at` is when the episode goes if nothing is heard of it; each call and touch puts it off.
+        `discard_at` is when the episode is aborted if it shows no sign of life; each call and touch postpones it.
         """
         return {
             "discard_at": granted.claimed_ns / 1e9 + granted.discard_timeout_s,

@@ -1,4 +1,4 @@
-"""Tool calls as text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, read while they are being written."""
+"""Tool calls as text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, parsed while they are generated."""
 
 import json
 from typing import Any
@@ -25,14 +25,14 @@ class ToolCallDelta(msgspec.Struct, frozen=True):
 
     name: str
     arguments: str
-    id: str = ""  # when the model's format carries one
+    id: str = ""  # where the model's format has one
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class PlainReader:
-    """A completion in which nothing is looked for."""
+    """Reads a completion as text alone."""
 
     def feed(self, text: str, tokens: list[int]) -> list[Delta]:
         return [TextDelta(text)] if text else []
@@ -42,10 +42,10 @@ class PlainReader:
 
 
 class ToolCallReader:
-    """Splits text into what is said and what is called.
+    """Splits a completion into text and tool calls.
 
-    White space before a call belongs to the format and is dropped. A call that is no valid JSON, names no tool or is
-    never closed was not made: it comes back as the text that it is, so that nothing the model wrote is hidden.
+    White space before a call belongs to the format and is dropped. A call that is not valid JSON, names no tool or is
+    never closed does not count: it is returned as text, so that nothing that the model wrote is hidden.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ToolCallReader:
         return [TextDelta(rest)] if rest and not (self._called and rest.isspace()) else []
 
     def _take_text(self, out: list[Delta]) -> bool:
-        """Move text out; true when a call begins."""
+        """Move text from the buffer to `out`. Returns whether a call begins after it."""
         place = self._buffer.find(OPEN)
         text = self._buffer[:place].rstrip() if place >= 0 else self._buffer[: self._settled()]
         self._buffer = self._buffer[place + len(OPEN) :] if place >= 0 else self._buffer[len(text) :]
@@ -76,7 +76,7 @@ class ToolCallReader:
         return self._inside
 
     def _settled(self) -> int:
-        """How much of the buffer cannot be the beginning of a call, or white space before one."""
+        """Return how much of the buffer is neither the beginning of a call nor white space before one."""
         end = len(self._buffer)
         for length in range(min(len(OPEN) - 1, end), 0, -1):
             if OPEN.startswith(self._buffer[end - length :]):
@@ -85,7 +85,7 @@ class ToolCallReader:
         return len(self._buffer[:end].rstrip())
 
     def _take_call(self, out: list[Delta]) -> bool:
-        """Move a closed call out; true when there was one."""
+        """Move a closed call from the buffer to `out`. Returns whether there was one."""
         place = self._buffer.find(CLOSE)
         if place < 0:
             return False
@@ -98,7 +98,7 @@ class ToolCallReader:
 
 
 def read_call(body: str) -> ToolCallDelta | None:
-    """The call that a JSON text makes, None when it makes none."""
+    """Return the call that a JSON text stands for, or None if it is not a call."""
     try:
         found: Any = msgspec.json.decode(body.strip())
     except msgspec.DecodeError:
