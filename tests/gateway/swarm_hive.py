@@ -1,6 +1,6 @@
 """A whole hive in one process for tests of the swarm door: a real bus, the real coordinator and the real gateway.
 
-Trainer and replica are played: they say what real ones say, without a model.
+The trainer and the replica are played: they send the messages of real ones, without a model.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ JOB = {
 
 
 class PlayedHive:
-    """`http` is a client of the gateway's app; the other methods are what trainer, replica and model would do."""
+    """A hive whose trainer, replica and model are played by methods. `http` is a client of the gateway's app."""
 
     def __init__(self, bus: Bus, gateway: Gateway, coordinator: Coordinator) -> None:
         self.bus = bus
@@ -71,15 +71,15 @@ class PlayedHive:
         await self.bus.send(message)
 
     async def heard(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
-        """Return once the inbox has had such a message."""
+        """Wait until the inbox has had such a message."""
         async with asyncio.timeout(10), Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=1) as reader:
             while not any(holds(inbox.decode_message(stored.data)) for stored in await reader.read()):
                 pass
 
-    # ---- what trainer and replica do ----
+    # ---- the trainer and the replica ----
 
     async def boot(self) -> None:
-        """Open the run, say that the model as loaded is ready and served."""
+        """Open the run, and report the loaded model as ready and served."""
         run = self.engine.run
         answer = await self.bus.ask(inbox.TrainerOpens(id=_id(), engine=ENGINE, run=run, trainer="trainer-1"))
         assert isinstance(answer, inbox.Done)
@@ -103,7 +103,7 @@ class PlayedHive:
         )
 
     async def train(self) -> None:
-        """Make the step of the sealed batch."""
+        """Report the step of the sealed batch as done."""
         batch = self.engine.batch
         assert batch is not None
         await self.say(
@@ -122,7 +122,7 @@ class PlayedHive:
     async def call(
         self, episode: str, messages: tuple[dict[str, Any], ...], answer: str, parent: CallRef | None = None
     ) -> CallRef:
-        """A model call of an episode, recorded as the gateway records it."""
+        """Record a model call of an episode as the gateway does."""
         record = CallRecord(
             id=_id(),
             engine=ENGINE,
@@ -151,13 +151,13 @@ class PlayedHive:
         )
         return ref
 
-    # ---- what clients do ----
+    # ---- clients ----
 
     async def post(self, path: str, body: object = None, **headers: str) -> httpx.Response:
         return await self.http.post(path, json={} if body is None else body, headers=headers)
 
     async def start(self, job: dict[str, Any] | None = None) -> None:
-        """Configure, start and boot: afterwards the engine is ROLLING."""
+        """Configure, start and boot the engine, until it is ROLLING."""
         synced = await self.post("/sync_train_config", {"yaml_as_string": json.dumps(job or JOB)})
         assert synced.status_code == 200, synced.text
         started = await self.post("/start_engine")
@@ -177,7 +177,7 @@ class PlayedHive:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        """The app behind a real HTTP server; gives its URL."""
+        """Serve the app with a real HTTP server; give its URL."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
@@ -196,7 +196,7 @@ def _id() -> str:
 
 @asynccontextmanager
 async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
-    """A hive that runs while the block does."""
+    """Run a hive while the block runs."""
     coordinator = Coordinator(bus)
     follower = Follower(bus)
     gateway = Gateway(

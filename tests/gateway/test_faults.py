@@ -1,4 +1,4 @@
-"""What the gateway does when somebody goes away in the middle: the client, a replica, a gateway, the log."""
+"""Model calls when the client, a replica, a gateway or the log goes away in the middle."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ async def test_a_client_that_hangs_up_before_a_whole_answer_aborts_the_replica(s
     assert call.status == CallStatus.CUT_OFF
 
 
-async def test_a_replica_that_dies_costs_a_retry_and_nobody_notices(served: GatewayHive) -> None:
+async def test_a_replica_that_dies_costs_a_retry_that_the_client_does_not_notice(served: GatewayHive) -> None:
     episode, key = await served.claim()
     other = await served.another_replica("replica-2")
     assert served.gateway is not None
@@ -120,7 +120,7 @@ async def test_a_whole_answer_is_sampled_again_when_its_replica_dies_in_the_midd
     assert len(await served.calls(episode, 1)) == 1
 
 
-async def test_replicas_that_only_fail_are_a_503_that_says_why(served: GatewayHive) -> None:
+async def test_a_call_whose_replicas_all_fail_is_a_503_that_says_why(served: GatewayHive) -> None:
     _, key = await served.claim()
     served.replica.scripts.extend([fault("out of memory")] * 3)
     with pytest.raises(openai.InternalServerError, match="out of memory") as failed:
@@ -198,7 +198,7 @@ async def test_r10_a_gateway_that_cannot_read_the_earlier_turns_refuses(served: 
     answer = await served.client(key).chat.completions.create(model=MODEL, messages=USER)
     messages: Any = [*USER, answer.choices[0].message, {"role": "user", "content": "and?"}]
     async with gateway_of(bus, bus_timeout_s=0.3) as (_, url):
-        await served.no_coordinator()
+        await served.stop_coordinator()
         with pytest.raises(openai.InternalServerError, match="earlier turns") as refused:
             await served.client(key, url).chat.completions.create(model=MODEL, messages=messages)
         assert refused.value.status_code == 503
@@ -255,7 +255,7 @@ async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
 
 
 async def _move_inbox(bus: Bus, subject: str) -> None:
-    """Let the inbox listen to `subject` alone."""
+    """Let the inbox's stream take messages on `subject` alone."""
     name = bus.subjects.inbox_stream
     found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{name}")).data)
     config = found["config"] | {"subjects": [subject]}
@@ -352,13 +352,13 @@ async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: G
             await served.client(key, url).chat.completions.create(model=MODEL, messages=USER)
 
 
-async def test_a_key_of_another_engine_does_not_open_an_engines_own_door(served: GatewayHive) -> None:
+async def test_a_key_of_another_engine_does_not_open_this_engines_door(served: GatewayHive) -> None:
     key = Keys(SECRET).sign("other", 1, "other-1-1", 2**62)
     with pytest.raises(openai.AuthenticationError, match="for engine other"):
         await served.client(key, f"{served.base_url}/e/{ENGINE}").chat.completions.create(model=MODEL, messages=USER)
 
 
-async def test_what_any_replica_would_refuse_is_not_asked_of_another(served: GatewayHive) -> None:
+async def test_what_every_replica_would_refuse_is_not_sent_to_another(served: GatewayHive) -> None:
     _, key = await served.claim()
 
     async def refuses(request: Generate, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The gateway as a service, before the real inference replica and a real (tiny) model."""
+"""The gateway as a service, with a real inference replica and a real (tiny) model."""
 
 import asyncio
 import hashlib
@@ -49,7 +49,7 @@ def settings(nats_url: str, hive: str, free_tcp_port: int) -> GatewaySettings:
 
 
 async def boot(bus: Bus, follower: Follower, model: Path) -> int:
-    """What an operator and a trainer do until the engine is ROLLING; returns the run."""
+    """Act as the operator and the trainer until the engine is ROLLING; return the run."""
     job = parse_job(JOB)
     configure = inbox.Configure(
         id=new_id(),
@@ -80,7 +80,7 @@ async def boot(bus: Bus, follower: Follower, model: Path) -> int:
 
 @asynccontextmanager
 async def everything(bus: Bus, nats_url: str, model: Path, port: int) -> AsyncIterator[tuple[Follower, int]]:
-    """Coordinator, replica and gateway as services: (a follower, the run)."""
+    """Run coordinator, replica and gateway as services; give a follower and the run."""
     hive = bus.subjects.hive
     coordinator, follower = Coordinator(bus), Follower(bus)
     compute = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=512, threads=1)
@@ -160,7 +160,7 @@ def test_a_six_turn_tool_episode_is_one_sequence_and_the_trainer_gets_the_sample
     settings: GatewaySettings, tmp_path: Path
 ) -> None:
     model = resolve_model("tiny", cache=tmp_path)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in production: it is not quite asyncio
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in production
         records = runner.run(played(settings, model, turns=6))
     (sequence,) = trained(records)
     assert sequence.tokens_T.tolist() == chain_of(records)

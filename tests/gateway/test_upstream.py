@@ -1,4 +1,4 @@
-"""Which replica answers, and how a request's limits become sampling parameters."""
+"""Which replica is chosen, which requests are admitted, and how a request's limits become sampling parameters."""
 
 import asyncio
 from collections import Counter
@@ -30,7 +30,7 @@ def replica(run: int = 1, version: int = 4, capacity: int = 16) -> Replica:
     return Replica(url="http://r", capacity=capacity, joined_ns=0, run=run, version=version)
 
 
-def test_an_episode_stays_with_its_replica_until_that_is_busier_than_others() -> None:
+def test_an_episode_stays_with_its_replica_until_that_is_busier_than_the_others() -> None:
     replicas = {name: replica() for name in ("a", "b", "c")}
     idle: Counter[str] = Counter()
     homes = {episode: best(replicas, idle, episode)[0] for episode in map(str, range(60))}
@@ -44,7 +44,7 @@ def test_an_episode_stays_with_its_replica_until_that_is_busier_than_others() ->
     assert moved == []  # only the episodes of the replica that left move
 
 
-def test_a_full_replica_is_not_asked() -> None:
+def test_a_full_replica_is_not_chosen() -> None:
     replicas = {"a": replica(capacity=2), "b": replica(capacity=64)}
     assert best(replicas, Counter({"a": 2, "b": 9}), "any")[0] == "b"
 
@@ -72,14 +72,14 @@ def test_an_asynchronous_job_is_also_served_by_replicas_that_are_behind_within_i
     assert list(fitting(state)) == ["old", "good"]
 
 
-def test_a_busier_home_gives_way_to_the_replica_with_most_room_for_its_size() -> None:
+def test_a_busier_home_gives_way_to_the_replica_with_the_most_free_capacity() -> None:
     replicas = {"small": replica(capacity=4), "large": replica(capacity=64), "larger": replica(capacity=128)}
     homed = next(episode for episode in map(str, range(99)) if best(replicas, Counter(), episode)[0] == "small")
     running = Counter({"small": 4, "large": 20, "larger": 30})
     assert best(replicas, running, homed)[0] == "larger"
 
 
-def test_what_may_be_sampled_is_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
+def test_max_tokens_are_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
     sampling = ADMITTED.sampling(CHAT, 90, True)
     assert (sampling.max_tokens, sampling.temperature) == (50, 0.9)
     assert ADMITTED.sampling(CompletionRequest(chat=True, max_tokens=7), 90, True).max_tokens == 7
@@ -102,7 +102,7 @@ def test_a_job_may_allow_what_biases_the_gradient() -> None:
     check_unbiased(request, allowing, EpisodeType.TRAIN)
 
 
-def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet() -> None:
+def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_is_not_known_yet() -> None:
     state = EngineState(name="main", run=2, next_episode=5)
     state.open = {}
     with pytest.raises(Refused, match="run 1 of engine main has ended"):
@@ -112,7 +112,7 @@ def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet
     assert not is_known(state, later)
 
 
-async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_given_up_the_replica(bus: Bus) -> None:
+async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the_hive(bus: Bus) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -131,7 +131,7 @@ async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_give
     upstream.give_up_orphans(now=200.0)
     upstream.give_up_orphans(now=200.0 + LEFT_S)
     await asyncio.sleep(0)
-    assert not waiting.done(), "a replica that stops in order may still finish"
+    assert not waiting.done(), "a replica that stops in good order may still finish"
     upstream.give_up_orphans(now=201.0 + LEFT_S)
     with pytest.raises(ReplicaGone, match="left the hive"):
         await waiting

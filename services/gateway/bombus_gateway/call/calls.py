@@ -122,7 +122,7 @@ class Calls:
         if ref is None:
             return None
         (record,) = await self.histories.records([ref])
-        prompt = self.histories.of(request.claims).prompt_of(ref)
+        prompt = self.histories.conversation(request.claims).prompt_of(ref)
         model = await self.models.text_model(self.follower.hive.engine(request.claims.engine))
         log.info("a retried call gets its recorded answer", extra={"call": record.id, "episode": record.episode})
         return _replayed(request, record, prompt, model)
@@ -133,7 +133,7 @@ class Calls:
         unacknowledged = self.unacknowledged.get(request.key)
         if ref is None and unacknowledged is not None:
             await unacknowledged.notify()
-        conversation = self.histories.of(request.claims)
+        conversation = self.histories.conversation(request.claims)
         ref = ref or conversation.answers.get(request.digest)
         if ref is None:
             await self.histories.read_log(request.claims, request.traceparent)
@@ -388,9 +388,9 @@ class Call:
     def _remember(self, ref: CallRef, record: CallRecord) -> None:
         """Let later requests continue this call, and retries that wait for it have its answer."""
         histories, prompt = self.calls.histories, self.plan.prompt
-        conversation = histories.of(self.request.claims)
+        conversation = histories.conversation(self.request.claims)
         before = conversation.bytes
         conversation.add(ref, record, prompt.tokens, prompt.digests[-1] if prompt.digests else b"")
-        histories.grown(before, conversation)
+        histories.account_for(before, conversation)
         if self._joined is not None and not self._joined.done():
             self._joined.set_result(ref if record.status == CallStatus.COMPLETE else None)

@@ -82,16 +82,16 @@ class Completion:
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:
         """Feed a recorded choice: its deltas have the same text and calls. Alternative tokens were not recorded."""
-        pieces: list[CompletionDelta] = []
+        deltas: list[CompletionDelta] = []
         for span in choice.spans:
             part = slice(4 * span.start, 4 * span.end)
-            pieces.append(
+            deltas.append(
                 self.feed(Tokens(version=span.version, tokens=choice.tokens[part], logprobs=choice.logprobs[part]))
             )
         if not self.done:
             ended = FinishReason.LENGTH if choice.finish == FinishReason.LENGTH else FinishReason.STOP
-            pieces.append(self.end(ended))
-        return pieces
+            deltas.append(self.end(ended))
+        return deltas
 
     def choice(self) -> Choice:
         """Return the record of all that was sampled, whether or not it is complete."""
@@ -159,8 +159,8 @@ class Completion:
                 self._calls.append(self._call_body(delta))
 
     def _call_body(self, call: ToolCallDelta) -> dict[str, Any]:
-        name = call.id or f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
-        return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        call_id = call.id or f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _released_logprobs(self) -> list[TokenLogprob]:
         """Return the logprobs of tokens whose text has begun to go out, and none of stop strings and stop tokens."""

@@ -39,7 +39,7 @@ class Histories:
         self._conversations: OrderedDict[tuple[str, int, str], Conversation] = OrderedDict()
         self._bytes = 0
 
-    def of(self, claims: KeyClaims) -> Conversation:
+    def conversation(self, claims: KeyClaims) -> Conversation:
         """Return the conversation of a key's episode, as far as it is known here."""
         key = (claims.engine, claims.run, claims.episode)
         found = self._conversations.get(key)
@@ -50,7 +50,7 @@ class Histories:
             self._conversations.move_to_end(key)
         return found
 
-    def grown(self, before: int, conversation: Conversation) -> None:
+    def account_for(self, before: int, conversation: Conversation) -> None:
         """Account for the growth of a conversation that had `before` bytes."""
         self._bytes += conversation.bytes - before
         while self._bytes > self._bytes_max and len(self._conversations) > 1:
@@ -65,7 +65,7 @@ class Histories:
         An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
         counts as the harness's own. Raises `Refused` BUS_DOWN when the log cannot be read.
         """
-        conversation = self.of(claims)
+        conversation = self.conversation(claims)
         match = _longest(conversation, digests)
         beyond = [index for index in range(match.count, len(roles)) if roles[index] == "assistant"]
         if not beyond or digests[beyond[-1]] in conversation.not_ours:
@@ -78,7 +78,7 @@ class Histories:
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
         """Add the calls that the log has and this conversation has not. Raises `Refused`."""
-        conversation = self.of(claims)
+        conversation = self.conversation(claims)
         before = conversation.bytes
         try:
             calls = await self._calls_of(claims, traceparent)
@@ -90,7 +90,7 @@ class Histories:
                 Code.BUS_DOWN, f"A call of this episode continues one that is not in the log: {error}"
             ) from error
         finally:
-            self.grown(before, conversation)
+            self.account_for(before, conversation)
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
         """Return the records at these places, checked against their digests.

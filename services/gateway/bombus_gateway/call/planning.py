@@ -76,5 +76,5 @@ def _plain_prompt(request: CallRequest, model: TextModel, histories: Histories) 
         raise Refused(Code.MALFORMED, f"prompt holds token {max(prompt)}, which is outside the vocabulary.")
     else:
         tokens = pack_tokens(prompt)
-    node = histories.of(request.claims).longest_tokens(tokens)
+    node = histories.conversation(request.claims).longest_tokens(tokens)
     return Prompt(tokens, len(tokens) - (len(node.tokens) if node is not None else 0), Match(0, node))

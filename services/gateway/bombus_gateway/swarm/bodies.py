@@ -108,9 +108,8 @@ class ClaimEpisodes(OwnBody):
     episode_type: EpisodeKindBody = "train"
     discard_episode_timeout: float = 240.0
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
-    waited_s: Annotated[float, Field(ge=0, le=86_400)] = (
-        0.0  # so far, under this claim_id: the longest wait is served first
-    )
+    # So far, under this claim_id: the longest wait is served first.
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
 
 
