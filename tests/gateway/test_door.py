@@ -9,6 +9,7 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
+from bombus.hive.records import unpack_tokens
 from bombus_gateway.access import EpisodeGuard, HeaderPair
 from bombus_gateway.call.calls import AnswerHead, Calls
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
@@ -20,6 +21,7 @@ from tests.gateway.openai_hive import ENGINE, Died, GatewayHive, Send, frame_of,
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
     say: str
+    until: tuple[str, ...] = ()
     top_p: float = 1.0
     live: bool = False
 
@@ -38,7 +40,9 @@ class PlainDialect:
         except msgspec.MsgspecError as error:
             raise Refused(Code.MALFORMED, str(error)) from error
         message = {"role": "user", "content": found.say}
-        request = CompletionRequest(chat=True, messages=(message,), top_p=found.top_p, stream=found.live)
+        request = CompletionRequest(
+            chat=True, messages=(message,), stops=found.until, top_p=found.top_p, stream=found.live
+        )
         return ParsedRequest(request, PlainEncoder)
 
     def error(self, error: Refused) -> bytes:
@@ -58,13 +62,13 @@ class PlainEncoder:
         return f"{completions[0].text()} ({usage.completion})".encode()
 
     def opening(self) -> bytes:
-        return b">"
+        return f"{self.head.prompt_tokens}>".encode()
 
     def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
         return "".join(f"|{part.text}" for part in delta.deltas if hasattr(part, "text")).encode()
 
     def closing(self, completion: Completion) -> bytes:
-        return f"|{completion.finish}".encode()
+        return f"|{completion.finish} {completion.stop}".encode()
 
     def end(self, usage: Usage) -> bytes:
         return b"|."
@@ -103,11 +107,13 @@ async def test_another_door_samples_records_and_gives_a_retry_the_recorded_answe
 
 async def test_another_door_streams_in_its_own_form(served: GatewayHive, door: httpx.AsyncClient) -> None:
     _, key = await served.claim()
-    served.replica.scripts.append(says("the fox", portion=1))
-    streamed = await door.post("/", json={"say": "hello", "live": True}, headers={"x-key": key})
-    assert streamed.text.startswith(">|")
-    assert streamed.text.endswith("|stop|.")
-    assert streamed.text[1:-7].replace("|", "") == "the fox"
+    served.replica.scripts.append(says("the fox jumps", portion=1))
+    body = {"say": "hello", "until": [" jump"], "live": True}
+    streamed = await door.post("/", json=body, headers={"x-key": key})
+    opening, _, text = streamed.text.partition(">")
+    assert int(opening) == len(unpack_tokens(served.replica.requests[0].prompt))
+    assert text.endswith("|stop  jump|.")
+    assert text.removesuffix("|stop  jump|.").replace("|", "") == "the fox"
 
 
 async def test_another_door_refuses_in_its_own_form(served: GatewayHive, door: httpx.AsyncClient) -> None:
@@ -127,4 +133,4 @@ async def test_another_door_refuses_in_its_own_form(served: GatewayHive, door: h
 
     served.replica.scripts.append(breaks_off)
     broken = await door.post("/", json={"say": "hello", "live": True}, headers={"x-key": key})
-    assert broken.text == ">|the quick|no more"
+    assert broken.text.partition(">")[2] == "|the quick|no more"

@@ -166,6 +166,7 @@ def test_no_part_of_a_stop_string_leaks_wherever_the_text_is_cut(text: str, stop
     else:
         assert out == text
     assert stopped == bool(ends)
+    assert scanner.found in stops if ends else scanner.found == ""
 
 
 def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> None:

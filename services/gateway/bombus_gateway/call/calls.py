@@ -46,6 +46,7 @@ class AnswerHead:
 
     id: str
     received_ns: int
+    prompt_tokens: int
     choices: int
     tokenizer: Tokenizer
 
@@ -146,7 +147,7 @@ def _replayed(request: CallRequest, record: CallRecord, prompt: bytes, model: Te
         Completion(model, request.completion, prompt, record.id, index) for index in range(len(record.choices))
     ]
     return RecordedAnswer(
-        AnswerHead(record.id, request.received_ns, len(completions), model.tokenizer),
+        AnswerHead(record.id, request.received_ns, record.prompt_tokens, len(completions), model.tokenizer),
         completions,
         [completion.replay(choice) for completion, choice in zip(completions, record.choices)],
         Usage(record.prompt_tokens, record.completion_tokens()),
@@ -189,7 +190,9 @@ class Call:
 
     @property
     def head(self) -> AnswerHead:
-        return AnswerHead(self.id, self.request.received_ns, len(self.completions), self.plan.model.tokenizer)
+        plan = self.plan
+        received_ns = self.request.received_ns
+        return AnswerHead(self.id, received_ns, plan.prompt.count, len(self.completions), plan.model.tokenizer)
 
     @property
     def usage(self) -> Usage:

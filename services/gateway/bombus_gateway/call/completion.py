@@ -63,6 +63,11 @@ class Completion:
     def done(self) -> bool:
         return bool(self.finish)
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the completion; empty when something else did."""
+        return self._stream.stop
+
     def feed(self, frame: Tokens) -> CompletionDelta:
         """Add tokens. A stop string ends the completion with the token that completes it."""
         tokens = unpack_tokens(frame.tokens)

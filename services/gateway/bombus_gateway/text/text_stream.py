@@ -12,15 +12,17 @@ class StopScanner:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
+        self.found = ""  # the stop string that ended the text
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Return (text that may go out, whether a stop string is complete). After a stop string nothing may be fed."""
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            place, self.found = min(found)
+            return text[:place], True
         keep = self._partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -71,6 +73,11 @@ class TextStream:
             return "".join(out), len(tokens)
         except IndexError:
             raise EngineFault(f"a sampled token is outside the vocabulary of {len(pieces)} tokens") from None
+
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the text; empty while there is none."""
+        return self._scanner.found if self._scanner is not None else ""
 
     def finish(self) -> str:
         """Return the rest of the text: what was held back, and `\\ufffd` for bytes that are not a whole character."""
