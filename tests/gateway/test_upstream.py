@@ -126,13 +126,13 @@ async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the
     request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
     generation, _ = await upstream.start(request)
     waiting = asyncio.create_task(generation.frames())
-    upstream.give_up_orphans(now=100.0)
+    upstream.abort_orphans(now=100.0)
     del state.replicas["r"]
-    upstream.give_up_orphans(now=200.0)
-    upstream.give_up_orphans(now=200.0 + LEFT_S)
+    upstream.abort_orphans(now=200.0)
+    upstream.abort_orphans(now=200.0 + LEFT_S)
     await asyncio.sleep(0)
     assert not waiting.done(), "a replica that stops in good order may still finish"
-    upstream.give_up_orphans(now=201.0 + LEFT_S)
+    upstream.abort_orphans(now=201.0 + LEFT_S)
     with pytest.raises(ReplicaGone, match="left the hive"):
         await waiting
     upstream.finished(generation)

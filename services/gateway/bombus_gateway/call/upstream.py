@@ -41,9 +41,9 @@ class Upstream:
         """
         while True:
             await asyncio.sleep(CHECK_S)
-            self.give_up_orphans(time.monotonic())
+            self.abort_orphans(time.monotonic())
 
-    def give_up_orphans(self, now: float) -> None:
+    def abort_orphans(self, now: float) -> None:
         """Abort the calls at replicas that have been missing for `LEFT_S`; `now` is the time in seconds."""
         places = set(self._open.values())
         gone = {place for place in places if place[1] not in self._follower.hive.engine(place[0]).replicas}
