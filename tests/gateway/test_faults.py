@@ -331,6 +331,18 @@ async def test_r20_too_many_open_calls_are_refused(bus: Bus) -> None:
         await stream.close()
 
 
+async def test_a_call_that_takes_too_long_is_refused_and_recorded_as_cut_off(bus: Bus) -> None:
+    async with gateway_hive(bus, call_timeout_s=0.3) as hive:
+        episode, key = await hive.claim()
+        hive.replica.scripts.append(never_ends)
+        with pytest.raises(openai.InternalServerError, match=r"longer than the limit of 0\.3 s") as refused:
+            await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
+        assert refused.value.code == "timeout"
+        await asyncio.wait_for(hive.replica.aborted.wait(), 10)
+        (record,) = await hive.records(episode, 1)
+        assert record.status == CallStatus.CUT_OFF
+
+
 async def test_an_open_call_is_a_sign_of_life(served: GatewayHive, bus: Bus) -> None:
     episode, key = await served.claim()
     served.replica.scripts.append(never_ends)

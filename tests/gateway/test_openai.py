@@ -293,6 +293,16 @@ async def test_r20_a_body_over_the_limit_is_413(bus: Bus) -> None:
         assert refused.value.status_code == 413
 
 
+async def test_other_model_names_are_refused_where_the_settings_are_strict(bus: Bus) -> None:
+    async with gateway_hive(bus, strict_model_names=True) as hive:
+        _, key = await hive.claim()
+        with pytest.raises(openai.NotFoundError, match=f"serves {MODEL}, main") as refused:
+            await hive.client(key).chat.completions.create(model="whatever", messages=USER)
+        assert refused.value.code == "model_not_found"
+        answer = await hive.client(key).chat.completions.create(model="main", messages=USER)
+        assert answer.choices[0].message.content == "ok"
+
+
 async def test_swagger_shows_both_doors(served: GatewayHive) -> None:
     async with httpx.AsyncClient(base_url=served.base_url) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}

@@ -15,9 +15,10 @@ from bombus.hive.records import digest
 from bombus_gateway.access import EpisodeGuard, HeaderPair
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
-from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, hanging_up, read_body, route
+from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, hang_up_on_disconnect, read_body, route
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 
+RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
 ROLE_CHARACTERS_MAX = 64
 
 
@@ -29,7 +30,9 @@ class ResponseEncoder(Protocol):
         """Further headers of the response."""
         ...
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes: ...
+    def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
+        """Return the body of a whole response."""
+        ...
 
     def opening(self) -> bytes:
         """Return what a stream begins with."""
@@ -66,7 +69,7 @@ class Dialect(ErrorEncoder, Protocol):
         ...
 
     def read(self, body: bytes) -> ParsedRequest:
-        """Raises `Refused` for a body that makes no request."""
+        """Read the body of a request. Raises `Refused` when it is not one."""
         ...
 
 
@@ -76,6 +79,8 @@ def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
 
 
 class _CallRoute:
+    """Answers the model calls of one route, whatever its dialect."""
+
     def __init__(self, calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> None:
         self._calls = calls
         self._dialect = dialect
@@ -97,7 +102,7 @@ class _CallRoute:
                 digest=digest(self._dialect.name + b"\0" + body),
                 body_bytes=len(body),
                 received_ns=received_ns,
-                retried=headers.get(b"x-stainless-retry-count", b"0") not in (b"0", b""),
+                retried=headers.get(RETRY_COUNT, b"0") not in (b"0", b""),
                 role=headers.get(b"x-bombus-role", b"").decode("latin-1")[:ROLE_CHARACTERS_MAX],
                 traceparent=span.traceparent,
             )
@@ -107,7 +112,7 @@ class _CallRoute:
                 return
             async with self._calls.open(request) as call:
                 answer = _stream if completion.stream else _whole
-                with hanging_up(receive, call):
+                with hang_up_on_disconnect(receive, call):
                     await answer(call, encoder(call.head), response)
 
 

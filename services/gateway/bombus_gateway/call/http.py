@@ -35,7 +35,7 @@ class ErrorEncoder(Protocol):
 
 
 class Responder:
-    """Writes one response. A failure is told in the form that is still possible: as a status, or in the stream."""
+    """Writes one response. A failure is reported in the form that is still possible: as a status, or in the stream."""
 
     def __init__(self, send: Send, errors: ErrorEncoder) -> None:
         self._send = send
@@ -58,6 +58,7 @@ class Responder:
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
 
     async def fail(self, error: Refused) -> None:
+        """Report a failure, unless the response is already complete."""
         if not self._started:
             headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
             await self.whole(self._errors.error(error), headers, error.status)
@@ -112,7 +113,7 @@ async def read_body(headers: HeaderMap, receive: Receive, limit: int) -> bytes:
 
 
 @contextmanager
-def hanging_up(receive: Receive, call: Call) -> Iterator[None]:
+def hang_up_on_disconnect(receive: Receive, call: Call) -> Iterator[None]:
     """Hang the call up if its client closes the connection while the block runs. The body must have been read."""
 
     async def watch() -> None:

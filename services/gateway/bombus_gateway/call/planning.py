@@ -41,7 +41,10 @@ class CallPlan:
 
 
 async def plan_call(request: CallRequest, admitted: Admitted, histories: Histories) -> CallPlan:
-    """Raises `Refused` when the prompt is too long, or when earlier turns cannot be read."""
+    """Find what the request continues, and render the rest of its prompt.
+
+    Raises `Refused` when the prompt is too long, or when earlier turns cannot be read.
+    """
     completion = request.completion
     if completion.chat:
         prompt = await _chat_prompt(request, admitted.model, histories)
