@@ -19,7 +19,7 @@ from bombus.config.cluster import Cluster
 from bombus.errors import Code, Refused
 from bombus.host.hive_keys import HiveKeys, add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
-from bombus_gateway.access import Door, Guard
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.settings import GatewaySettings
 from tests.gateway.openai_hive import gateway_hive, says
@@ -64,10 +64,10 @@ def routes_of(app: GatewayApp) -> list[tuple[str, str]]:
     return found + [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
 
 
-# ---- doors ------------------------------------------------------------------------------------------------------
+# ---- routes -----------------------------------------------------------------------------------------------------
 
 
-async def test_every_route_has_its_door(keyed: PlayedHive) -> None:
+async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
     """A new route has to be added to one of the sets above, and be guarded accordingly."""
     keyed.gateway.ready = False  # a request that passes gets a 503 and changes nothing
     routes = routes_of(keyed.app)
@@ -112,20 +112,20 @@ async def test_one_right_key_is_enough_beside_a_wrong_one(keyed: PlayedHive) -> 
 
 
 @pytest.mark.parametrize(
-    ("keys", "door", "opening"),
+    ("keys", "access", "opening"),
     [
-        (HiveKeys(), Door.CLIENT, {"", CLIENT, ADMIN}),
-        (HiveKeys(), Door.CONTROL, {"", CLIENT, ADMIN}),
-        (HiveKeys(admin=ADMIN), Door.CLIENT, {"", CLIENT, ADMIN}),
-        (HiveKeys(admin=ADMIN), Door.CONTROL, {ADMIN}),
-        (HiveKeys(client=CLIENT), Door.CLIENT, {CLIENT}),
-        (HiveKeys(client=CLIENT), Door.CONTROL, {CLIENT}),
-        (BOTH, Door.CLIENT, {CLIENT, ADMIN}),
-        (BOTH, Door.CONTROL, {ADMIN}),
+        (HiveKeys(), Access.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(), Access.CONTROL, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Access.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Access.CONTROL, {ADMIN}),
+        (HiveKeys(client=CLIENT), Access.CLIENT, {CLIENT}),
+        (HiveKeys(client=CLIENT), Access.CONTROL, {CLIENT}),
+        (BOTH, Access.CLIENT, {CLIENT, ADMIN}),
+        (BOTH, Access.CONTROL, {ADMIN}),
     ],
 )
-def test_a_door_needs_only_keys_that_are_set(keys: HiveKeys, door: Door, opening: set[str]) -> None:
-    guard = Guard(door, keys, "")
+def test_a_route_needs_only_keys_that_are_set(keys: HiveKeys, access: Access, opening: set[str]) -> None:
+    guard = Guard(access, keys, "")
     passing = {
         key
         for key in ("", CLIENT, ADMIN)
@@ -215,17 +215,17 @@ async def test_a_path_key_is_ignored_where_no_key_is_set(bus: Bus) -> None:
         ("http://[", "[", False),
     ],
 )
-def test_a_door_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
+def test_a_route_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
     headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
-    for door in Door:
-        refusal = Guard(door, HiveKeys(), "https://hive.example/").refusal(headers)
+    for access in Access:
+        refusal = Guard(access, HiveKeys(), "https://hive.example/").refusal(headers)
         assert (refusal is None) == passes
         assert refusal is None or "--public-url" in refusal.why
 
 
 def test_a_page_from_anywhere_may_use_a_key() -> None:
     headers = [(b"host", b"hive:1"), (b"origin", b"http://evil.example"), (b"x-api-key", ADMIN.encode())]
-    assert Guard(Door.CONTROL, BOTH, "").refusal(headers) is None
+    assert Guard(Access.CONTROL, BOTH, "").refusal(headers) is None
 
 
 # ---- where keys come from, and where they are needed ------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_neither_reprs_nor_errors_of_the_settings_show_a_key() -> None:
     settings = GatewaySettings(keys=BOTH)
     with pytest.raises(ValidationError) as invalid:
         GatewaySettings(keys=BOTH, engines=("main", "main"))
-    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Door.CONTROL, BOTH, ""))):
+    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Access.CONTROL, BOTH, ""))):
         assert ADMIN not in text
         assert CLIENT not in text
 

@@ -1,4 +1,4 @@
-"""Access control: checks the key that a request presents, for every door that needs one.
+"""Access control: checks the key that a request presents, for every route that needs one.
 
 The hive's keys are presented as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that cannot set a
 header put `/k/<key>` before the path.
@@ -25,8 +25,8 @@ HeaderPair = tuple[bytes, bytes]
 RawHeaders = Iterable[HeaderPair]  # as ASGI has them
 
 
-class Door(StrEnum):
-    """What a route is for. Open routes have no guard, and model calls have an `EpisodeGuard`."""
+class Access(StrEnum):
+    """Who may use a route. Open routes have no guard, and model calls have an `EpisodeGuard`."""
 
     CLIENT = "client"  # claim and end episodes, read the state of the engine
     CONTROL = "control"  # change what an engine does
@@ -41,21 +41,21 @@ def without_path_key(scope: Scope) -> Scope:
 
 
 class Guard(SecurityBase):
-    """Guards one kind of door: as a dependency of FastAPI's routes, and by `refusal` for the others.
+    """Guards the routes of one kind: as a dependency of FastAPI's routes, and by `refusal` for the others.
 
-    The admin key opens client doors too. Where only a client key is set, control doors need it: they must not be easier
-    to open than client doors. A door without a key is open, except to web pages of other sites.
+    The admin key opens client routes too. Where only a client key is set, control routes need it: they must not be
+    easier to use than client routes. A route without a key is open, except to web pages of other sites.
     """
 
-    def __init__(self, door: Door, keys: HiveKeys, public_url: str) -> None:
-        if door == Door.CONTROL and keys.admin:
+    def __init__(self, access: Access, keys: HiveKeys, public_url: str) -> None:
+        if access == Access.CONTROL and keys.admin:
             self._name, opening = "admin", [keys.admin]
         else:
             self._name, opening = "client", [keys.client, keys.admin] if keys.client else []
         self._opening = [key.encode() for key in opening if key]
         self._public_url = public_url.rstrip("/")
         # For the OpenAPI document that FastAPI makes.
-        self.scheme_name = f"{'admin' if door == Door.CONTROL else 'client'}_key"
+        self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
         self.model = HTTPBearer(description="needed where the hive has one")
 
     async def __call__(self, request: Request) -> None:
@@ -80,9 +80,9 @@ class Guard(SecurityBase):
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
         """Refuse web pages of other sites.
 
-        A door without a key trusts its machine or network, and browsers there run pages of strangers, which can post to
-        this door, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients do
-        not send that header.
+        A route without a key trusts its machine or network, and browsers there run pages of strangers, which can post
+        to this route, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients
+        do not send that header.
         """
         named = dict(headers)
         origin = named.get(b"origin", b"").decode("latin-1")

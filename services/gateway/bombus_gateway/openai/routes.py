@@ -8,7 +8,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive
 
 from bombus.errors import Code, Refused
-from bombus_gateway.access import Door, EpisodeGuard, Guard
+from bombus_gateway.access import Access, EpisodeGuard, Guard
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.call.door import ParsedRequest, call_route
 from bombus_gateway.call.http import HeaderMap, Responder, route
@@ -55,7 +55,7 @@ class OpenAIDoor:
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:
         self._gateway = gateway
         self._engine = engine
-        self._clients = Guard(Door.CLIENT, gateway.settings.keys, gateway.settings.public_url)
+        self._clients = Guard(Access.CLIENT, gateway.settings.keys, gateway.settings.public_url)
         self._agents = EpisodeGuard(gateway.keys, engine, any_engine)
         chat = self._chat = OpenAIDialect(b"chat", read_chat, self._check_model)
         completions = OpenAIDialect(b"text", read_completion, self._check_model)

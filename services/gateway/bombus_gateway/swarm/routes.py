@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.inbox import EpisodeResult
-from bombus_gateway.access import Door, Guard
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.context import Gateway
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw, result_of
@@ -35,38 +35,38 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
     context = EngineContext(gateway, engine)
     engine_routes, claims, episodes = EngineRoutes(context), ClaimRoutes(context), EpisodeRoutes(context)
     settings = gateway.settings
-    guards = {door: Depends(Guard(door, settings.keys, settings.public_url)) for door in Door}
+    guards = {access: Depends(Guard(access, settings.keys, settings.public_url)) for access in Access}
     ready = Depends(context.ready)
     router = APIRouter(tags=["swarm"])
-    routes: tuple[tuple[Door, str, str, Handler, type[BaseModel] | None], ...] = (
-        (Door.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status, None),
-        (Door.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig),
-        (Door.CLIENT, "POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
-        (Door.CONTROL, "POST", "/start_engine", engine_routes.start_engine, None),
-        (Door.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine, None),
-        (Door.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
-        (Door.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
-        (Door.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),
-        (Door.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.CanContinueEpisode),
-        (Door.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer, None),
-        (Door.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information, None),
-        (Door.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall),
-        (Door.CLIENT, "POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight),
-        (Door.CLIENT, "GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir, None),
-        (Door.CONTROL, "POST", "/sync_train_code", engine_routes.sync_train_code, None),
-        (Door.CLIENT, "POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
-        (Door.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
-        (Door.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
-        (Door.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
-        (Door.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
+    routes: tuple[tuple[Access, str, str, Handler, type[BaseModel] | None], ...] = (
+        (Access.CLIENT, "GET", "/get_engine_status", engine_routes.get_engine_status, None),
+        (Access.CONTROL, "POST", "/sync_train_config", engine_routes.sync_train_config, bodies.SyncTrainConfig),
+        (Access.CLIENT, "POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
+        (Access.CONTROL, "POST", "/start_engine", engine_routes.start_engine, None),
+        (Access.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine, None),
+        (Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
+        (Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
+        (Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),
+        (Access.CLIENT, "POST", "/can_continue_episode", episodes.can_continue_episode, bodies.CanContinueEpisode),
+        (Access.CLIENT, "POST", "/get_episode_buffer", episodes.get_episode_buffer, None),
+        (Access.CLIENT, "GET", "/get_current_batch_rollout_pool_information", engine_routes.get_pool_information, None),
+        (Access.CLIENT, "POST", "/replay_latest_llm_call", episodes.replay_latest_llm_call, bodies.ReplayLatestCall),
+        (Access.CLIENT, "POST", "/agree_sync_weight", engine_routes.agree_sync_weight, bodies.AgreeSyncWeight),
+        (Access.CLIENT, "GET", "/get_server_experiment_dir", engine_routes.get_server_experiment_dir, None),
+        (Access.CONTROL, "POST", "/sync_train_code", engine_routes.sync_train_code, None),
+        (Access.CLIENT, "POST", "/push_verbose_log", engine_routes.push_verbose_log, bodies.PushVerboseLog),
+        (Access.CLIENT, "POST", "/claim_episodes", claims.claim_episodes, bodies.ClaimEpisodes),
+        (Access.CLIENT, "POST", "/end_episodes", episodes.end_episodes, bodies.EndEpisodes),
+        (Access.CLIENT, "POST", "/abort_episodes", episodes.abort_episodes, bodies.AbortEpisodes),
+        (Access.CLIENT, "POST", "/touch_episodes", episodes.touch_episodes, bodies.TouchEpisodes),
     )
-    for door, method, path, handler, body in routes:
+    for access, method, path, handler, body in routes:
         documented = {"requestBody": _documented(body)} if body is not None else None
         router.add_api_route(
             path,
             handler,
             methods=[method],
-            dependencies=[guards[door], ready],
+            dependencies=[guards[access], ready],
             response_class=JsonResponse,
             openapi_extra=documented,
         )
