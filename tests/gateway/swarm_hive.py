@@ -67,10 +67,10 @@ class PlayedHive:
     async def phase(self, phase: Phase) -> None:
         await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, 10)
 
-    async def say(self, message: inbox.Message) -> None:
+    async def send(self, message: inbox.Message) -> None:
         await self.bus.send(message)
 
-    async def heard(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
+    async def until_received(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
         """Wait until the inbox has had such a message."""
         async with asyncio.timeout(10), Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=1) as reader:
             while not any(holds(inbox.decode_message(stored.data)) for stored in await reader.read()):
@@ -88,7 +88,7 @@ class PlayedHive:
 
     async def weights(self, step: int) -> None:
         run = self.engine.run
-        await self.say(
+        await self.send(
             inbox.WeightsSaved(
                 id=_id(),
                 engine=ENGINE,
@@ -98,7 +98,7 @@ class PlayedHive:
                 weights=Weights(where=f"/run-{run}/version-{step}"),
             )
         )
-        await self.say(
+        await self.send(
             inbox.ReplicaAlive(id=_id(), engine=ENGINE, replica=REPLICA, url="http://nowhere", run=run, version=step)
         )
 
@@ -106,7 +106,7 @@ class PlayedHive:
         """Report the step of the sealed batch as done."""
         batch = self.engine.batch
         assert batch is not None
-        await self.say(
+        await self.send(
             inbox.StepDone(
                 id=_id(),
                 engine=ENGINE,
@@ -145,7 +145,7 @@ class PlayedHive:
         ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
         ref = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, ref, 2, 1, self.engine.version, self.engine.version, CallStatus.COMPLETE)
-        await self.say(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))
+        await self.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))
         await self.gateway.follower.wait_for(
             lambda _: any(call.ref.id == ref.id for one in self.engine.open.values() for call in one.calls), 10
         )

@@ -177,7 +177,7 @@ async def test_a_claim_waits_on_the_server_until_there_is_room(rolling: PlayedHi
     held = [(await rolling.claim())["episode_uuid"] for _ in range(8)]
     body = {"client_uuid": "c2", "claim_id": "k1", "wait_s": 20.0, "discard_episode_timeout": 60.0}
     waiting = asyncio.create_task(rolling.post("/claim_episodes", body))
-    await rolling.heard(lambda message: isinstance(message, Claim) and message.client == "c2")
+    await rolling.until_received(lambda message: isinstance(message, Claim) and message.client == "c2")
     await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": held[:1]})
     assert (await waiting).json()["success"] is True
 
@@ -229,7 +229,7 @@ async def test_a_claim_id_whose_episodes_are_over_is_a_409(rolling: PlayedHive) 
 async def test_an_answered_claim_is_confirmed(rolling: PlayedHive) -> None:
     await rolling.claim()
     (claim,) = rolling.engine.claims
-    await rolling.heard(lambda message: isinstance(message, Touch) and claim in message.confirmed)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and claim in message.confirmed)
 
 
 async def test_the_episode_of_a_client_that_hung_up_while_claiming_goes_back(rolling: PlayedHive) -> None:
@@ -414,7 +414,7 @@ async def test_touched_episodes_stay_alive_and_the_others_are_reported_as_over(r
     episode = (await rolling.claim())["episode_uuid"]
     body = {"client_uuid": "c1", "episode_uuids": [episode, "main-0-5"]}
     assert (await rolling.post("/touch_episodes", body)).json() == {"touched": [episode], "over": ["main-0-5"]}
-    await rolling.heard(lambda message: isinstance(message, Touch) and episode in message.episodes)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and episode in message.episodes)
 
 
 async def test_a_clients_log_lines_are_accepted_until_there_are_too_many(played: PlayedHive) -> None:

@@ -97,7 +97,7 @@ class Guard(SecurityBase):
 
 
 class EpisodeGuard:
-    """Verifies episodes' keys at the doors of one engine; at the root (`any_engine`) a key leads to its own engine."""
+    """Verifies episodes' keys at the doors of one engine, or with `any_engine` those of all engines."""
 
     def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
         self._keys = keys
@@ -127,7 +127,7 @@ def _presented(headers: RawHeaders) -> list[bytes]:
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Whether a page came from where its request goes, under an address that no stranger can let point here."""
+    """Whether a page has the origin that its request goes to, and that is not a name that strangers could use."""
     try:
         page = urlsplit(origin)
         if page.hostname != "localhost":

@@ -39,7 +39,7 @@ class Keys:
         return PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
-        """Return the claims of a key. Raises `Refused` BAD_KEY when it is not one of ours, KEY_EXPIRED when it was."""
+        """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, or KEY_EXPIRED."""
         if not key.startswith(PREFIX) or len(key) > KEY_CHARACTERS_MAX:
             raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {PREFIX!r}. {_CLAIM}")
         text = key[len(PREFIX) :]

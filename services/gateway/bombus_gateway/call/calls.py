@@ -62,7 +62,7 @@ class RecordedAnswer:
 
 
 class Calls:
-    """The calls of a gateway. One for each gateway, whatever its doors."""
+    """Opens the calls of a gateway, for all of its doors."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.settings: GatewaySettings = gateway.settings
@@ -277,7 +277,7 @@ class Call:
         """Record what was sampled before the client or the replica was lost: kept for replay, never trained."""
         try:
             await self.record(CallStatus.CUT_OFF)
-        except BombusError as error:  # nobody waits for this answer any more
+        except BombusError as error:  # no client waits for this answer any more
             log.warning("a call that was cut off is not recorded", extra={"call": self.id, "why": str(error)})
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ def call_route(calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> ASGIApp:
 
 
 class _CallRoute:
-    """Answers the model calls of one route, whatever its dialect."""
+    """Answers the model calls of one route."""
 
     def __init__(self, calls: Calls, dialect: Dialect, guard: EpisodeGuard) -> None:
         self._calls = calls

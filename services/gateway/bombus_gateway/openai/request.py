@@ -209,8 +209,8 @@ def _refuse_body(error: msgspec.MsgspecError) -> NoReturn:
         name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
         raise BadParameter(Code.UNKNOWN_FIELD, name, f"Unrecognized request argument supplied: {name}.") from None
     if isinstance(error, msgspec.ValidationError):
-        said = _place.sub("", text)
-        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {said}.") from None
+        problem = _place.sub("", text)
+        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {problem}.") from None
     raise Refused(Code.MALFORMED, f"The body could not be read as JSON: {text}.") from None
 
 

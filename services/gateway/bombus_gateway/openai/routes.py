@@ -49,7 +49,7 @@ class OpenAIDialect:
 class OpenAIDoor:
     """The routes of one engine: `chat`, `completions` and `models` are ASGI applications.
 
-    At the root (`any_engine`) a key leads to its own engine, whichever that is.
+    At the root (`any_engine`) each key leads to the engine that it was made for.
     """
 
     def __init__(self, gateway: Gateway, calls: Calls, engine: str, any_engine: bool) -> None:

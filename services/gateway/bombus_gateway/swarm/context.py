@@ -45,21 +45,21 @@ class EngineContext:
     def state(self) -> EngineState:
         return self.gateway.follower.hive.engines.get(self.engine) or EngineState(name=self.engine)
 
-    async def ask(self, request: Request, message: Message, timeout_s: float = inf) -> AnyAnswer:
+    async def execute(self, request: Request, command: Message, timeout_s: float = inf) -> AnyAnswer:
         """Carry out a command. After it, this gateway's own reads show its effect."""
         traceparent = request.headers.get(TRACEPARENT, "")
         if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
             traceparent = ""
         try:
             limit_s = min(timeout_s, self.gateway.settings.bus_timeout_s)
-            answer = await self.gateway.bus.ask(message, limit_s, traceparent=traceparent)
+            answer = await self.gateway.bus.ask(command, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error
         try:
             await self.gateway.follower.wait_position(answer.position, POSITION_S)
         except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": message.id})
+            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
         return answer
 
     def command_id(self, request: Request, kind: str, client: str, body: bytes) -> str:

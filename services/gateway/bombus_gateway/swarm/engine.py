@@ -47,7 +47,7 @@ class EngineRoutes:
             collection=config.to_collection(),
             model=config.model.path,
         )
-        await self._context.ask(request, command)
+        await self._context.execute(request, command)
         if config.ignored:
             log.info("keys of the job that mean nothing here: %s", ", ".join(config.ignored))
         return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
@@ -67,7 +67,7 @@ class EngineRoutes:
         began = loop.time()
         command = inbox.Start(id=self._context.command_id(request, "start", "", b""), engine=self._context.engine)
         try:
-            answer = await self._context.ask(request, command)
+            answer = await self._context.execute(request, command)
             run = answer.run if isinstance(answer, inbox.Done) else 0
             await self._context.gateway.follower.wait_for(lambda _: self._context.state.run >= run, START_VISIBLE_S)
         except Refused as error:
@@ -127,7 +127,7 @@ class EngineRoutes:
 
     async def _done(self, request: Request, command: inbox.Stop | inbox.AgreeSync) -> Response:
         try:
-            await self._context.ask(request, command)
+            await self._context.execute(request, command)
         except Refused as error:
             return _failure(error, "failure_reason")
         return JsonResponse({"success": True, "failure_reason": ""})

@@ -122,7 +122,7 @@ class EpisodeRoutes:
             results=results,
             client_active=active,
         )
-        await self._context.ask(request, command)
+        await self._context.execute(request, command)
 
     async def abort_episode(self, request: Request) -> Response:
         """Abort an episode. One that is over already stays as it is."""
@@ -134,7 +134,7 @@ class EpisodeRoutes:
             client=body.client_uuid,
             episodes=(body.episode_uuid,),
         )
-        await self._context.ask(request, command)
+        await self._context.execute(request, command)
         return JsonResponse({"success": True})
 
     async def abort_episodes(self, request: Request) -> Response:
@@ -149,7 +149,7 @@ class EpisodeRoutes:
             infra=body.infra,
             detail=body.detail,
         )
-        await self._context.ask(request, command)
+        await self._context.execute(request, command)
         return JsonResponse({"success": True})
 
     async def can_continue_episode(self, request: Request) -> Response:
