@@ -11,12 +11,13 @@ from bombus.config.documents import parse_job
 from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, EngineConfigured, EpisodeType
 from bombus.hive.generation import Generate
+from bombus.hive.pacing import fitting
 from bombus.hive.records import SamplingParams
 from bombus.hive.state import EngineState, Replica
 from bombus_gateway.call.admission import Admitted, check_not_over, check_unbiased, is_known
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CompletionRequest
-from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best, fitting
+from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best
 from bombus_gateway.keys import KeyClaims
 from tests.gateway.openai_hive import TEXT
 

@@ -69,16 +69,16 @@ class ChatML:
 
     def extend(
         self,
-        known: bytes,
+        history: bytes,
         completion_at: int,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """Return the tokens to append to `known` (int32: a prompt and its completion, as they were sampled).
+        """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
 
         A completion that was cut, by length or by a stop string, is closed first: its closing token was not sampled.
         """
-        closed = len(known) > 4 * completion_at and unpack_tokens(known[-4:])[0] in self._stops
+        closed = len(history) > 4 * completion_at and unpack_tokens(history[-4:])[0] in self._stops
         tail = [] if closed else [self._end]
         return [*tail, *self._newline, *self._turns(messages), *self._generate]
 

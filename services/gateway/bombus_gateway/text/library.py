@@ -89,13 +89,13 @@ class LibraryRenderer:
 
     def extend(
         self,
-        known: bytes,
+        history: bytes,
         completion_at: int,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         """See `Renderer`. The library returns None where the template would change earlier tokens."""
-        tokens = unpack_tokens(known)
+        tokens = unpack_tokens(history)
         bridged = self._renderer.bridge_to_next_turn(
             tokens[:completion_at], tokens[completion_at:], _for_library(messages), tools=list(tools) or None
         )

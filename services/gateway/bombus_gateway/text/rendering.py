@@ -28,7 +28,7 @@ class DeltaReader(Protocol):
 class Renderer(Protocol):
     """Turns messages into token ids, and sampled tokens back into deltas.
 
-    `extend` returns only the tokens after `known` (int32), whose last completion begins at `completion_at`, or None
+    `extend` returns only the tokens after `history` (int32), whose last completion begins at `completion_at`, or None
     when the model's template would change earlier tokens. `reader` makes a reader of what is sampled after `prompt`
     (int32); it looks for tool calls when it is given tools.
     """
@@ -39,7 +39,7 @@ class Renderer(Protocol):
 
     def extend(
         self,
-        known: bytes,
+        history: bytes,
         completion_at: int,
         messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
