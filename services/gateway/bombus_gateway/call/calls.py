@@ -119,16 +119,20 @@ class Calls:
 
     async def recorded(self, request: CallRequest) -> RecordedAnswer | None:
         """Return the answer that was recorded for this very request, when its client sends it again (R9)."""
-        ref = await self._recorded_ref(request) if request.retried else None
-        if ref is None:
+        found = await self._recorded_call(request) if request.retried else None
+        if found is None:
             return None
+        ref, prompt = found
         (record,) = await self.histories.records([ref])
-        prompt = self.histories.conversation(request.claims).prompt_of(ref)
         model = await self.models.text_model(self.follower.hive.engine(request.claims.engine))
         log.info("a retried call gets its recorded answer", extra={"call": record.id, "episode": record.episode})
         return _replayed(request, record, prompt, model)
 
-    async def _recorded_ref(self, request: CallRequest) -> CallRef | None:
+    async def _recorded_call(self, request: CallRequest) -> tuple[CallRef, bytes] | None:
+        """Return the place of the request's record and its whole prompt (int32).
+
+        It waits for the first request while that is running, and notifies the coordinator of a call that is stored.
+        """
         first = self.running.get(request.key)
         ref = await asyncio.shield(first) if first is not None else None
         unacknowledged = self.unacknowledged.get(request.key)
@@ -139,7 +143,7 @@ class Calls:
         if ref is None:
             await self.histories.read_log(request.claims, request.traceparent)
             ref = conversation.answers.get(request.digest)
-        return ref
+        return (ref, conversation.prompt_of(ref)) if ref is not None else None
 
 
 def _replayed(request: CallRequest, record: CallRecord, prompt: bytes, model: TextModel) -> RecordedAnswer:
@@ -170,8 +174,8 @@ class Call:
     _generation: Generation | None = None
     _unfinished: int = 0  # choices that the replica has not ended
     _hung_up: bool = False
-    _held: ExitStack = field(default_factory=ExitStack)
-    _joined: asyncio.Future[CallRef | None] | None = None  # what retries of the request wait for
+    _resources: ExitStack = field(default_factory=ExitStack)
+    _result: asyncio.Future[CallRef | None] | None = None  # retries of the request await it
     _stored: tuple[CallRef, CallRecord] | None = None
 
     def __post_init__(self) -> None:
@@ -182,10 +186,10 @@ class Call:
         size = record_bytes(self.request.body_bytes, plan.prompt.tail // 4, sampled)
         if size > calls.bus.message_bytes_max:
             self._check_size()
-        self._held.enter_context(calls.capacity.reserve(size))
-        self._held.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
+        self._resources.enter_context(calls.capacity.reserve(size))
+        self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
         if self.request.key not in calls.running:
-            self._joined = calls.running[self.request.key] = asyncio.get_running_loop().create_future()
+            self._result = calls.running[self.request.key] = asyncio.get_running_loop().create_future()
         calls.opened.add(self)
 
     @property
@@ -282,12 +286,12 @@ class Call:
 
     def close(self) -> None:
         self._release_replica()
-        if self._joined is not None:
-            if not self._joined.done():
-                self._joined.set_result(None)
+        if self._result is not None:
+            if not self._result.done():
+                self._result.set_result(None)
             self.calls.running.pop(self.request.key, None)
         self.calls.opened.discard(self)
-        self._held.close()
+        self._resources.close()
 
     async def _generated(self) -> AsyncIterator[list[tuple[Completion, CompletionDelta]]]:
         request, completion = self.request, self.request.completion
@@ -311,9 +315,9 @@ class Call:
                 raise ReplicaGone("the replica's answer ended too early")
             if not self.first_token_ns:
                 self.first_token_ns = time.time_ns()
-            yield [taken for frame in frames if (taken := self._take(frame)) is not None]
+            yield [delta for frame in frames if (delta := self._feed(frame)) is not None]
 
-    def _take(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
+    def _feed(self, frame: Frame) -> tuple[Completion, CompletionDelta] | None:
         """Feed a frame to its completion, which stop strings may have ended before the replica does."""
         assert not isinstance(frame, Fault)  # the client raises those
         completion = self.completions[frame.choice]
@@ -395,5 +399,5 @@ class Call:
         before = conversation.bytes
         conversation.add(ref, record, prompt.tokens, prompt.digests[-1] if prompt.digests else b"")
         histories.account_for(before, conversation)
-        if self._joined is not None and not self._joined.done():
-            self._joined.set_result(ref if record.status == CallStatus.COMPLETE else None)
+        if self._result is not None and not self._result.done():
+            self._result.set_result(ref if record.status == CallStatus.COMPLETE else None)
