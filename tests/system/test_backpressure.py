@@ -72,7 +72,7 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_door(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, bus = crashing
-    async with gateway_hive(bus, bus_timeout_s=0.5) as hive:
+    async with gateway_hive(bus, bus_timeout_s=1.0) as hive:
         episode, key = await hive.claim()
         await ask(hive, key)
         await asyncio.to_thread(server.kill)
