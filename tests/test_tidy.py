@@ -247,3 +247,51 @@ def test_shared_names_services_only_in_its_tables() -> None:
 def test_shared_imports_by_name_only_where_it_is_listed() -> None:
     found = {str(path.relative_to(SHARED)) for path in sources(SHARED) if imports_by_name(path)}
     assert found == set(CALLERS_OF_IMPORTERS)
+
+
+# ---- rooms of the gateway ----
+
+
+GATEWAY = SERVICES["bombus_gateway"]
+DOORS = ("openai", "swarm")
+
+
+def modules_of(path: Path) -> set[str]:
+    """Dotted names of everything that a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
+    """What the modules of a room of the gateway import from other rooms."""
+    prefixes = tuple(f"bombus_gateway.{other}." for other in others)
+    return [
+        f"{path.name} imports {name}"
+        for path in sources(GATEWAY / room)
+        for name in modules_of(path)
+        if name.startswith(prefixes)
+    ]
+
+
+def test_every_door_of_the_gateway_is_named_here() -> None:
+    rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
+    assert rooms == {"call", "text", *DOORS}
+
+
+def test_calls_know_no_door() -> None:
+    assert not imports_of_room("call", DOORS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_door_of_the_gateway_imports_another(door: str) -> None:
+    assert not imports_of_room(door, tuple(other for other in DOORS if other != door))
+
+
+def test_text_knows_neither_calls_nor_doors() -> None:
+    assert not imports_of_room("text", ("call", *DOORS))

@@ -70,7 +70,7 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
         episode, credentials = await client.begin_episode()
         assert credentials.base_url == f"{url}/v1"
         async with client.keep_alive(episode, every_s=0.01):
-            await played.heard(lambda message: episode in getattr(message, "episodes", ()))
+            await played.until_received(lambda message: episode in getattr(message, "episodes", ()))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         with pytest.raises(OtherOutcome):

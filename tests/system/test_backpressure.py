@@ -72,7 +72,7 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_route(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, bus = crashing
-    async with gateway_hive(bus, record_s_max=0.5, command_s_max=1.0) as hive:
+    async with gateway_hive(bus, bus_timeout_s=1.0) as hive:
         episode, key = await hive.claim()
         await ask(hive, key)
         await asyncio.to_thread(server.kill)
@@ -257,7 +257,7 @@ async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues
     try:
         async with await Bus.connect(server.url, "h") as bus:
             await bus.ensure_streams(SMALL_STREAMS)
-            async with gateway_hive(bus, record_s_max=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
+            async with gateway_hive(bus, bus_timeout_s=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
                 episode, key = await hive.claim()
                 acknowledged += [await ask(hive, key) for _ in range(3)]
                 ballast.write_bytes(b"x" * 60 * MB)

@@ -21,7 +21,6 @@ MakeBackend = Callable[[Deliver], InferenceBackend]
 AsgiMessage = MutableMapping[str, Any]
 AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
 AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
-AsgiApp = Callable[[AsgiMessage, AsgiReceive, AsgiSend], Awaitable[None]]
 
 BODY_BYTES_MAX = 16 << 20
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())

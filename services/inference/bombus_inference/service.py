@@ -5,9 +5,7 @@ import contextlib
 import logging
 import secrets
 import socket
-from collections.abc import AsyncIterator, Coroutine, Iterator
-
-import uvicorn
+from collections.abc import Coroutine
 
 from bombus import telemetry
 from bombus.bus import Bus
@@ -17,16 +15,16 @@ from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
+from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
 from bombus_inference.fetching import Fetcher
-from bombus_inference.server import App, AsgiApp
+from bombus_inference.server import App
 from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
 
 LOAD_ATTEMPTS = 3
-BACKLOG = 4096
 
 
 def make_backend(settings: InferenceSettings, deliver: Deliver) -> InferenceBackend:
@@ -254,38 +252,9 @@ class ReplicaService:
             await asyncio.sleep(self._settings.alive_every_s)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: who cancels us stops it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def url_of(bound: socket.socket) -> str:
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-@contextlib.asynccontextmanager
-async def http_server(app: AsgiApp, bound: socket.socket, drain_s: float) -> AsyncIterator[None]:
-    """Serve `app` on a bound socket while the block runs; then let open requests finish for `drain_s`."""
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        lifespan="off",
-        log_level="warning",
-        access_log=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve([bound]))
-    try:
-        yield
-    finally:
-        server.should_exit = True
-        await serving
 
 
 async def run(settings: InferenceSettings) -> None:
@@ -297,9 +266,8 @@ async def run(settings: InferenceSettings) -> None:
         await bus.ensure_streams()
         replica = ReplicaService(bus, settings, url)
         try:
-            async with http_server(
-                replica.app, bound, settings.http.drain_s
-            ):  # on the way out it lets open requests finish
+            # On the way out it lets open requests finish.
+            async with http_server(replica.app, bound, settings.http.drain_s):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:
