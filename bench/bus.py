@@ -31,7 +31,7 @@ async def publish_ours_by_task(bus: Bus, count: int, size: int) -> None:
 
     async def work(first: int) -> None:
         for n in range(first, count, 64):
-            await bus.publish(subject, body, msg_id=f"{name}{n}", timeout_s=60)
+            await bus.publisher.publish(subject, body, msg_id=f"{name}{n}", timeout_s=60)
 
     await asyncio.gather(*(work(first) for first in range(64)))
 

@@ -38,7 +38,7 @@ async def leader(bus: Bus) -> str:
 
 async def answered(bus: Bus, number: int) -> None:
     rules = Collection()
-    await bus.ask(
+    await bus.inbox.request(
         inbox.Configure(
             id=f"configure-{number}", engine="main", config="{}", config_digest="d", collection=rules, model="tiny"
         ),

@@ -56,7 +56,7 @@ async def bus(nats_url: str, hive: str) -> AsyncIterator[Bus]:
         await bus.ensure_streams(SMALL_STREAMS)
         yield bus
         for config in stream_configs(bus.subjects, SMALL_STREAMS):
-            await bus.requests.ask(f"$JS.API.STREAM.DELETE.{config['name']}")
+            await bus.requests.request(f"$JS.API.STREAM.DELETE.{config['name']}")
 
 
 @pytest.fixture

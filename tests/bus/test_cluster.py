@@ -70,7 +70,7 @@ class Load:
         call, body = _id(), uuid.uuid4().bytes * 64
         began = time.monotonic()
         subject = self._bus.subjects.call(ENGINE, episode)
-        ack = await self._bus.publish(subject, body, msg_id=call, timeout_s=PATIENCE_S)
+        ack = await self._bus.publisher.publish(subject, body, msg_id=call, timeout_s=PATIENCE_S)
         await self._wrote(self._bus.subjects.calls_stream, began)
         self.calls[call] = ref = CallRef(ack.seq, call, digest(body))
         noted = NotedCall(episode, ref, 5, 3, 0, 0)
@@ -78,13 +78,13 @@ class Load:
 
     async def _tell(self, message: inbox.Message) -> None:
         began = time.monotonic()
-        self.told[message.id] = await self._bus.send(message, timeout_s=PATIENCE_S)
+        self.told[message.id] = await self._bus.inbox.send(message, timeout_s=PATIENCE_S)
         await self._wrote(self._bus.subjects.inbox_stream, began)
 
     async def _ask(self, message: inbox.Message) -> inbox.AnyAnswer:
         """An answer is the acknowledgement of its events."""
         began = time.monotonic()
-        answer = await self._bus.ask(message, PATIENCE_S)
+        answer = await self._bus.inbox.request(message, PATIENCE_S)
         await self._wrote(self._bus.subjects.events_stream, began)
         return answer
 
@@ -103,16 +103,16 @@ async def boot(bus: Bus) -> None:
     configure = inbox.Configure(
         id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
     )
-    await bus.ask(configure, 30)
-    await bus.ask(inbox.Start(id="start", engine=ENGINE), 30)
-    await bus.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
-    opened = await bus.ask(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
+    await bus.inbox.request(configure, 30)
+    await bus.inbox.request(inbox.Start(id="start", engine=ENGINE), 30)
+    await bus.inbox.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
+    opened = await bus.inbox.request(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
     assert isinstance(opened, inbox.Done)
     weights = Weights(where="/w/0")
-    await bus.send(
+    await bus.inbox.send(
         inbox.WeightsSaved(id="saved", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
     )
-    await bus.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
+    await bus.inbox.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
 
 
 @asynccontextmanager

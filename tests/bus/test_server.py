@@ -68,7 +68,7 @@ async def test_a_killed_server_starts_again_on_the_same_port_with_the_same_data(
     url = server.url
     async with await Bus.connect(url, "h") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
-        ack = await bus.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
+        ack = await bus.publisher.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
         server.kill()
         assert server.wait(timeout_s=5) == -signal.SIGKILL
         server.start()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from bombus.bus import Bus, snapshots
+from bombus.bus import Blobs, Bus, snapshots
 from bombus.bus.follow import Follower
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
@@ -17,7 +17,7 @@ from bombus.hive import inbox
 from bombus.hive.events import decode_event
 from bombus.hive.state import FOLD, Hive, evolve
 from bombus_coordinator.recovery import Fold
-from bombus_coordinator.shell import Coordinator
+from bombus_coordinator.shell import Coordinator, Housekeeping
 from tests.coordinator.test_core_properties import run
 from tests.coordinator.test_shell import ENGINE, boot, claim, end, leading, log_of
 
@@ -25,9 +25,9 @@ from tests.coordinator.test_shell import ENGINE, boot, claim, end, leading, log_
 async def play(bus: Bus, first: int, count: int) -> None:
     """So many episodes, claimed and ended."""
     for number in range(first, first + count):
-        granted = await bus.ask(claim(f"k{number}"))
+        granted = await bus.inbox.request(claim(f"k{number}"))
         assert isinstance(granted, inbox.Granted)
-        await bus.ask(end(granted.episodes[0], 1.0))
+        await bus.inbox.request(end(granted.episodes[0], 1.0))
 
 
 async def folded(bus: Bus, until: int | None = None) -> Hive:
@@ -56,7 +56,7 @@ async def put(bus: Bus, position: int, **changes: object) -> Snapshot:
 
 def test_a_snapshot_holds_the_whole_state_in_its_order() -> None:
     for seed in range(60):
-        hive = run(seed, steps=300).landed
+        hive = run(seed, steps=300).fold
         snapshot = Snapshot(fold=FOLD, position=7, event_id="e", answered=3, hive=hive)
         back = snapshots.decode(snapshots.encode(snapshot))
         assert back == snapshot
@@ -81,7 +81,7 @@ async def test_without_a_snapshot_folding_begins_at_the_beginning(bus: Bus) -> N
 
 
 async def test_a_leader_takes_snapshots_as_it_goes_and_one_when_it_leaves(bus: Bus) -> None:
-    coordinator = Coordinator(bus, snapshot_events=10)
+    coordinator = Coordinator(bus, housekeeping=Housekeeping(snapshot_events=10))
     task = asyncio.create_task(coordinator.lead())
     await boot(bus, batch_size=1000)
     await play(bus, 0, 20)
@@ -102,7 +102,7 @@ async def test_leaders_that_all_die_early_leave_a_snapshot_in_the_end(bus: Bus) 
     for reign in range(4):
         fold = await Fold.begin(bus)
         await fold.catch_up(bus)
-        coordinator = Coordinator(bus, snapshot_events=16)
+        coordinator = Coordinator(bus, housekeeping=Housekeeping(snapshot_events=16))
         task = asyncio.create_task(coordinator.lead(fold))
         await coordinator.leading.wait()
         if reign == 0:
@@ -141,12 +141,12 @@ async def test_a_snapshot_that_does_not_fit_is_passed_over_for_the_one_before(bu
     of_another_log = msgspec.structs.replace(good, event_id="another log's")
     of_another_fold = msgspec.structs.replace(good, fold=FOLD + 1)
     for position, bad in ((10_000, ahead), (14, ahead), (14, of_another_log), (14, of_another_fold)):
-        await bus.put_blob(f"snapshot-{position:016d}", snapshots.encode(bad))
+        await Blobs(bus).put(f"snapshot-{position:016d}", snapshots.encode(bad))
         start = await snapshots.start_of(bus)
         assert start.position == (14 if position > 14 else 8)
         assert start.hive == await folded(bus, start.position)
         if position > 14:
-            await bus.delete_blob(f"snapshot-{position:016d}")
+            await Blobs(bus).delete(f"snapshot-{position:016d}")
 
 
 async def test_a_damaged_snapshot_is_passed_over_and_two_damaged_ones_cost_only_time(bus: Bus) -> None:

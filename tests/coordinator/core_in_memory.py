@@ -37,9 +37,9 @@ class Desk:
         self.now_ns += int(after_s * SECOND)
         self.seq += 1
         decided: list[AnyEvent] = []
-        for flown in [*self.core.receive(message, self.seq, self.now_ns), *self.core.flush()]:
-            decided += flown.decision.events  # type: ignore[arg-type]
-            for reply in flown.decision.replies:
+        for each in [*self.core.receive(message, self.seq, self.now_ns), *self.core.flush()]:
+            decided += each.decision.events  # type: ignore[arg-type]
+            for reply in each.decision.replies:
                 self.answers[reply.command] = reply.answer  # type: ignore[assignment]
         self.log += decided
         return decided

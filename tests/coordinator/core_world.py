@@ -14,7 +14,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
 from bombus.hive.records import CallRef
 from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
-from bombus_coordinator.core import Core, Flown
+from bombus_coordinator.core import Core, PendingDecision
 
 SECOND = 1_000_000_000
 ENGINE = "main"
@@ -36,7 +36,7 @@ class World:
         self.crashes = crashes
         self.inbox: list[tuple[inbox.AnyMessage, int]] = []
         self.log: list[Logged] = []
-        self.landed = Hive()  # the fold of the log, as everybody else has it
+        self.fold = Hive()  # the fold of the log, as everybody else has it
         self.core = Core()
         self.now_ns = 1_000 * SECOND
         self.ids = 0
@@ -60,33 +60,33 @@ class World:
         hive = Hive()
         for logged in self.log:
             evolve(hive, logged.event)
-        assert hive == self.landed, "the fold of the log is the state"
+        assert hive == self.fold, "the fold of the log is the state"
         self.read = self.log[-1].answers if self.log else 0
         self.core = Core(hive)
         self.told = {}
         opened = self.core.open_epoch("x")
-        self._land([Flown(opened, self.read)])
-        self._land([Flown(decision, self.read) for decision in self.core.recover()])
+        self._store([PendingDecision(opened, self.read)])
+        self._store([PendingDecision(decision, self.read) for decision in self.core.recover()])
 
-    def fly(self) -> None:
-        """Decide a group; all of it lands, or the leader dies and a prefix does."""
+    def decide(self) -> None:
+        """Decide a group. All of it is stored, or the leader dies and a prefix is."""
         group = self.inbox[self.read : self.read + self.random.randint(1, 8)]
         if not group:
             return
-        flight: list[Flown] = []
+        pending: list[PendingDecision] = []
         for offset, (message, at_ns) in enumerate(group, start=1):
-            flight += self.core.receive(message, self.read + offset, at_ns)
-        flight += self.core.flush()
+            pending += self.core.receive(message, self.read + offset, at_ns)
+        pending += self.core.flush()
         self.read += len(group)
         if self.crashes and self.random.random() < 0.1:
             self.deaths += 1
-            self._land(flight[: self.random.randint(0, len(flight))])
+            self._store(pending[: self.random.randint(0, len(pending))])
             self._lead()
             return
-        self._land(flight)
-        assert self.core.hive == self.landed, "the live state is the fold of the log"
-        for flown in flight:
-            for reply in flown.decision.replies:
+        self._store(pending)
+        assert self.core.hive == self.fold, "the live state is the fold of the log"
+        for each in pending:
+            for reply in each.decision.replies:
                 self._answered(reply.command, reply.answer)  # type: ignore[arg-type]
 
     def _answered(self, command: str, answer: inbox.AnyAnswer) -> None:
@@ -96,15 +96,15 @@ class World:
 
     # ---- what lands, and what must hold of it ----
 
-    def _land(self, flight: Sequence[Flown]) -> None:
-        for flown in flight:
-            for event in flown.decision.events:
-                before = self.landed.engine(event.engine).phase if event.engine == ENGINE else None
-                self._check_before(event, self.landed.engine(ENGINE))
-                self.log.append(Logged(event, flown.answers))
-                evolve(self.landed, event)
+    def _store(self, pending: Sequence[PendingDecision]) -> None:
+        for each in pending:
+            for event in each.decision.events:
+                before = self.fold.engine(event.engine).phase if event.engine == ENGINE else None
+                self._check_before(event, self.fold.engine(ENGINE))
+                self.log.append(Logged(event, each.answers))
+                evolve(self.fold, event)
                 if before is not None:
-                    after = self.landed.engine(ENGINE).phase
+                    after = self.fold.engine(ENGINE).phase
                     assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
 
     def _check_before(self, event: Event, engine: EngineState) -> None:
@@ -143,7 +143,7 @@ class World:
 
     def check_nothing_lost(self) -> None:
         """Every training episode whose end is on the log is in the pool, in one batch, or gone with a reason."""
-        pool = set(self.landed.engine(ENGINE).pool)
+        pool = set(self.fold.engine(ENGINE).pool)
         assert self.ended == pool | self.batched | self.gone
         assert not pool & self.batched
         for command, answer in self.answers.items():
@@ -188,12 +188,12 @@ class World:
 
     def step(self) -> None:
         roll = self.random.random()
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         waits = engine.phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING) or (
             engine.phase == Phase.ROLLING and engine.version < engine.step
         )
         if roll < 0.35:
-            self.fly()
+            self.decide()
         elif roll < (0.45 if waits else 0.75):
             self._client(self.random.choice(CLIENTS))
         elif roll < (0.7 if waits else 0.8):
@@ -206,7 +206,7 @@ class World:
             self._operator()
 
     def _client(self, client: str) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         mine = [episode for episode in engine.open.values() if episode.client == client]
         roll = pick.random()
         if not mine or roll < 0.2:
@@ -246,7 +246,7 @@ class World:
         self._say(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
 
     def _trainer(self) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         epoch = engine.trainer_epoch if pick.random() < 0.9 else engine.trainer_epoch - 1
         run = engine.run if pick.random() < 0.95 else engine.run - 1
         if epoch < 1 or pick.random() < 0.05:
@@ -274,7 +274,7 @@ class World:
             )
 
     def _replica(self, replica: str) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         if replica not in engine.replicas or pick.random() < 0.3:
             self._say(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
         elif pick.random() < 0.95:
@@ -286,7 +286,7 @@ class World:
             self._say(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
 
     def _operator(self) -> None:
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         if engine.phase == Phase.OFFLINE:
             self._say(self._configure())
             self._say(inbox.Start(id=self._id(), engine=ENGINE))
@@ -299,40 +299,40 @@ class World:
 
     def calm(self, steps: int, rounds_max: int = 400) -> None:
         """Everybody does what an honest one does until so many more batches are sealed. `AssertionError` if never."""
-        wanted = self.landed.engine(ENGINE).step + steps
+        wanted = self.fold.engine(ENGINE).step + steps
         self.crashes = False
         self._say(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
-        self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.landed.engine(ENGINE).run, trainer="t"))
-        self._all_fly()
-        rules = self.landed.engine(ENGINE).collection
+        self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.fold.engine(ENGINE).run, trainer="t"))
+        self._decide_all()
+        rules = self.fold.engine(ENGINE).collection
         count = min(self.random.choice((1, rules.num_repeat, rules.num_repeat + 2)), rules.max_open_claims)
         named = self.random.random() < 0.3
         for number in range(rounds_max):
-            if self.landed.engine(ENGINE).step >= wanted:
+            if self.fold.engine(ENGINE).step >= wanted:
                 return
             self._round(number, count, named)
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         raise AssertionError(f"no progress: {engine.collection}, step {engine.step}, version {engine.version}")
 
-    def _all_fly(self) -> None:
+    def _decide_all(self) -> None:
         while self.read < len(self.inbox):
-            self.fly()
+            self.decide()
 
     def _round(self, number: int, count: int, named: bool) -> None:
         """`count` episodes are claimed if they can be had, all that is open is ended, the step is made and loaded."""
-        task = f"calm-{number // (2 * self.landed.engine(ENGINE).collection.num_repeat)}"
+        task = f"calm-{number // (2 * self.fold.engine(ENGINE).collection.num_repeat)}"
         claim = inbox.Claim(
             id=self._id(), engine=ENGINE, claim=f"calm-{number}", client="ann", count=count, wait_s=0.0,
             task_hint=task if named else "",
         )  # fmt: skip
         self._say(claim)
-        self._all_fly()
-        engine = self.landed.engine(ENGINE)
+        self._decide_all()
+        engine = self.fold.engine(ENGINE)
         for index, episode in enumerate(list(engine.open.values())):
             result = inbox.EpisodeResult(episode=episode.id, task=task, reward=float((number + index) % 2))
             self._say(inbox.End(id=self._id(), engine=ENGINE, client=episode.client, results=(result,)))
-        self._all_fly()
-        engine = self.landed.engine(ENGINE)
+        self._decide_all()
+        engine = self.fold.engine(ENGINE)
         if engine.batch is not None:
             self._say(
                 inbox.StepDone(
@@ -356,7 +356,7 @@ class World:
                 )
             )  # fmt: skip
         self._say(inbox.Tick(id=self._id()))
-        self._all_fly()
+        self._decide_all()
 
 
 def reasons(world: World) -> set[AbortReason]:

@@ -654,12 +654,12 @@ def test_the_same_command_gets_the_same_answer(desk: Desk) -> None:
 
 def test_calls_of_one_flight_are_noted_in_one_event(desk: Desk) -> None:
     first, second = desk.claim(count=2)
-    flown = []
+    pending = []
     for index, episode in enumerate([first, second, first]):
         noted = ev.NotedCall(episode, ev.CallRef(index, f"n{index}", b"d"), 5, 2, 0, 0)
         message = inbox.CallRecorded(id=f"x{index}", engine=ENGINE, run=1, call=noted)
-        flown += list(desk.core.receive(message, 100 + index, desk.now_ns))
-    assert flown == []
+        pending += list(desk.core.receive(message, 100 + index, desk.now_ns))
+    assert pending == []
     (flush,) = desk.core.flush()
     (event,) = flush.decision.events
     assert isinstance(event, ev.CallsNoted)

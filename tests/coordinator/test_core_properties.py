@@ -30,7 +30,7 @@ def run(seed: int, steps: int = STEPS, crashes: bool = True) -> World:
         for _ in range(steps):
             world.step()
         while world.read < len(world.inbox):
-            world.fly()
+            world.decide()
         world.check_nothing_lost()
     except AssertionError as error:
         raise AssertionError(f"BOMBUS_SEED={seed}: {error}") from error
@@ -54,7 +54,7 @@ def test_ten_thousand_random_runs_keep_every_promise() -> None:
 
 def test_long_runs_go_through_many_steps() -> None:
     """The same with runs long enough that weights are trained again and again."""
-    versions = [run(100_000 + seed, steps=1500).landed.engine(ENGINE).counters.trained for seed in range(10)]
+    versions = [run(100_000 + seed, steps=1500).fold.engine(ENGINE).counters.trained for seed in range(10)]
     assert max(versions) > 0
 
 
@@ -93,8 +93,8 @@ def _decisions(script: list[tuple[inbox.AnyMessage, int]], crash_every: int) -> 
     while position < len(script):
         message, at_ns = script[position]
         position += 1
-        for flown in [*core.receive(message, position, at_ns), *core.flush()]:
-            log += [(event, flown.answers) for event in flown.decision.events]
+        for each in [*core.receive(message, position, at_ns), *core.flush()]:
+            log += [(event, each.answers) for event in each.decision.events]
         first_time, reached = position > reached, max(position, reached)
         if crash_every and first_time and position % crash_every == 0:
             hive = Hive()
@@ -124,7 +124,7 @@ def test_from_wherever_an_asynchronous_run_has_come_to_it_goes_on() -> None:
     tried = 0
     for seed in range(RUNS // 10):
         world = run(200_000 + seed, steps=120)
-        engine = world.landed.engine(ENGINE)
+        engine = world.fold.engine(ENGINE)
         rules = engine.collection
         never = rules.method == Method.ENOUGH_NON_DUMMY_TASKS and rules.num_repeat == 1  # one reward never differs
         if rules.max_staleness == 0 or engine.phase != Phase.ROLLING or never:

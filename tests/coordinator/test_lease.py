@@ -82,7 +82,7 @@ async def test_who_starts_again_under_its_name_need_not_wait_for_its_own_lease(b
 async def test_a_deleted_bucket_is_made_anew(bus: Bus) -> None:
     lease = Lease(bus, "a")
     assert await lease.take()
-    await bus.requests.ask(f"$JS.API.STREAM.DELETE.{lease_stream(bus.subjects)}")
+    await bus.requests.request(f"$JS.API.STREAM.DELETE.{lease_stream(bus.subjects)}")
     async with asyncio.timeout(WAIT_S):
         while not await lease.take():
             pass
@@ -95,7 +95,7 @@ async def test_r4_a_standby_leads_when_the_leader_stops(bus: Bus, nats_url: str)
         tasks[first].cancel()
         assert await opened(bus, 2) == [first, second]
         await boot(bus)
-        assert isinstance(await bus.ask(claim("k")), inbox.Granted)
+        assert isinstance(await bus.inbox.request(claim("k")), inbox.Granted)
 
 
 async def test_r4_a_leader_that_was_cut_off_finds_itself_deposed_and_stands_by(
@@ -135,7 +135,7 @@ async def test_r4_a_server_that_hangs_beyond_the_lease_deposes_nobody(tmp_path: 
                 await asyncio.sleep(2.5)  # longer than the lease
                 thaw(server)
                 await boot(bus)
-                assert isinstance(await bus.ask(claim("k"), timeout_s=WAIT_S), inbox.Granted)
+                assert isinstance(await bus.inbox.request(claim("k"), timeout_s=WAIT_S), inbox.Granted)
                 assert await epochs(bus) == ["only"]
     finally:
         server.stop(timeout_s=2)
@@ -149,12 +149,12 @@ async def test_two_who_both_believe_that_they_lead_make_one_log(bus: Bus, nats_u
         number = 0
         while not stop.is_set():
             number += 1
-            granted = await bus.ask(claim(f"{name}-{number}", name, wait_s=2), timeout_s=60)
+            granted = await bus.inbox.request(claim(f"{name}-{number}", name, wait_s=2), timeout_s=60)
             assert isinstance(granted, inbox.Granted)
             (episode,) = granted.episodes
             result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0)
             end = inbox.End(id=f"end-{episode}", engine="main", client=name, results=(result,))
-            assert isinstance(await bus.ask(end, timeout_s=60), inbox.Done)
+            assert isinstance(await bus.inbox.request(end, timeout_s=60), inbox.Done)
             done.append(episode)
 
     stop = asyncio.Event()
@@ -165,7 +165,7 @@ async def test_two_who_both_believe_that_they_lead_make_one_log(bus: Bus, nats_u
                 clients.create_task(client(name))
             seen = len(await epochs(bus))
             for _ in range(4):
-                await bus.requests.ask(f"$JS.API.STREAM.DELETE.{lease_stream(bus.subjects)}")
+                await bus.requests.request(f"$JS.API.STREAM.DELETE.{lease_stream(bus.subjects)}")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(3.0):  # the leader itself may be the first to make it anew
                         seen = len(await opened(bus, seen + 1))

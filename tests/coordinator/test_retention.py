@@ -192,7 +192,9 @@ def test_no_call_is_ever_needed_that_lay_below_a_floor_before() -> None:
 async def fill(bus: Bus, engine: str, count: int, size: int = 64 << 10) -> int:
     """Store calls of an engine; returns the last one's sequence."""
     for number in range(count):
-        ack = await bus.publish(bus.subjects.call(engine, "e"), b"x" * size, msg_id=f"{engine}-{size}-{number}")
+        ack = await bus.publisher.publish(
+            bus.subjects.call(engine, "e"), b"x" * size, msg_id=f"{engine}-{size}-{number}"
+        )
     return ack.seq
 
 
@@ -264,17 +266,17 @@ async def test_a_state_that_has_not_landed_purges_nothing(bus: Bus) -> None:
 
 async def episode(bus: Bus, name: str) -> None:
     """What a client and a gateway do for one episode of two calls of 100 KB."""
-    granted = await bus.ask(claim(name, wait_s=5))
+    granted = await bus.inbox.request(claim(name, wait_s=5))
     assert isinstance(granted, inbox.Granted)
     for turn in range(2):
         call_id = f"{name}.{turn}"
         body = call_id.encode() * (RECORD_BYTES // len(call_id))
-        while await bus.stream_fill(bus.subjects.calls_stream) > 0.9:  # gateways refuse
+        while (await bus.state(bus.subjects.calls_stream)).fill > 0.9:  # gateways refuse
             await asyncio.sleep(0.01)
-        ack = await bus.publish(bus.subjects.call(ENGINE, granted.episodes[0]), body, msg_id=call_id)
+        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, granted.episodes[0]), body, msg_id=call_id)
         noted = NotedCall(granted.episodes[0], CallRef(ack.seq, call_id, digest(body)), 5, 3, 0, 0)
-        await bus.send(inbox.CallRecorded(id=call_id, engine=ENGINE, run=1, call=noted))
-    await bus.ask(end(granted.episodes[0], 1.0))
+        await bus.inbox.send(inbox.CallRecorded(id=call_id, engine=ENGINE, run=1, call=noted))
+    await bus.inbox.request(end(granted.episodes[0], 1.0))
 
 
 async def train(bus: Bus, batch: ev.BatchReady) -> None:
@@ -293,7 +295,7 @@ async def train(bus: Bus, batch: ev.BatchReady) -> None:
         inbox.WeightsLoadedFact(id=f"loaded{step}", engine=ENGINE, run=1, version=step, replica="r1"),
     )
     for fact in facts:
-        await bus.send(fact)
+        await bus.inbox.send(fact)
 
 
 async def test_a_run_whose_calls_would_overfill_the_stream_goes_on(bus: Bus) -> None:
@@ -315,7 +317,7 @@ async def test_a_run_whose_calls_would_overfill_the_stream_goes_on(bus: Bus) -> 
 
 async def test_a_server_that_refuses_the_purge_does_not_stop_the_coordinator(bus: Bus) -> None:
     """Somebody has taken the stream of calls away: who trims it must not fall over that."""
-    await bus.requests.ask(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
+    await bus.requests.request(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
     hive = Hive(engines={"a": EngineState(name="a", newest_call=5)})
     position = 0
     looked = asyncio.Event()

@@ -19,7 +19,7 @@ async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
     """What no coordinator would write."""
     subject = bus.subjects.event(event.engine, ev.kind_of(event))
     headers = {EPOCH: str(epoch), INBOX: str(answers)}
-    await bus.publish(subject, ev.encode_event(event), msg_id="forged", headers=headers)
+    await bus.publisher.publish(subject, ev.encode_event(event), msg_id="forged", headers=headers)
 
 
 async def test_a_good_log_agrees_with_its_snapshots(bus: Bus) -> None:

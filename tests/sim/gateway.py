@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
@@ -101,7 +101,7 @@ class Gateway(Process):
     # ---- commands ----
 
     async def command(self, message: inbox.AnyMessage, timeout_s: float = COMMAND_S) -> AnyAnswer:
-        answer = await self.link.ask(message, timeout_s)
+        answer = await self.link.request(message, timeout_s)
         try:
             await self.follower.wait_for(lambda: self.follower.position >= answer.position, POSITION_S)
         except TimeoutError:
@@ -204,7 +204,7 @@ class Gateway(Process):
             await self._tell(*untold)
             return untold[1].id
         lookup = inbox.Lookup(id=self._net.fresh("lookup"), engine=ENGINE, episode=episode)
-        found = await self.link.ask(lookup, COMMAND_S)
+        found = await self.link.request(lookup, COMMAND_S)
         assert isinstance(found, Found)
         calls = self.link.server.streams[CALLS_STREAM]
         for call in found.calls:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeVar
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.bus.headers import REPLY
 from bombus.bus.wire import AckLost, NotNow, PubAck
 from bombus.errors import BombusError, BusUnavailable, Refused
@@ -18,7 +18,7 @@ from tests.sim.server import INBOX_STREAM, Message, Server
 T = TypeVar("T")
 ACK_S = 3.0
 AGAIN_S = 1.0
-ASK_AGAIN_S = 3.0
+RETRY_S = 3.0
 LATE_S_MAX = 6.0
 LAG_S = 0.02
 READ_LAGS_S = (0.01, 0.1)
@@ -53,9 +53,9 @@ class Link:
         before: Link | None = net.links.get(process.name)
         self.cut: bool = before is not None and before.cut
         self.slow: bool = before.slow if before is not None else net.pick.random() < 0.4  # whether SLOW can strike it
-        self.ground: tuple[int, int] | None = None  # epoch, and where it was opened: flight.py
+        self.epoch_fence: tuple[int, int] | None = None  # epoch, and where it was opened: append.py
         self._arrived_s = 0.0  # when the message before this one reaches the server: they stay in order
-        self._asking: dict[str, Future[Answer]] = {}
+        self._pending: dict[str, Future[Answer]] = {}
         net.links[process.name] = self
 
     @property
@@ -91,12 +91,12 @@ class Link:
         if not self.down and not self.net.faults.strikes(Fault.LOST_ACK):
             self.net.loop.after(lag_s, answer.set, value)
 
-    # ---- publishing and asking, as publisher.py and asks.py do ----
+    # ---- publishing and requests, as publisher.py and inbox_client.py do them ----
 
     def submit(
         self, stream: str, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None
     ) -> Future[PubAck]:
-        """Once, without a repeat: what belongs to a flight. Its fences hold whenever it arrives."""
+        """Send once, without a repeat, as an append does. Its fences hold whenever it arrives."""
         return self.call(lambda: self.server.streams[stream].append(puts, last, opened), outlives=True)
 
     async def publish(self, stream: str, put: Outgoing, timeout_s: float = 10.0) -> PubAck:
@@ -114,7 +114,7 @@ class Link:
         """Put a fact into the inbox, once for its id."""
         return await self.publish(INBOX_STREAM, _outgoing(message, message.id, ""), timeout_s)
 
-    async def ask(self, message: inbox.AnyMessage, timeout_s: float) -> AnyAnswer:
+    async def request(self, message: inbox.AnyMessage, timeout_s: float) -> AnyAnswer:
         """Put a command into the inbox until it is answered. Raises `Refused`, `BusUnavailable`."""
         reply = self.net.fresh(f"{self.process.name}/{self.token}/")
         deadline_s = self.net.loop.now_s + timeout_s
@@ -122,12 +122,12 @@ class Link:
         try:
             while self.net.loop.now_s < deadline_s:
                 answered: Future[Answer] = Future(self.net.loop)
-                self._asking[reply] = answered
+                self._pending[reply] = answered
                 await self.publish(
                     INBOX_STREAM, _outgoing(message, f"{message.id}@{reply}.{attempt}", reply), timeout_s
                 )
                 attempt += 1
-                answered.fail_after(ASK_AGAIN_S, AckLost("no answer"))
+                answered.fail_after(RETRY_S, AckLost("no answer"))
                 try:
                     answer = await answered
                 except AckLost:
@@ -137,7 +137,7 @@ class Link:
                 assert isinstance(answer, AnyAnswer)
                 return answer
         finally:
-            self._asking.pop(reply, None)
+            self._pending.pop(reply, None)
         raise BusUnavailable(f"no coordinator answered {message.id}")
 
     def reply(self, to: str, answer: Answer) -> None:
@@ -148,7 +148,7 @@ class Link:
         self.net.loop.after(self.net.pick.random() * LAG_S, link.receive, to, answer)
 
     def receive(self, to: str, answer: Answer) -> None:
-        asked = self._asking.get(to)
+        asked = self._pending.get(to)
         if asked is not None and not self.down:
             asked.set(answer)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.bus.wire import NotNow, PubAck, ServerRefused, WrongSequence
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
@@ -73,7 +73,7 @@ class Stream:
         return len(self.messages)
 
     def append(self, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None) -> PubAck:
-        """Store all of these or none. `last` and `opened` are the fences of flight.py."""
+        """Store all of these or none. `last` and `opened` are the fences of append.py."""
         now_ns = self._server.now_ns
         again = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
         if again and (len(puts) == 1 and not self._server.fence_first):

@@ -114,7 +114,7 @@ class Trainer(Process):
         opens = inbox.TrainerOpens(id=f"{self._id}-{self._run}", engine=ENGINE, run=self._run, trainer=self._id)
         while True:
             try:
-                answer = await self.link.ask(opens, ANSWER_S)
+                answer = await self.link.request(opens, ANSWER_S)
                 break
             except BusUnavailable:
                 await self._pause(RETRY_S)

@@ -4,13 +4,13 @@ from enum import StrEnum
 
 
 class Variant(StrEnum):
-    NO_EPOCH_FENCE = "a flight of several decisions is chained by expected sequences alone"
-    REPLY_EARLY = "an answer goes out before its flight has landed"
+    NO_EPOCH_FENCE = "an append of several decisions is fenced by expected sequences alone"
+    REPLY_EARLY = "an answer is sent before its decision is stored"
     START_LATE = "a new leader goes on behind the end of the inbox instead of behind what the last event answers"
     START_EARLY = "a new leader decides again what the last event answers"
     PURGE_EARLY = "the inbox is trimmed below what was read, not below what has landed"
     CALLS_PURGED = "calls are purged below the newest one that was noted"
-    SNAPSHOT_EARLY = "a snapshot is taken while its flight is in the air"
+    SNAPSHOT_EARLY = "a snapshot is taken while an append is in flight"
     OLD_TRAINER = "a step.done of a superseded trainer epoch is accepted"
     TOLD_EARLY = "a call is acknowledged before the coordinator was told of it"
     UNSAVED_STEP = "a step is published before its checkpoint is durable"

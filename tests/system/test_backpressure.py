@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from bombus.bus import Bus, EmbeddedServer, PubAck
+from bombus.bus import Blobs, Bus, EmbeddedServer, PubAck
 from bombus.bus.streams import blob_stream
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
@@ -126,9 +126,9 @@ async def test_what_waits_in_memory_is_bounded_and_beyond_it_calls_are_refused(
 
 
 async def _resize(bus: Bus, stream: str, size: int) -> None:
-    found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{stream}")).data)
+    found = json.loads((await bus.requests.request(f"$JS.API.STREAM.INFO.{stream}")).data)
     body = json.dumps(found["config"] | {"max_bytes": size}).encode()
-    answer = await bus.requests.ask(f"$JS.API.STREAM.UPDATE.{stream}", body)
+    answer = await bus.requests.request(f"$JS.API.STREAM.UPDATE.{stream}", body)
     assert "error" not in json.loads(answer.data), answer.data
 
 
@@ -137,13 +137,13 @@ async def _grow(hive: GatewayHive, bus: Bus, what: str) -> None:
     for number in range(100):
         if what == "events":
             episode, _ = await hive.claim()
-            await bus.ask(inbox.Abort(id=new_id(), engine=ENGINE, client="c1", episodes=(episode,)))
+            await bus.inbox.request(inbox.Abort(id=new_id(), engine=ENGINE, client="c1", episodes=(episode,)))
         elif what == "inbox":
-            await bus.publish(bus.subjects.inbox("touch"), b"x" * 1000, msg_id=f"f{number}")
+            await bus.publisher.publish(bus.subjects.inbox("touch"), b"x" * 1000, msg_id=f"f{number}")
         elif what == "calls":
-            await bus.publish(bus.subjects.call(ENGINE, "other"), b"x" * 1000, msg_id=f"f{number}")
+            await bus.publisher.publish(bus.subjects.call(ENGINE, "other"), b"x" * 1000, msg_id=f"f{number}")
     if what == "blobs":
-        await bus.put_blob("other", b"x" * 100_000)
+        await Blobs(bus).put("other", b"x" * 100_000)
 
 
 @asynccontextmanager
@@ -205,10 +205,10 @@ async def test_decisions_wait_for_an_event_log_that_is_full_and_land_when_it_is_
         result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0, metadata={"note": "x" * 4096})
         end = inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,))
         with pytest.raises(BusUnavailable):
-            await bus.ask(end, 2)
+            await bus.inbox.request(end, 2)
         assert (await bus.state(bus.subjects.events_stream)).last_seq == state.last_seq
         await _resize(bus, bus.subjects.events_stream, state.max_bytes)
-        assert isinstance(await bus.ask(end, SOON_S), inbox.Done)
+        assert isinstance(await bus.inbox.request(end, SOON_S), inbox.Done)
         await hive.until(lambda engine: list(engine.pool) == [episode])
 
 
@@ -267,7 +267,9 @@ async def test_a_full_disk_refuses_new_work_loses_nothing_and_all_goes_on_when_t
                 fill(ballast)
                 body, failed = b"x" * MB, 0
                 try:
-                    await bus.publish(bus.subjects.call(ENGINE, "other"), body, msg_id="too much", timeout_s=2)
+                    await bus.publisher.publish(
+                        bus.subjects.call(ENGINE, "other"), body, msg_id="too much", timeout_s=2
+                    )
                 except BusUnavailable:
                     failed += 1
                 assert failed, "the disk is not full"

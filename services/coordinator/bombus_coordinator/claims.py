@@ -6,7 +6,7 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
-from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
+from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
@@ -94,7 +94,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     check(engine, message)
     granted = repeated(engine, live, message)
     if granted is not None:
-        yield Decision(replies=(Reply(message.id, granted),))
+        yield Decision(replies=(CommandReply(message.id, granted),))
         return
     if live.refusing:
         raise no_room(live)
@@ -167,7 +167,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
                     task_hint=asked.task_hint,
                 ),
             ),
-            replies=tuple(Reply(command, granted) for command in waiting.commands),
+            replies=tuple(CommandReply(command, granted) for command in waiting.commands),
         )
 
 
@@ -178,9 +178,9 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
     if not over:
         return
-    replies: list[Reply] = []
+    replies: list[CommandReply] = []
     for waiting in over:
         del queue[waiting.claim.claim]
         answer = refusal(no_room(live) if live.refusing else why_none(engine, waiting.claim))
-        replies += [Reply(command, answer) for command in waiting.commands]
+        replies += [CommandReply(command, answer) for command in waiting.commands]
     yield Decision(replies=tuple(replies))

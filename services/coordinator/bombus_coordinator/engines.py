@@ -23,7 +23,7 @@ from bombus.hive.inbox import (
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
-from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
+from bombus_coordinator.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
@@ -32,7 +32,7 @@ REASON_CHARS_MAX = 2000
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if message.id in engine.commands:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
@@ -47,7 +47,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         model=message.model,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
 def check_asynchronous(rules: Collection) -> None:
@@ -69,7 +69,7 @@ def check_asynchronous(rules: Collection) -> None:
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
     if message.id in engine.commands:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
@@ -85,7 +85,7 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         config_digest=engine.configured.config_digest,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=run)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
 
 
 def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
@@ -96,7 +96,7 @@ def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
-    reply = (Reply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
+    reply = (CommandReply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
     if message.id in engine.commands or engine.phase == Phase.OFFLINE:
         yield Decision(replies=reply)
         return
@@ -117,7 +117,7 @@ def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
     """A vote to train now. While a batch drains or trains, what is voted for is under way: nothing is left to do."""
-    reply = (Reply(message.id, Done(run=engine.run)),)
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
         yield Decision(replies=reply)
         return
@@ -138,7 +138,7 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
     """Every opening gets a higher trainer epoch: facts of the one before are ignored from here on (R11)."""
     if message.id in engine.openings:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
         return
     if message.run != engine.run or engine.phase == Phase.OFFLINE:
         raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
@@ -151,7 +151,7 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
         trainer_epoch=epoch,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run, epoch=epoch)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
 
 
 def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:

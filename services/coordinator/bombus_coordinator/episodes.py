@@ -10,7 +10,7 @@ from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.decision import Decision, Decisions, Reply
+from bombus_coordinator.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
@@ -133,7 +133,7 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
             )
             for (kind, version), ended in outcomes.items()
         ),
-        replies=(Reply(message.id, Done(run=engine.run)),),
+        replies=(CommandReply(message.id, Done(run=engine.run)),),
     )
 
 
@@ -155,17 +155,17 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
     reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
     events = (aborted(engine, live, ids, reason, message.detail[:1000]),) if ids else ()
-    yield Decision(events=events, replies=(Reply(message.id, Done(run=engine.run)),))
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
-def lookup(engine: EngineState, message: Lookup) -> Decisions:
+def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
     """The calls of an open episode, in the order of the log (R10)."""
     episode = engine.open.get(message.episode)
     if episode is None:
         code = Code.EPISODE_OVER if engine.is_over(message.episode) else Code.UNKNOWN_EPISODE
         raise Refused(code, f"Episode {message.episode} is not open: claim another.")
     found = Found(run=engine.run, open=True, calls=tuple(episode.calls))
-    yield Decision(replies=(Reply(message.id, found),))
+    yield Decision(replies=(CommandReply(message.id, found),))
 
 
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:

@@ -86,7 +86,7 @@ class Lease:
 
     async def _write(self, expected: int) -> bool:
         asked = asyncio.get_running_loop().time()
-        ack = await self._bus.publish(
+        ack = await self._bus.publisher.publish(
             self._subject,
             self.holder.encode(),
             msg_id=secrets.token_hex(8),

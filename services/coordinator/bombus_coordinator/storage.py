@@ -73,7 +73,7 @@ async def watch(
             async for place in _look(bus, disk, disk_reserve):
                 if is_full(hive(), place) != (place.what in hive().full):
                     count += 1
-                    await bus.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
+                    await bus.inbox.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
         except (BusUnavailable, ServerRefused) as error:
             log.warning("how full the streams are is not known: %s", error)
         await asyncio.sleep(period_s)

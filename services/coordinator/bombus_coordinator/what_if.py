@@ -37,7 +37,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-class Story(msgspec.Struct, kw_only=True):
+class WhatIfResult(msgspec.Struct, kw_only=True):
     """What came of a run's episodes under one set of rules."""
 
     rules: Collection
@@ -76,7 +76,7 @@ class Instant:
 
     def __init__(self, engine: str, run: int, rules: Collection) -> None:
         # Without time there is nothing to wait for: clients that have agreed need not see the phase change.
-        self.story = Story(rules=rules)
+        self.result = WhatIfResult(rules=rules)
         configured = ev.EngineConfigured(
             engine=engine,
             config="{}",
@@ -110,7 +110,7 @@ class Instant:
         live = Live(now_ns=event.at_ns)
         while self._settled(live, position):
             self._train(event.at_ns, position)
-        self.story.left = len(self._engine.pool)
+        self.result.left = len(self._engine.pool)
 
     def _as_old_as_here(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
         """Its tokens were sampled under the version that was the newest at its claim in this hive."""
@@ -140,7 +140,7 @@ class Instant:
         self._evolve(ev.WeightsLoaded(at_ns=at_ns, engine=name, run=run, version=step, replica=INSTANT), position)
 
     def _evolve(self, event: ev.Event, position: int) -> None:
-        self.story.note(event, position, len(self._engine.pool))  # type: ignore[arg-type]  # it is one of them
+        self.result.note(event, position, len(self._engine.pool))  # type: ignore[arg-type]  # it is one of them
         evolve(self._hive, event)
 
 
@@ -148,8 +148,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     run: int
     began_ns: int
-    was: Story
-    would_be: Story
+    was: WhatIfResult
+    would_be: WhatIfResult
 
 
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
@@ -171,7 +171,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
             rules = hive.engine(engine).collection
             instant = Instant(engine, wanted, _changed(rules, changes))
             found = Compared(
-                engine=engine, run=wanted, began_ns=event.at_ns, was=Story(rules=rules), would_be=instant.story
+                engine=engine, run=wanted, began_ns=event.at_ns, was=WhatIfResult(rules=rules), would_be=instant.result
             )
         elif instant is None or found is None:
             evolve(hive, event)
@@ -261,7 +261,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def render(compared: Compared) -> Iterator[str]:
-    """Both stories, one below the other, as a person reads them."""
+    """Both results, one below the other, as a person reads them."""
     yield f"run {compared.run} of engine {compared.engine}, since {clock(compared.began_ns)}"
     yield ""
     yield from _render("as it was", compared.was, compared.began_ns)
@@ -269,23 +269,23 @@ def render(compared: Compared) -> Iterator[str]:
     yield from _render("as it would have been, had nothing taken time", compared.would_be, compared.began_ns)
 
 
-def _render(title: str, story: Story, began_ns: int) -> Iterator[str]:
-    rules = story.rules
+def _render(title: str, result: WhatIfResult, began_ns: int) -> Iterator[str]:
+    rules = result.rules
     yield f"{title}: {rules.method}, {rules.batch_size} tasks x {rules.num_repeat}"
-    if story.batches:
+    if result.batches:
         yield "   step  after s     event  tasks  episodes   reward"
-    shown = story.batches if len(story.batches) <= ROWS_MAX else story.batches[: ROWS_MAX - 1]
+    shown = result.batches if len(result.batches) <= ROWS_MAX else result.batches[: ROWS_MAX - 1]
     for batch in shown:
         after_s = (batch.at_ns - began_ns) / 1e9
         yield (
             f"  {batch.step:5}  {after_s:7.1f}  {batch.position:8}  {batch.tasks:5}  {batch.episodes:8}  "
             f"{batch.reward:7.4f}"
         )
-    if len(shown) < len(story.batches):
-        yield f"  ... and {len(story.batches) - len(shown)} more; --json has them all"
-    used = sum(batch.episodes for batch in story.batches)
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(story.dropped.items())) or "none"
+    if len(shown) < len(result.batches):
+        yield f"  ... and {len(result.batches) - len(shown)} more; --json has them all"
+    used = sum(batch.episodes for batch in result.batches)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(result.dropped.items())) or "none"
     yield (
-        f"  {len(story.batches)} batches; of {story.ended} ended episodes {used} in batches, {story.left} left over, "
-        f"dropped: {dropped}"
+        f"  {len(result.batches)} batches; of {result.ended} ended episodes {used} in batches, "
+        f"{result.left} left over, dropped: {dropped}"
     )

@@ -81,7 +81,7 @@ class Replica:
 
     async def _leave(self) -> None:
         with contextlib.suppress(BusUnavailable):  # who cannot say goodbye lapses instead
-            await self._bus.send(
+            await self._bus.inbox.send(
                 ReplicaLeaves(id=f"{self._life}-leaves", engine=self._settings.engine, replica=self.name), timeout_s=2.0
             )
 
@@ -221,7 +221,7 @@ class Replica:
         """Put a fact into the inbox, however long the bus is away."""
         while True:
             try:
-                await self._bus.send(fact)
+                await self._bus.inbox.send(fact)
                 return
             except BusUnavailable as error:
                 log.warning("a fact waits for the bus: %s", error)
@@ -230,7 +230,7 @@ class Replica:
         """For `engine_status_detail` while the engine boots; what cannot be said at once is dropped."""
         reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
         with contextlib.suppress(BusUnavailable):
-            await self._bus.send(reached, timeout_s=1.0)
+            await self._bus.inbox.send(reached, timeout_s=1.0)
 
     async def _stay_alive(self) -> None:
         """One sign of life a second; one that cannot be said is stale before the bus is back, and is dropped."""
@@ -246,7 +246,7 @@ class Replica:
                 capacity=self._settings.compute.max_running,
             )
             try:
-                await self._bus.send(alive, timeout_s=self._settings.alive_every_s)
+                await self._bus.inbox.send(alive, timeout_s=self._settings.alive_every_s)
             except BusUnavailable as error:
                 log.warning("a sign of life was lost: %s", error)
             await asyncio.sleep(self._settings.alive_every_s)

@@ -8,7 +8,7 @@ import logging
 
 import msgspec
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.headers import MSG_ID
 from bombus.errors import LogCorrupted
 from bombus.hive.state import FOLD, Hive
@@ -53,19 +53,20 @@ def decode(body: bytes) -> Snapshot:
 
 async def save(bus: Bus, body: bytes, position: int) -> None:
     """Store an encoded snapshot, then remove those that are older than the newest `KEPT`."""
-    await bus.put_blob(_name(position), body)
+    blobs = Blobs(bus)
+    await blobs.put(_name(position), body)
     for old in (await positions(bus))[:-KEPT]:
-        await bus.delete_blob(_name(old))
+        await blobs.delete(_name(old))
 
 
 async def positions(bus: Bus) -> list[int]:
     """Where the log's snapshots end, oldest first, the damaged ones too."""
-    return sorted(int(name.removeprefix(_PREFIX)) for name in await bus.blob_names(_PREFIX))
+    return sorted(int(name.removeprefix(_PREFIX)) for name in await Blobs(bus).names(_PREFIX))
 
 
 async def load(bus: Bus, position: int) -> Snapshot:
     """The snapshot that ends at `position`. Raises `LogCorrupted` when it is gone, damaged or not of this log."""
-    snapshot = decode(await bus.get_blob(_name(position)))
+    snapshot = decode(await Blobs(bus).get(_name(position)))
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
     if snapshot.position != position:

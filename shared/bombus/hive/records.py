@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from bombus.errors import LogCorrupted
+
 DIGEST_BYTES = 16
 
 
@@ -151,8 +153,6 @@ def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
 
     Raises `LogCorrupted` when the digest or id differ, or the bytes are no call record.
     """
-    from bombus.errors import LogCorrupted
-
     if ref is not None and digest(body) != ref.digest:
         raise LogCorrupted(f"call {ref.id} at {ref.seq}: the stored record is not the one that was referenced")
     try:

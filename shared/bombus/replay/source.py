@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, ServerRefused, Stored, snapshots
+from bombus.bus import EPOCH, INBOX, Blobs, Bus, EmbeddedServer, Reader, ServerRefused, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.wire import STREAM_NOT_FOUND
 from bombus.cli import DEFAULT_NATS, URL_FILE
@@ -169,7 +169,7 @@ class BusSource(Source):
             return None
 
     async def blob(self, name: str) -> bytes:
-        return await self.bus.get_blob(name)
+        return await Blobs(self.bus).get(name)
 
 
 # ---- opening one ------------------------------------------------------------------------------------------------

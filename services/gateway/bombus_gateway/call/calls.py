@@ -218,7 +218,7 @@ class Call:
         ask, plan, calls = self.request.ask, self.plan, self.calls
         self._start_over()
         size = record_bytes(self.request.body_bytes, plan.tail // 4, plan.sampling.max_tokens * ask.n)
-        if size > calls.bus.message_bytes_max:
+        if size > calls.bus.publisher.message_bytes_max:
             self._check_size()
         self._held.enter_context(calls.room.taken(size))
         self._held.enter_context(calls.touches.held(self.engine.name, self.request.claims.episode))
@@ -261,7 +261,7 @@ class Call:
         limit_s = calls.settings.record_s_max
         subject = calls.bus.subjects.call(record.engine, record.episode)
         headers = {"traceparent": request.traceparent} if request.traceparent else None
-        ack = await calls.bus.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
+        ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
         await self.tell()
         if log.isEnabledFor(logging.DEBUG):
@@ -286,7 +286,7 @@ class Call:
         calls, request = self.calls, self.request
         noted = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=self._noted(ref, record))
         try:
-            await calls.bus.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.record_s_max)
+            await calls.bus.inbox.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.record_s_max)
         except BusUnavailable:
             if record.status == CallStatus.COMPLETE:
                 calls.untold[request.key] = self
@@ -361,7 +361,7 @@ class Call:
 
     def _check_size(self) -> None:
         """Raise `Refused` TOO_LARGE for a call whose record might not fit into the log, before it is sampled."""
-        limit = self.calls.bus.message_bytes_max
+        limit = self.calls.bus.publisher.message_bytes_max
         sampled = record_bytes(0, 0, self.plan.sampling.max_tokens * self.request.ask.n)
         size = len(encode_record(self._record(CallStatus.COMPLETE))) + sampled
         if size > limit:

@@ -52,7 +52,7 @@ class Desk:
             traceparent = ""
         try:
             limit_s = min(timeout_s, self.gateway.settings.command_s_max)
-            answer = await self.gateway.bus.ask(message, limit_s, traceparent=traceparent)
+            answer = await self.gateway.bus.inbox.request(message, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # From the encoder: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error
