@@ -22,7 +22,7 @@ SERVICES = {
 SHARED = ROOT / "shared/bombus"
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
-PURE_COORDINATOR = ("core.py", "claims.py", "episodes.py", "engines.py", "live.py", "decision.py")
+PURE_COORDINATOR = ("core.py", "claims.py", "episodes.py", "engines.py", "live.py", "decision.py", "transitions.py")
 
 
 def sources(folder: Path) -> list[Path]:

@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from bombus.bus import Bus, EmbeddedServer
+from bombus.bus.requests import ApiCall
 from bombus.bus.server import HOST
 from bombus.bus.wire import ApiError
 
@@ -113,7 +114,7 @@ class Cluster:
                 await asyncio.sleep(_LOOK_S)
 
     async def _raft(self, bus: Bus, stream: str) -> Raft:
-        return (await bus.requests.api(f"stream {stream}", f"STREAM.INFO.{stream}", _decode)).cluster
+        return (await bus.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", _decode))).cluster
 
 
 @asynccontextmanager

@@ -69,22 +69,13 @@ class Agents:
                 continue
             self.ledger.claims.add(episode)
             try:
-                await self._play(client, http, episode, credentials, kind, pick)
+                await self._play(client, _model(credentials, http), episode, kind, pick)
             except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode goes idle, or is over
                 self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def _play(
-        self,
-        client: AsyncSwarmClient,
-        http: httpx.AsyncClient,
-        episode: str,
-        credentials: Credentials,
-        kind: str,
-        pick: random.Random,
+        self, client: AsyncSwarmClient, model: AsyncOpenAI, episode: str, kind: str, pick: random.Random
     ) -> None:
-        model = AsyncOpenAI(
-            base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
-        )
         task = Task(task_id=pick.choice(TASKS), main_query="")
         said = ""
         messages: list[dict[str, str]] = []
@@ -103,3 +94,9 @@ class Agents:
         self.ledger.ends[episode] = reward
         if kind == "eval":
             self.ledger.evals.add(episode)
+
+
+def _model(credentials: Credentials, http: httpx.AsyncClient) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
+    )

@@ -50,6 +50,7 @@ async def audit(bus: Bus, ledger: Ledger) -> Report:
     report.epochs = verified.epochs
     log = _Log(await _events(bus))
     await _check_calls(bus, ledger, log, report)
+    _check_claims_and_aborts(ledger, log, report)
     _check_ends(ledger, log, report)
     _check_training(log, report)
     _check_files(log, report)
@@ -99,6 +100,11 @@ class _Log:
                         self.evaluated.add(outcome.episode)
             case ev.EpisodeAborted():
                 self.aborted.update(event.episodes)
+            case _:
+                self._take_training(event)
+
+    def _take_training(self, event: AnyEvent) -> None:
+        match event:
             case ev.GroupDropped():
                 self.dropped.update(event.episodes)
             case ev.BatchReady():
@@ -138,9 +144,6 @@ async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> N
 
 def _check_ends(ledger: Ledger, log: _Log, report: Report) -> None:
     report.episodes_ended = len(ledger.ends)
-    for episode in ledger.claims:
-        if log.claimed[episode] != 1:
-            report.wrong.append(f"episode {episode} was claimed {log.claimed[episode]} times")
     for episode, reward in ledger.ends.items():
         ended = log.ended.get(episode, [])
         if not ended:
@@ -149,12 +152,18 @@ def _check_ends(ledger: Ledger, log: _Log, report: Report) -> None:
             report.double(f"the end of {episode}")
         elif ended[0].reward != reward:
             report.wrong.append(f"episode {episode} ended with {ended[0].reward}, not {reward}")
-    for episode in ledger.aborts:
-        if log.aborted[episode] != 1:
-            report.wrong.append(f"the abort of {episode} is {log.aborted[episode]} times on the log")
     for episode in log.ended:
         if log.aborted[episode]:
             report.double(f"episode {episode} was ended and aborted")
+
+
+def _check_claims_and_aborts(ledger: Ledger, log: _Log, report: Report) -> None:
+    for episode in ledger.claims:
+        if log.claimed[episode] != 1:
+            report.wrong.append(f"episode {episode} was claimed {log.claimed[episode]} times")
+    for episode in ledger.aborts:
+        if log.aborted[episode] != 1:
+            report.wrong.append(f"the abort of {episode} is {log.aborted[episode]} times on the log")
 
 
 def _check_training(log: _Log, report: Report) -> None:

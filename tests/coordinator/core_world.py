@@ -13,8 +13,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
 from bombus.hive.records import CallRef
-from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.core import Core, PendingDecision
+from tests.hive.phases import TRANSITIONS
 
 SECOND = 1_000_000_000
 ENGINE = "main"
@@ -105,7 +106,7 @@ class World:
                 evolve(self.fold, event)
                 if before is not None:
                     after = self.fold.engine(ENGINE).phase
-                    assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+                    assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
 
     def _check_before(self, event: Event, engine: EngineState) -> None:
         match event:

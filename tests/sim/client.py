@@ -25,10 +25,15 @@ OPERATOR_S = 2.0
 
 
 class Mood:
-    """What everybody outside does now: `playing` begins episodes, `meddling` stops engines and forgets episodes."""
+    """How clients and the operator behave now, and the `faults` that strike them.
 
-    playing = True
-    meddling = True
+    While `playing` they begin episodes; while `meddling` they stop engines and forget episodes.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.playing = True
+        self.meddling = True
 
 
 class Caller(Process):
@@ -68,12 +73,9 @@ class Caller(Process):
 
 
 class Client(Caller):
-    def __init__(
-        self, name: str, gateways: list[Gateway], referee: Referee, faults: Faults, mood: Mood, pick: random.Random
-    ) -> None:
+    def __init__(self, name: str, gateways: list[Gateway], referee: Referee, mood: Mood, pick: random.Random) -> None:
         super().__init__(name, gateways, pick)
         self._referee = referee
-        self._faults = faults
         self._mood = mood
         self._rewards = pick.choice(((0.0, 1.0), (0.0, 1.0, 0.5), (0.0, 1.0, float("nan"))))
         self._pace = pick.choice((2.0, 8.0))
@@ -169,7 +171,7 @@ class Client(Caller):
             return
         for result in results:
             self._referee.told_end(result)
-        if self._faults.strikes(Fault.REPEAT):
+        if self._mood.faults.strikes(Fault.REPEAT):
             again = await self.insist(f"{command.id} again", lambda gateway: gateway.command(command))
             same_run = self._referee.hive.engine(ENGINE).run == run
             assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; asked again: {again}"
@@ -185,9 +187,8 @@ class Client(Caller):
 class Operator(Caller):
     """Configures and starts the engine whenever it is offline; now and then stops it."""
 
-    def __init__(self, gateways: list[Gateway], faults: Faults, mood: Mood, pick: random.Random) -> None:
+    def __init__(self, gateways: list[Gateway], mood: Mood, pick: random.Random) -> None:
         super().__init__("operator", gateways, pick)
-        self._faults = faults
         self._mood = mood
         self._stops = pick.choice((0.0, 0.0, 0.15))
 
@@ -198,7 +199,7 @@ class Operator(Caller):
             if phase == Phase.OFFLINE:
                 await self._command(self._configure())
                 await self._command(inbox.Start(id=self.fresh("start"), engine=ENGINE))
-                if stopped is not None and self._faults.strikes(Fault.REPEAT):
+                if stopped is not None and self._mood.faults.strikes(Fault.REPEAT):
                     await self.sleep(self._pick.random() * 5)
                     await self._command(stopped)
             elif self._mood.meddling and self._pick.random() < self._stops:

@@ -11,9 +11,10 @@ from bombus.hive import inbox
 from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
-from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time
+from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
 
 ENGINE = "main"
@@ -77,7 +78,7 @@ class Referee:
             engine = self.hive.engine(ENGINE)
             self._check_files(engine)
             after = engine.phase
-            assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+            assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
 
     def _check_order(self, message: Message, event: Event) -> None:
@@ -120,6 +121,11 @@ class Referee:
                     self.seen["dropped while rolling"] += len(event.episodes)
             case ev.PoolCleared():
                 self.gone |= set(engine.pool)
+            case _:
+                self._check_run(event, engine)
+
+    def _check_run(self, event: Event, engine: EngineState) -> None:
+        match event:
             case ev.EngineConfigured() | ev.EngineStopped():
                 self._once(event.command)
             case ev.EngineStarted():

@@ -75,16 +75,13 @@ class Stream:
     def append(self, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None) -> PubAck:
         """Store all of these or none. `last` and `opened` are the fences of append.py."""
         now_ns = self._server.now_ns
-        again = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
-        if again and (len(puts) == 1 and not self._server.fence_first):
-            return PubAck(again[0], True)
-        if last is not None and last != self.last_seq:
-            raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
-        if opened is not None and opened != self._opened:
-            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
-        if again and len(puts) == 1:
-            return PubAck(again[0], True)
-        if again:
+        duplicates = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
+        is_repeat = bool(duplicates) and len(puts) == 1
+        if not is_repeat or self._server.fence_first:
+            self._check_fences(last, opened)
+        if is_repeat:
+            return PubAck(duplicates[0], True)
+        if duplicates:
             raise ServerRefused(self.name, 400, 10201, "a duplicate within a batch")
         if self.used >= SIZE:
             raise NotNow(f"{self.name} is full")
@@ -102,6 +99,12 @@ class Stream:
         for future in waiting:
             future.set(None)
         return PubAck(self.last_seq, False)
+
+    def _check_fences(self, last: int | None, opened: int | None) -> None:
+        if last is not None and last != self.last_seq:
+            raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
+        if opened is not None and opened != self._opened:
+            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
 
     def last(self, subject: str = "") -> Message | None:
         if subject == EPOCH_OPENED:

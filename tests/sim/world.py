@@ -41,7 +41,7 @@ class World:
         self.referee = Referee()
         self.server = Server(self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)))
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
-        self.mood = Mood()
+        self.mood = Mood(self.faults)
         self.net = Net(self.loop, self.server, self.faults, pick)
         self._trace = trace
         net, referee = self.net, self.referee
@@ -50,10 +50,8 @@ class World:
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]
-        self.clients = [
-            Client(name, self.gateways, referee, self.faults, self.mood, pick) for name in ("ann", "bob", "eve")
-        ]
-        self.operator = Operator(self.gateways, self.faults, self.mood, pick)
+        self.clients = [Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")]
+        self.operator = Operator(self.gateways, self.mood, pick)
         self._kinds: list[list[Process]] = [
             [*self.coordinators],
             [*self.gateways],
@@ -141,8 +139,8 @@ class World:
         self._schedule(fault)
 
     def _befall(self, fault: Fault) -> str:
-        """Let it happen to somebody; says to whom, "" when there was nobody."""
-        pick, server = self.pick, self.server
+        """Inject a fault. Return what it struck, "" when there was nothing to strike."""
+        pick = self.pick
         victim = pick.choice(pick.choice(self._kinds))
         seconds = pick.choice((0.3, 2.0, 6.0)) * pick.random()
         match fault:
@@ -155,6 +153,25 @@ class World:
             case Fault.PARTITION if victim.name in self.net.links:
                 self.net.links[victim.name].cut = True
                 self.loop.after(seconds, self._heal, victim.name)
+            case Fault.VANISH:
+                client = pick.choice(self.clients)
+                client.kill()
+                client.start()
+                return client.name
+            case Fault.ZOMBIE:
+                # It opens the run while the other trainer, which does not know, continues.
+                current = self.referee.hive.engine(ENGINE).trainer
+                second = next(each for each in self.trainers if not current.startswith(each.name))
+                second.kill()
+                second.start()
+                return second.name
+            case _:
+                return self._befall_server(fault, seconds)
+        return f"{victim.name}, {seconds:.1f} s"
+
+    def _befall_server(self, fault: Fault, seconds: float) -> str:
+        pick, server = self.pick, self.server
+        match fault:
             case Fault.OUTAGE:
                 self.net.outage = True
                 self.loop.after(seconds, self._end_outage)
@@ -174,21 +191,8 @@ class World:
             case Fault.DAMAGE if server.snapshots:
                 server.damaged.add(max(server.snapshots))
                 return f"at {max(server.snapshots)}"
-            case Fault.VANISH:
-                client = pick.choice(self.clients)
-                client.kill()
-                client.start()
-                return client.name
-            case Fault.ZOMBIE:
-                # It opens the run while the other one, which does not know, goes on.
-                current = self.referee.hive.engine(ENGINE).trainer
-                second = next(each for each in self.trainers if not current.startswith(each.name))
-                second.kill()
-                second.start()
-                return second.name
             case _:
                 return ""
-        return f"{victim.name}, {seconds:.1f} s"
 
     def _heal(self, name: str) -> None:
         self.net.links[name].cut = False

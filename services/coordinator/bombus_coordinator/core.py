@@ -14,7 +14,7 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
-from bombus_coordinator import claims, engines, episodes, storage
+from bombus_coordinator import claims, engines, episodes, storage, transitions
 from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.live import Live
 
@@ -73,7 +73,7 @@ class Core:
     def recover(self) -> Iterator[Decision]:
         """Decide the transitions that are due already: a crash may have cut them off after a decision."""
         for engine in list(self.hive.engines.values()):
-            yield from self._folded(engines.settle(engine, self.live))
+            yield from self._folded(transitions.settle(engine, self.live))
 
     def _fold(self, decision: Decision) -> None:
         for event in decision.events:
@@ -138,7 +138,7 @@ class Core:
 
     def _follow_up(self, engine: EngineState) -> Decisions:
         """Make the transitions that are due, then grant claims for which there is room now."""
-        yield from engines.settle(engine, self.live)
+        yield from transitions.settle(engine, self.live)
         yield from claims.grant(engine, self.live)
 
     def _tick(self, engine: EngineState) -> Decisions:

@@ -14,7 +14,8 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import FOLD, trim
+from bombus.hive.bounded import trim
+from bombus.hive.state import FOLD
 from bombus_coordinator import retention, storage
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.decision import CommandReply

@@ -1,8 +1,8 @@
-"""`bombus replay what-if`: the same facts under other rules. Which batches would have been made, and when?
+"""`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
 
-Episodes end and clients agree when they did. What the coordinator's rules make of that is worked out by these rules
-themselves (`engines.settle`), in a hive in which nothing takes time: an episode that is under way holds up no batch,
-a step is done and its weights are loaded at once, so rolling never stops.
+Episodes end and clients agree when they did. The coordinator's own rules (`transitions.settle`) make batches of them in
+a hive in which nothing takes time: an open episode holds up no batch, and a step is trained and its weights are loaded
+at once, so rolling never stops.
 """
 
 import argparse
@@ -19,15 +19,15 @@ from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
 from bombus.replay.moments import clock
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import NotOnLog, Source, add_source_arguments
-from bombus_coordinator.engines import settle
 from bombus_coordinator.live import Live
+from bombus_coordinator.transitions import settle
 
 INSTANT = "instant"  # the name of the trainer and the replica in a hive without time
 ROWS_MAX = 40
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """`position` is the event of the log that completed it."""
+    """A batch. `position` is the event of the log that completed it."""
 
     step: int
     position: int
@@ -38,16 +38,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfResult(msgspec.Struct, kw_only=True):
-    """What came of a run's episodes under one set of rules."""
+    """What a run's episodes were used for under one set of rules."""
 
     rules: Collection
     batches: list[Batch] = []
     dropped: dict[DropReason, int] = {}
     ended: int = 0
-    left: int = 0  # in the pool, when the log ended
+    left: int = 0  # in the pool when the log ended
 
     def note(self, event: AnyEvent, position: int, pool: int) -> None:
-        """`pool` is the number of episodes in the pool before this event."""
+        """Count an event. `pool` is the number of episodes in the pool before it."""
         match event:
             case ev.BatchReady():
                 rewards = [episode.reward for group in event.groups for episode in group.episodes]
@@ -75,7 +75,7 @@ class Instant:
     """One run of an engine in a hive without time, under `rules`."""
 
     def __init__(self, engine: str, run: int, rules: Collection) -> None:
-        # Without time there is nothing to wait for: clients that have agreed need not see the phase change.
+        # Without time there is nothing to wait for: clients that have agreed do not need to see the phase change.
         self.result = WhatIfResult(rules=rules)
         configured = ev.EngineConfigured(
             engine=engine,
@@ -89,10 +89,10 @@ class Instant:
         self._engine.replicas = {INSTANT: Replica(url="", capacity=1, joined_ns=0, run=run, version=0)}
         self._engine.weights = ev.WeightsReady(engine=engine, run=run, version=0, weights=Weights(where=""))
         self._hive = Hive(engines={engine: self._engine})
-        self._claimed: dict[str, int] = {}  # episodes that are under way, with the policy version at their claim
+        self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim
 
     def take(self, event: AnyEvent, position: int) -> None:
-        """A fact of the log, in its order."""
+        """Take in the next fact of the log."""
         match event:
             case ev.EpisodeClaimed():
                 self._claimed |= dict.fromkeys(event.episodes, self._engine.version)
@@ -102,7 +102,7 @@ class Instant:
                     self._claimed.pop(episode, None)
                 return
             case ev.EpisodeEnded():
-                self._evolve(self._as_old_as_here(event), position)
+                self._evolve(self._with_simulated_age(event), position)
             case ev.SyncAgreed():
                 self._evolve(event, position)
             case _:
@@ -112,8 +112,8 @@ class Instant:
             self._train(event.at_ns, position)
         self.result.left = len(self._engine.pool)
 
-    def _as_old_as_here(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-        """Its tokens were sampled under the version that was the newest at its claim in this hive."""
+    def _with_simulated_age(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
+        """Return the event with tokens sampled under the version that was the newest at its claim in this hive."""
         outcomes = tuple(
             msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
             for outcome in event.outcomes
@@ -121,7 +121,7 @@ class Instant:
         return msgspec.structs.replace(event, outcomes=outcomes)
 
     def _settled(self, live: Live, position: int) -> bool:
-        """Make all transitions that are due; True when that has left a batch to be trained."""
+        """Make all transitions that are due. Return whether a batch is left to be trained."""
         for decision in settle(self._engine, live):
             for event in decision.events:
                 self._evolve(event, position)
@@ -153,10 +153,10 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
-    """One run as it was, and as it would have been with `changes` to its rules. By default the last run.
+    """Compare a run, by default the last, with what it would have been with `changes` to its rules.
 
-    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its beginning; `BadUsage`
-    for rules that no engine takes.
+    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its start; `BadUsage` for
+    rules that no engine accepts.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None
@@ -188,10 +188,10 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
 
 
 def _changed(rules: Collection, changes: dict[str, object]) -> Collection:
-    tried = msgspec.structs.replace(rules, **changes)
-    if tried.max_staleness > 0 and tried.method.is_by_agreement:
-        raise BadUsage(f"{tried.method} needs --max-staleness 0: clients that agree wait for the phase to change")
-    return tried
+    changed = msgspec.structs.replace(rules, **changes)
+    if changed.max_staleness > 0 and changed.method.is_by_agreement:
+        raise BadUsage(f"{changed.method} needs --max-staleness 0: clients that agree wait for the phase to change")
+    return changed
 
 
 async def _last_run(source: Source, engine: str) -> int:
@@ -261,7 +261,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def render(compared: Compared) -> Iterator[str]:
-    """Both results, one below the other, as a person reads them."""
+    """Yield the lines that show both results, one after the other."""
     yield f"run {compared.run} of engine {compared.engine}, since {clock(compared.began_ns)}"
     yield ""
     yield from _render("as it was", compared.was, compared.began_ns)

@@ -11,6 +11,7 @@ import msgspec
 from bombus.bus.connection import Bus
 from bombus.bus.headers import ROLLUP
 from bombus.bus.reader import Reader
+from bombus.bus.requests import ApiCall
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
@@ -118,7 +119,7 @@ class Blobs:
     async def _subjects(self, pattern: str) -> list[str]:
         body = json.dumps({"subjects_filter": pattern}).encode()
         what = f"subjects of {self._stream}"
-        reply = await self._bus.requests.api(what, f"STREAM.INFO.{self._stream}", decode_info, body)
+        reply = await self._bus.requests.api(ApiCall(what, f"STREAM.INFO.{self._stream}", decode_info, body))
         return list(reply.state.subjects)
 
     async def _read_chunks(self, meta: _Meta) -> bytes | None:
@@ -148,7 +149,7 @@ class Blobs:
     async def _purge(self, subject: str) -> None:
         body = json.dumps({"filter": subject}).encode()
         what = f"purge of {self._stream}"
-        await self._bus.requests.api(what, f"STREAM.PURGE.{self._stream}", decode_purge, body)
+        await self._bus.requests.api(ApiCall(what, f"STREAM.PURGE.{self._stream}", decode_purge, body))
 
     def _chunks_subject(self, nuid: str) -> str:
         return f"$O.{self._bucket}.C.{nuid}"

@@ -14,7 +14,7 @@ from nats.errors import Error
 from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.publisher import Publisher
-from bombus.bus.requests import Requests
+from bombus.bus.requests import ApiCall, Requests
 from bombus.bus.streams import StreamLimits, lease_stream, secret_stream, stream_configs
 from bombus.bus.wire import (
     NAME_IN_USE,
@@ -167,7 +167,7 @@ class Bus:
         for config in stream_configs(self.subjects, limits or StreamLimits()):
             if not await self._create(config) and limits is not None:
                 name, body = config["name"], json.dumps(config).encode()
-                await self.requests.api(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body)
+                await self.requests.api(ApiCall(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body))
 
     async def ensure_leases(self) -> None:
         """Create only the bucket of leases. It holds nothing that could be lost, so it may be made anew at any time."""
@@ -179,12 +179,13 @@ class Bus:
     async def _create(self, config: Mapping[str, Any]) -> bool:
         """Create a stream; return False when one of this name exists."""
         name, body = config["name"], json.dumps(config).encode()
-        reply = await self.requests.api(f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, NAME_IN_USE)
+        call = ApiCall(f"stream {name}", f"STREAM.CREATE.{name}", decode_info, body, accept=NAME_IN_USE)
+        reply = await self.requests.api(call)
         return reply.error is None
 
     async def state(self, stream: str) -> StreamState:
         """Return the first and last sequence, size and limit of a stream, read from its leader."""
-        reply = await self.requests.api(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info)
+        reply = await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info))
         found = reply.state
         return StreamState(
             found.first_seq,
@@ -201,7 +202,8 @@ class Bus:
             return 0  # the server takes a purge without a position as a purge of everything
         only = {} if subject == ">" else {"filter": subject}  # with a filter it takes much longer
         body = json.dumps({"seq": seq, **only}).encode()
-        return (await self.requests.api(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)).purged
+        call = ApiCall(f"purge of {stream}", f"STREAM.PURGE.{stream}", decode_purge, body)
+        return (await self.requests.api(call)).purged
 
     async def last(self, stream: str, subject: str = ">") -> Stored | None:
         """Return the last message of a stream, or of a subject in it.
@@ -282,9 +284,9 @@ class Bus:
         return lambda: self._on_reconnect.discard(notify)
 
     async def _leader_get(self, stream: str, which: Mapping[str, object]) -> Stored | None:
-        reply = await self.requests.api(
-            f"read from {stream}", f"STREAM.MSG.GET.{stream}", decode_get, json.dumps(which).encode(), NO_MESSAGE
-        )
+        body = json.dumps(which).encode()
+        call = ApiCall(f"read from {stream}", f"STREAM.MSG.GET.{stream}", decode_get, body, accept=NO_MESSAGE)
+        reply = await self.requests.api(call)
         if reply.error is not None:
             return None
         if reply.message is None:

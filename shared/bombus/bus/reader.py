@@ -17,6 +17,7 @@ from nats.errors import Error as NatsError
 
 from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
 from bombus.bus.connection import Bus
+from bombus.bus.requests import ApiCall
 from bombus.bus.wire import (
     NO_HEADERS,
     ReceivedMessage,
@@ -279,7 +280,7 @@ class Reader:
             subject += f".{self._filter}"
         body = json.dumps({"stream_name": self.stream, "config": config}).encode()
         what = f"reader of {self.stream}"
-        await self._bus.requests.api(what, subject, decode_consumer, body, timeout_s=timeout_s)
+        await self._bus.requests.api(ApiCall(what, subject, decode_consumer, body), timeout_s)
 
     async def _delete(self, name: str) -> None:
         """Delete a consumer now; the server would do so by itself later."""

@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error
 
 from bombus.bus.wire import ApiReply, NotNow, ReceivedMessage, error_of
@@ -16,6 +17,19 @@ _PAUSE_S = 0.05
 
 class _AttemptFailed(Exception):
     """This attempt failed, for the reason given, and another may succeed."""
+
+
+class ApiCall(msgspec.Struct, Generic[_ReplyT], frozen=True):
+    """A call of JetStream's API, `$JS.API.<subject>`. `what` names it in errors.
+
+    `accept` is the code of an error that the caller handles.
+    """
+
+    what: str
+    subject: str
+    decode: Callable[[bytes], _ReplyT]
+    body: bytes = b""
+    accept: int = 0
 
 
 class Requests:
@@ -55,26 +69,17 @@ class Requests:
             self._pending.pop(token, None)
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
 
-    async def api(  # each is a plain part of one request
-        self,
-        what: str,
-        subject: str,
-        decode: Callable[[bytes], _ReplyT],
-        body: bytes = b"",
-        accept: int = 0,
-        timeout_s: float | None = None,
-    ) -> _ReplyT:
-        """Return JetStream's decoded answer to `$JS.API.<subject>`. `what` names the request in errors.
+    async def api(self, call: ApiCall[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
+        """Make a call of JetStream's API and return the decoded answer.
 
-        `accept` is the code of an error that the caller handles. Raises what `error_of` makes of any other error, a
-        temporary one only once it has lasted for `timeout_s`.
+        Raises what `error_of` makes of an error, a temporary one only once it has lasted for `timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
-            reply = decode((await self.request(f"$JS.API.{subject}", body, timeout_s)).data)
-            if reply.error is None or reply.error.err_code == accept:
+            reply = call.decode((await self.request(f"$JS.API.{call.subject}", call.body, timeout_s)).data)
+            if reply.error is None or reply.error.err_code == call.accept:
                 return reply
-            error = error_of(reply.error, what)
+            error = error_of(reply.error, call.what)
             if not isinstance(error, NotNow) or asyncio.get_running_loop().time() > deadline:
                 raise error
             await asyncio.sleep(_PAUSE_S)

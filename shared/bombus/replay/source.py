@@ -135,7 +135,7 @@ class BusSource(Source):
         self._end: End | None = None
 
     async def base(self) -> tuple[Hive, int]:
-        start = await snapshots.start_of(self.bus, whole=True)
+        start = await snapshots.start_of(self.bus, from_first=True)
         return start.hive, start.position
 
     async def end(self) -> End:

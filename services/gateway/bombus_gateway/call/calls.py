@@ -12,6 +12,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.hive.bounded import trim
 from bombus.hive.events import EpisodeType, NotedCall
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.inbox import CallRecorded
@@ -25,7 +26,7 @@ from bombus.hive.records import (
     encode_record,
     pack_tokens,
 )
-from bombus.hive.state import EngineState, trim
+from bombus.hive.state import EngineState
 from bombus_gateway.call.admission import check_episode, check_sampling, check_storage, heard_of, sampling_of
 from bombus_gateway.call.capacity import Room, record_bytes
 from bombus_gateway.call.completion import Completion, Piece
