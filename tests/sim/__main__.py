@@ -1,4 +1,4 @@
-"""`python -m tests.sim --seeds 1000` tries seeds; `--seed K --verbose` replays one and tells its story."""
+"""`python -m tests.sim --seeds 1000` tries seeds; `--seed K --verbose` replays one and prints its events."""
 
 import argparse
 import sys
@@ -22,8 +22,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds to try")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="replay this one alone")
-    parser.add_argument("--variant", choices=[variant.name for variant in Variant], help="build it wrong in this way")
-    parser.add_argument("--faults", type=rates_of, help="the faults that there are, such as KILL=0.1,SLOW=0.02")
+    parser.add_argument("--variant", choices=[variant.name for variant in Variant], help="build this mistake in")
+    parser.add_argument("--faults", type=rates_of, help="the faults and their rates, such as KILL=0.1,SLOW=0.02")
     parser.add_argument("--verbose", action="store_true", help="print every event and fault")
     arguments = parser.parse_args()
     variant = Variant[arguments.variant] if arguments.variant else None

@@ -1,4 +1,4 @@
-"""Clients and an operator: they ask some gateway until they are answered, and keep a ledger of what they were told."""
+"""Clients and an operator: they send requests to the gateways until they are answered, and record the answers."""
 
 import random
 from collections.abc import Callable, Coroutine
@@ -37,7 +37,7 @@ class Mood:
 
 
 class Caller(Process):
-    """`asking` names the command that is not answered yet."""
+    """A sender of commands. `asking` names the command that is not answered yet."""
 
     def __init__(self, name: str, gateways: list[Gateway], pick: random.Random) -> None:
         super().__init__(gateways[0].loop, name)
@@ -55,7 +55,7 @@ class Caller(Process):
         return f"{self.name}-{what}-{self._numbers}"
 
     async def insist(self, what: str, ask: Ask[T]) -> T | Refused:
-        """Ask one gateway after the other until there is an answer."""
+        """Send a request to one gateway after another until there is an answer."""
         self.asking = what
         while True:
             try:
@@ -109,7 +109,7 @@ class Client(Caller):
             roll = pick.random()
             if not alive or roll < 0.05:
                 await self._abort(episode, infra=not alive)
-            elif roll > 0.07 or not self._mood.meddling:  # else it is forgotten, and goes idle
+            elif roll > 0.07 or not self._mood.meddling:  # otherwise it is forgotten and becomes idle
                 results.append(EpisodeResult(episode=episode, task=task, reward=pick.choice(self._rewards)))
         if pick.random() < 0.5:
             await self._end(results, granted.run)
@@ -121,13 +121,13 @@ class Client(Caller):
             await self.insist("a vote", lambda gateway: gateway.command(vote))
 
     def _claim_id(self) -> str:
-        """A fresh one, or one of few that clash: with its own past, or with what it forgot."""
+        """Return a new id, or one of a few that clash with the client's earlier claims."""
         if self._pick.random() < 0.15:
             return f"{self.name}-claim-again-{self._pick.randint(1, 8)}"
         return f"{self.fresh('claim')}-{self.lives}"
 
     async def _run_episode(self, episode: str, run: int) -> bool:
-        """A few calls. False when one could not be had."""
+        """Make a few calls. Return False when one failed."""
         pick = self._pick
         for _ in range(pick.choice((0, 1, 1, 2, 3))):
             if not await self._call(episode, run):
@@ -185,7 +185,7 @@ class Client(Caller):
 
 
 class Operator(Caller):
-    """Configures and starts the engine whenever it is offline; now and then stops it."""
+    """Configures and starts the engine whenever it is offline, and sometimes stops it."""
 
     def __init__(self, gateways: list[Gateway], mood: Mood, pick: random.Random) -> None:
         super().__init__("operator", gateways, pick)
@@ -225,7 +225,7 @@ class Operator(Caller):
         batch_size, num_repeat = pick.randint(1, 2), pick.randint(1, 3)
         method = pick.choice(list(Method))
         if method == Method.ENOUGH_NON_DUMMY_TASKS:
-            num_repeat = max(num_repeat, 2)  # one episode alone never differs
+            num_repeat = max(num_repeat, 2)  # a single episode never gives a signal
         staleness = 0 if method.is_by_agreement else pick.choice((0, 1, 2))
         waiting = (staleness + 1) * batch_size * num_repeat
         return Collection(

@@ -33,7 +33,7 @@ GROUPS = (1, 8, 512)
 
 
 class Coordinator(Process):
-    """One process: stands by, leads, and when deposed stands by again."""
+    """One process: stands by, leads, and stands by again when deposed."""
 
     link: Link
     lease: Lease
@@ -86,7 +86,7 @@ class Coordinator(Process):
         await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self._watch(), self.lease.keep())
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. False when the old leader wrote in between."""
+        """Fold to the log's end and open the next epoch. Return False when the old leader wrote in between."""
         self._snapshot_at = fold.snapshot
         await fold.catch_up(self.link)
         self._last, self._event_id = fold.position, fold.event_id
@@ -128,7 +128,7 @@ class Coordinator(Process):
                 self._take_snapshot()
 
     async def _may_decide(self) -> None:
-        """A lost lease pauses; only a higher epoch on the log deposes (R4)."""
+        """Wait while the lease is lost. Raises `Deposed` only for a higher epoch on the log (R4)."""
         while not self.lease.held:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) > self._epoch:
@@ -206,7 +206,7 @@ class Coordinator(Process):
                 self._referee.replied(self._asked.pop(reply.command), answer)
                 self.link.reply(to, answer)
 
-    # ---- beside it ----
+    # ---- in the background ----
 
     async def _tick(self) -> None:
         number = 0
@@ -216,7 +216,7 @@ class Coordinator(Process):
             try:
                 await self.link.send(inbox.Tick(id=f"tick-{self._epoch}-{number}", answered=self._consumed))
             except BusUnavailable:
-                pass  # the next one is as good
+                pass  # the next one will do
             await self.sleep(TICK_S)
 
     async def _trim(self) -> None:
@@ -230,7 +230,7 @@ class Coordinator(Process):
                 pass  # the next one covers this one
 
     async def _retain(self) -> None:
-        """Purge calls that nobody needs (R12): by a state that was on the log a period ago, as retention.py does."""
+        """Purge calls that are not needed (R12), by a state that was on the log a period ago, as in retention.py."""
         calls = self.link.server.streams[CALLS_STREAM]
         while True:
             floors = floors_of(self.core.hive)
@@ -249,7 +249,7 @@ class Coordinator(Process):
                 pass  # the next one covers this one
 
     async def _watch(self) -> None:
-        """Say what is nearly full, and what has room again, as storage.py does."""
+        """Report what is nearly full and what has room again, as storage.py does."""
         number = 0
         while True:
             for name, stream in self.link.server.streams.items():
@@ -266,7 +266,7 @@ class Coordinator(Process):
             await self.sleep(WATCH_S)
 
     def _take_snapshot(self) -> None:
-        """Encoded now, before the state goes on; stored in the background."""
+        """Encode a snapshot now, before the state changes, and store it in the background."""
         position, self._snapshot_at = self._last, self._last
         body = snapshots.encode(
             Snapshot(

@@ -1,4 +1,4 @@
-"""Gateways: commands through the inbox, calls recorded before they are told (call/, swarm/claims.py)."""
+"""Gateways: commands go through the inbox, calls are recorded before they are acknowledged (call/, swarm/claims.py)."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ CONFIRM_S = 0.2
 RESPONSE_S = 20.0
 
 T = TypeVar("T")
-GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client asks again
+GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client tries again
 
 
 class Hangup(Exception):
@@ -40,7 +40,7 @@ class Hangup(Exception):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A call record, as far as it matters here."""
+    """The relevant parts of a call record."""
 
     id: str
     episode: str
@@ -67,7 +67,7 @@ class Gateway(Process):
         self._open: dict[str, int] = {}  # episodes with an open call
         self._seen: set[str] = set()
         self._confirmed: list[str] = []
-        self._untold: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, while the coordinator may not know
+        self._unacknowledged: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
         self.spawn(self.follower.run())
         await self.follower.caught_up()
         await self._touches()
@@ -83,7 +83,7 @@ class Gateway(Process):
         return self.follower.hive.engine(ENGINE)
 
     async def request(self, client: Process, handle: Callable[["Gateway"], Coroutine[Any, Any, T]]) -> T:
-        """A client's request. Raises `Hangup`, `Refused`, `BusUnavailable` (a 503)."""
+        """Serve a client's request. Raises `Hangup`, `Refused`, `BusUnavailable` (a 503)."""
         response: Future[T] = Future(self.loop)
         await client.sleep(self._net.pick.random() * 0.01)
         if not self.alive:
@@ -109,7 +109,7 @@ class Gateway(Process):
         return answer
 
     async def claim(self, claim: inbox.Claim, wait_s: float) -> Granted:
-        """In slices under one claim id until it is granted or the time is over (R13)."""
+        """Claim in slices under one claim id until it is granted or the time is over (R13)."""
         deadline_s = self.loop.now_s + wait_s
         asking = self._net.fresh("asking")
         claim = msgspec.structs.replace(claim, first_asked_ns=self.link.server.now_ns)
@@ -135,7 +135,7 @@ class Gateway(Process):
     # ---- calls ----
 
     async def call(self, episode: str, run: int, request: str, retried: bool, cut_off: bool) -> str:
-        """One model call; its id once it is recorded and the coordinator was told (R9)."""
+        """Make one model call. Return its id once it is recorded and reported to the coordinator (R9)."""
         await self._check_open(episode, run)
         if retried and (found := await self._recorded(episode, request)):
             return found
@@ -161,7 +161,7 @@ class Gateway(Process):
                 del self._open[episode]
 
     def _version_of(self, episode: str) -> int:
-        """What the replica serves that answers. Of a synchronous run all that answer serve the same."""
+        """Return the version of the replica that answers. In a synchronous run all of them serve the same."""
         engine = self.engine
         if engine.collection.max_staleness == 0:
             return engine.version
@@ -187,9 +187,9 @@ class Gateway(Process):
         noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
         key = record.episode, record.request
         if record.status == CallStatus.COMPLETE:
-            self._untold[key] = ref, record
+            self._unacknowledged[key] = ref, record
         await self.link.send(noted, RECORD_S)
-        self._untold.pop(key, None)
+        self._unacknowledged.pop(key, None)
 
     async def _tell_later(self, ref: CallRef, record: Record) -> None:
         try:
@@ -198,8 +198,8 @@ class Gateway(Process):
             pass  # the mistake of this variant
 
     async def _recorded(self, episode: str, request: str) -> str:
-        """The record of this very request, when the harness asks again."""
-        untold = self._untold.get((episode, request))
+        """Return the record of this request, when the harness sends it again."""
+        untold = self._unacknowledged.get((episode, request))
         if untold is not None:
             await self._tell(*untold)
             return untold[1].id
@@ -213,7 +213,7 @@ class Gateway(Process):
                 return record.id
         return ""
 
-    # ---- signs of life ----
+    # ---- activity ----
 
     def touch(self, episode: str) -> None:
         self._seen.add(episode)
@@ -235,7 +235,7 @@ class Gateway(Process):
             try:
                 await self.link.send(message, 3.0)
             except BusUnavailable:
-                pass  # open calls are touched again; a claim that stays unconfirmed goes back
+                pass  # open calls are touched again; an unconfirmed claim is taken back
 
 
 def read_record(body: bytes, ref: CallRef) -> Record:

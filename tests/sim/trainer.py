@@ -1,4 +1,4 @@
-"""A trainer as in service.py: opens the run, makes each outstanding step, is killed anywhere, finds two of itself."""
+"""A trainer as in service.py: opens the run and makes each outstanding step. It may be killed anywhere or run twice."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ ANSWER_S = 15.0
 
 
 class RunOver(Exception):
-    """The run was stopped, has failed, or another trainer has opened it."""
+    """The run was stopped, has failed, or was opened by another trainer."""
 
 
 class StepBroken(Exception):
-    """Out of memory, a full disk, a bug."""
+    """A step failed, as from a lack of memory, a full disk or a bug."""
 
 
 class Trainer(Process):
@@ -39,7 +39,7 @@ class Trainer(Process):
 
     async def main(self) -> None:
         self.link = Link(self, self._net)
-        self._id = self.link.token  # a name of its own in each life
+        self._id = self.link.token  # a different name in each life
         self.follower = Follower(self.link, self._on_event)
         self._run, self._opened, self._over, self._attempt = 0, False, False, 0
         self.spawn(self.follower.run())
@@ -107,7 +107,7 @@ class Trainer(Process):
             except StepBroken:
                 await self._report_failure()
             if self._variant != Variant.TRAINED_ON:
-                model = None  # whatever the attempt left in it
+                model = None  # its state after the failed attempt is unknown
             await self._pause(RETRY_S)
 
     async def _open(self) -> None:
@@ -126,7 +126,7 @@ class Trainer(Process):
             raise RunOver
 
     async def _load(self) -> bytes:
-        """The model as the log's newest step left it."""
+        """Return the model after the newest step on the log."""
         if self._engine.phase == Phase.BOOTING:
             stage = inbox.StageReached(id=f"{self._id}-{self._run}-load", engine=ENGINE, run=self._run, stage="loading")
             await self._say(stage)
@@ -142,7 +142,7 @@ class Trainer(Process):
         return saved.model
 
     def _is_stale(self) -> bool:
-        """Our fold is behind, so that what it names may be gone already."""
+        """Return whether our fold lags, so that files that it names may be gone already."""
         return self.follower.position < self._referee.position
 
     async def _publish_missing_weights(self) -> None:
@@ -172,7 +172,7 @@ class Trainer(Process):
                 del self._referee.weights[path]
 
     async def _step(self, model: bytes, batch: BatchReady) -> None:
-        """One attempt: read, train, checkpoint, say so."""
+        """Make one attempt: read, train, write the checkpoint, report it."""
         self._attempt += 1
         before = self._engine.step_done
         epoch = self._engine.trainer_epoch
@@ -207,7 +207,7 @@ class Trainer(Process):
                 del self._referee.disk[other]
 
     async def _read(self, batch: BatchReady) -> None:
-        """Every call that the batch names is there, is the one that was meant (R6), and is not too old (R14)."""
+        """Check that every call of the batch is there, is the one that was referenced (R6) and is not too old (R14)."""
         calls = self.link.server.streams[CALLS_STREAM]
         bound = self._engine.collection.trained_staleness
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]

@@ -1,4 +1,4 @@
-"""One simulated hive: who is in it, what befalls it, and what must hold when the trouble is over."""
+"""One simulated hive: its processes, the faults that strike it, and what must hold after them."""
 
 import random
 from collections import Counter
@@ -18,13 +18,13 @@ from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
 TROUBLE_S = 25.0
-LEADER_S = 10.0  # until somebody leads: a lease, the time by which a clock was set back, a message that comes late
+LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock was set back, a late message
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 
 
 class World:
-    """`rates` are the faults, where they are not to be drawn."""
+    """A hive made from `seed`. `rates` replaces the fault rates that it draws."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class World:
         return [process for kind in self._kinds for process in kind]
 
     def run(self) -> None:
-        """Trouble, then calm, then silence. Raises `AssertionError`."""
+        """Run a time with faults, one without, and one without new work. Raises `AssertionError`."""
         for process in self.processes:
             if process is not self.trainers[1]:
                 process.start()
@@ -84,18 +84,18 @@ class World:
             self._schedule(fault)
         self.loop.run(TROUBLE_S)
         self.calm()
-        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "somebody leads")
+        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
         steps = self.referee.seen["step.completed"]
         self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
         self.mood.playing = False
         self._expect(QUIET_S, lambda: not any(caller.asking for caller in self.clients), "every command is answered")
         self.loop.run(self.loop.now_s + 5.0)
-        self._expect(QUIET_S, self._everybody_agrees, "everybody has folded the log")
+        self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
 
-    def _everybody_agrees(self) -> bool:
-        """Services began at some snapshot, or at none, and read on."""
+    def _all_agree(self) -> bool:
+        """Return whether every service has the referee's state, whichever snapshot it began at."""
         services: list[Gateway | Trainer | Replica] = [*self.gateways, *self.trainers, *self.replicas]
         folds = [service.follower for service in services if service.alive]
         if any(fold.position != self.referee.position for fold in folds):
@@ -104,7 +104,7 @@ class World:
         return True
 
     def calm(self) -> None:
-        """All faults stop; what is dead is started, what is stopped goes on, what is cut is healed."""
+        """Stop all faults: start dead processes, resume stopped ones, reconnect the others."""
         self.say("calm")
         self.faults.on = False
         self.mood.meddling = False
@@ -115,7 +115,7 @@ class World:
             stream.used = 0
         for process in (*self.processes, *self.clients):
             if process.stopped:
-                process.go_on()
+                process.resume()
             if process is not self.trainers[1] or process.lives:
                 process.start()
 
@@ -123,7 +123,7 @@ class World:
         met = self.loop.run(self.loop.now_s + within_s, holds)
         assert met, f"within {within_s:.0f} s of calm: {what} (phase {self.referee.hive.engine(ENGINE).phase})"
 
-    # ---- trouble ----
+    # ---- faults ----
 
     def _schedule(self, fault: Fault) -> None:
         rate = self.faults.rates[fault]
@@ -133,12 +133,12 @@ class World:
     def _strike(self, fault: Fault) -> None:
         if not self.faults.on:
             return
-        if whom := self._befall(fault):
+        if whom := self._inject(fault):
             self.faults.counts[fault] += 1
             self.say(f"{fault}: {whom}")
         self._schedule(fault)
 
-    def _befall(self, fault: Fault) -> str:
+    def _inject(self, fault: Fault) -> str:
         """Inject a fault. Return what it struck, "" when there was nothing to strike."""
         pick = self.pick
         victim = pick.choice(pick.choice(self._kinds))
@@ -149,7 +149,7 @@ class World:
                 self.loop.after(seconds, victim.start)
             case Fault.STOP if victim.alive:
                 victim.stop()
-                self.loop.after(2 * seconds, victim.go_on)
+                self.loop.after(2 * seconds, victim.resume)
             case Fault.PARTITION if victim.name in self.net.links:
                 self.net.links[victim.name].cut = True
                 self.loop.after(seconds, self._heal, victim.name)
@@ -166,10 +166,10 @@ class World:
                 second.start()
                 return second.name
             case _:
-                return self._befall_server(fault, seconds)
+                return self._inject_into_server(fault, seconds)
         return f"{victim.name}, {seconds:.1f} s"
 
-    def _befall_server(self, fault: Fault, seconds: float) -> str:
+    def _inject_into_server(self, fault: Fault, seconds: float) -> str:
         pick, server = self.pick, self.server
         match fault:
             case Fault.OUTAGE:
@@ -222,5 +222,5 @@ def simulate(
 
 
 def tally(world: World) -> Counter[str]:
-    """What this run went through."""
+    """Count the events and faults of a run."""
     return world.referee.seen + Counter({fault.name: count for fault, count in world.faults.counts.items()})
