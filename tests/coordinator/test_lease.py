@@ -1,4 +1,4 @@
-"""Who leads: leases, standbys and takeovers on a real bus (rules R3 and R4)."""
+"""Leases, standbys and takeovers on a real bus (rules R3 and R4)."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 @asynccontextmanager
 async def running(url: str, hive: str, *names: str) -> AsyncIterator[dict[str, asyncio.Task[None]]]:
-    """Coordinators as their command runs them, each with its own connection."""
+    """Run coordinators as their command does, each with its own connection."""
     tasks = {name: asyncio.create_task(shell.run(url, hive, name)) for name in names}
     try:
         yield tasks
@@ -34,13 +34,13 @@ async def running(url: str, hive: str, *names: str) -> AsyncIterator[dict[str, a
 
 
 async def epochs(bus: Bus) -> list[str]:
-    """Who opened each epoch, in order."""
+    """Return the leader of each epoch, in order."""
     events = [ev.decode_event(stored.data) for stored in await log_of(bus)]
     return [event.leader for event in events if isinstance(event, ev.EpochOpened)]
 
 
 async def opened(bus: Bus, count: int) -> list[str]:
-    """Wait until so many epochs are on the log."""
+    """Wait until this many epochs are on the log."""
     async with asyncio.timeout(WAIT_S):
         while len(leaders := await epochs(bus)) < count:
             await asyncio.sleep(0.02)
@@ -55,7 +55,7 @@ async def test_only_one_of_many_has_the_lease(bus: Bus) -> None:
     assert [lease.held for lease in leases] == [True, False, False]
 
 
-async def test_a_lease_that_is_given_back_can_be_taken_at_once(bus: Bus) -> None:
+async def test_a_released_lease_can_be_taken_at_once(bus: Bus) -> None:
     first, second = Lease(bus, "a"), Lease(bus, "b")
     assert await first.take()
     await first.release()
@@ -63,7 +63,7 @@ async def test_a_lease_that_is_given_back_can_be_taken_at_once(bus: Bus) -> None
     assert await second.take()
 
 
-async def test_a_lease_that_is_not_renewed_is_free_when_its_time_is_over_and_not_before(bus: Bus) -> None:
+async def test_a_lease_that_is_not_renewed_is_free_after_its_time_and_not_before(bus: Bus) -> None:
     first, second = Lease(bus, "a"), Lease(bus, "b")
     assert await first.take()
     async with asyncio.timeout(WAIT_S):
@@ -73,7 +73,7 @@ async def test_a_lease_that_is_not_renewed_is_free_when_its_time_is_over_and_not
     assert not await first.take()
 
 
-async def test_who_starts_again_under_its_name_need_not_wait_for_its_own_lease(bus: Bus) -> None:
+async def test_a_restart_under_the_same_name_does_not_wait_for_its_own_lease(bus: Bus) -> None:
     assert await Lease(bus, "a").take()
     assert await Lease(bus, "a").take()
     assert not await Lease(bus, "b").take()
@@ -101,7 +101,7 @@ async def test_r4_a_standby_leads_when_the_leader_stops(bus: Bus, nats_url: str)
 async def test_r4_a_leader_that_was_cut_off_finds_itself_deposed_and_stands_by(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
-    """Its lease runs out behind its back; when it is back, another leads, and it writes nothing."""
+    """Its lease expires while it is cut off. When it is back, another leads, and it writes nothing."""
     _, bus = crashing
     async with await Bus.connect(bus.client.connected_url.geturl(), "h", name="old") as old:
         lease = Lease(old, "old")
@@ -109,7 +109,7 @@ async def test_r4_a_leader_that_was_cut_off_finds_itself_deposed_and_stands_by(
         leader = Coordinator(old, "old", lease)
         leading = asyncio.create_task(leader.lead())
         await leader.leading.wait()
-        await old.purge_below(lease_stream(old.subjects), 1 << 40)  # forgotten before its time
+        await old.purge_below(lease_stream(old.subjects), 1 << 40)  # removed before its time
         async with running(bus.client.connected_url.geturl(), "h", "new"):
             assert await opened(bus, 2) == ["old", "new"]
             with pytest.raises(ExceptionGroup) as raised:
@@ -120,7 +120,7 @@ async def test_r4_a_leader_that_was_cut_off_finds_itself_deposed_and_stands_by(
 
 
 async def test_r4_a_server_that_hangs_beyond_the_lease_deposes_nobody(tmp_path: object) -> None:
-    """The lease is for liveness: who finds no other epoch on the log when the bus is back goes on."""
+    """The lease serves liveness: a leader that finds no other epoch on the log afterwards continues."""
     from pathlib import Path
 
     assert isinstance(tmp_path, Path)
@@ -141,8 +141,8 @@ async def test_r4_a_server_that_hangs_beyond_the_lease_deposes_nobody(tmp_path: 
         server.stop(timeout_s=2)
 
 
-async def test_two_who_both_believe_that_they_lead_make_one_log(bus: Bus, nats_url: str) -> None:
-    """The bucket of leases is deleted under the leader again and again while clients work."""
+async def test_two_coordinators_that_both_believe_they_lead_make_one_log(bus: Bus, nats_url: str) -> None:
+    """The bucket of leases is deleted repeatedly while clients work."""
     done: list[str] = []
 
     async def client(name: str) -> None:

@@ -22,7 +22,7 @@ ENGINE = "main"
 
 @asynccontextmanager
 async def leading(bus: Bus, trim_s: float = 10.0) -> AsyncIterator[Coordinator]:
-    """A coordinator that leads for the length of the block, and is then cut off without a word, as by a crash."""
+    """Lead for the length of the block, then stop without cleaning up, as in a crash."""
     coordinator = Coordinator(bus, housekeeping=Housekeeping(trim_s=trim_s))
     task = asyncio.create_task(coordinator.lead())
     ready = asyncio.create_task(coordinator.leading.wait())
@@ -86,12 +86,12 @@ async def test_r1_one_author_reads_the_inbox_in_order_and_writes_the_events(bus:
     assert {each.headers[EPOCH] for each in stored} == {"1"}
 
 
-async def test_r2_recovery_goes_on_behind_the_message_that_the_last_event_answers(bus: Bus) -> None:
+async def test_r2_recovery_continues_after_the_message_that_the_last_event_answers(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
         granted = await bus.inbox.request(claim("k"))
         assert isinstance(granted, inbox.Granted)
-    # Nobody leads: what is said meanwhile waits in the inbox.
+    # Nobody leads: messages wait in the inbox.
     waiting = asyncio.create_task(bus.inbox.request(end(granted.episodes[0], 1.0), timeout_s=30))
     async with leading(bus) as second:
         assert isinstance(await waiting, inbox.Done)
@@ -101,7 +101,7 @@ async def test_r2_recovery_goes_on_behind_the_message_that_the_last_event_answer
 
 
 async def test_r2_every_message_is_answered_by_one_decision_whoever_leads(bus: Bus) -> None:
-    """Leaders die while clients go on asking: each command is carried out once."""
+    """Leaders die while clients repeat their commands: each command is carried out once."""
     done: list[str] = []
 
     async def client(name: str) -> None:
@@ -143,7 +143,7 @@ async def test_r3_a_refusal_is_checked_against_the_log_and_the_same_command_gets
         assert await bus.inbox.request(claim("k")) == granted
 
 
-async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_a_word(bus: Bus) -> None:
+async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_replying(bus: Bus) -> None:
     coordinator = Coordinator(bus)
     task = asyncio.create_task(coordinator.lead())
     await coordinator.leading.wait()
@@ -240,7 +240,7 @@ async def test_r13_a_claim_waits_its_slice_and_is_granted_when_room_appears(bus:
         assert isinstance(await waiting, inbox.Granted)
 
 
-async def test_r19_two_hives_share_a_server_without_meeting(bus: Bus, nats_url: str, hive: str) -> None:
+async def test_r19_two_hives_share_a_server_and_stay_separate(bus: Bus, nats_url: str, hive: str) -> None:
     async with await Bus.connect(nats_url, f"{hive}-b", name="test") as other, leading(bus) as mine:
         await other.ensure_streams()
         async with leading(other) as theirs:
@@ -258,7 +258,7 @@ async def test_nonsense_in_the_inbox_does_not_stop_the_hive(bus: Bus) -> None:
         assert isinstance(await bus.inbox.request(claim("k")), inbox.Granted)
 
 
-async def test_the_inbox_is_trimmed_behind_what_is_decided(bus: Bus) -> None:
+async def test_the_inbox_is_trimmed_up_to_what_is_decided(bus: Bus) -> None:
     async with leading(bus, trim_s=0.05):
         await boot(bus)
         async with asyncio.timeout(10):

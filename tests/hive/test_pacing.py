@@ -10,7 +10,7 @@ from bombus.hive.collection import enough, select
 from bombus.hive.events import Collection, EpisodeType, Method
 from bombus.hive.pacing import fitting, most_batches, pace
 from bombus.hive.state import Completed, EngineState, Episode, Hive, Phase, evolve
-from tests.coordinator.core_in_memory import ENGINE, Desk
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.steady_clients import Steady
 
 
@@ -108,10 +108,10 @@ def test_nothing_open_means_that_what_counts_can_be_sealed() -> None:
 
 
 def test_a_synchronous_run_is_not_paced() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_open_claims=9)
-    desk.claim(count=9)
-    assert pace(desk.engine) is None
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_open_claims=9)
+    harness.claim(count=9)
+    assert pace(harness.engine) is None
 
 
 # ---- steady clients -----------------------------------------------------------------------------------------------
@@ -143,49 +143,49 @@ def test_episodes_longer_than_several_steps_are_waited_for_and_not_dropped(metho
 # ---- replicas -----------------------------------------------------------------------------------------------------
 
 
-def lagging() -> Desk:
+def lagging() -> CoreHarness:
     """Version 1 is ready; r1 serves it, r2 serves version 0."""
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_staleness=1, max_open_claims=9)
-    desk.say(inbox.ReplicaAlive(id="r2", engine=ENGINE, replica="r2", url="http://r2", run=1, version=0))
-    desk.play("a")
-    desk.step_done(1)
-    desk.save_weights(1)
-    desk.load(1, "r1")
-    return desk
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_staleness=1, max_open_claims=9)
+    harness.send(inbox.ReplicaAlive(id="r2", engine=ENGINE, replica="r2", url="http://r2", run=1, version=0))
+    harness.play("a")
+    harness.step_done(1)
+    harness.save_weights(1)
+    harness.load(1, "r1")
+    return harness
 
 
 def test_calls_go_to_replicas_within_the_bound_and_never_back_behind_their_episodes_claim() -> None:
-    desk = lagging()
-    assert set(fitting(desk.engine)) == {"r1", "r2"}
-    (early,) = desk.claim()
-    desk.load(1, "r2")
-    desk.say(inbox.ReplicaAlive(id="r3", engine=ENGINE, replica="r3", url="http://r3"))
-    (late,) = desk.claim()
-    desk.engine.replicas["r1"].version = 0  # as if it had been started again
-    assert set(fitting(desk.engine, early)) == {"r1", "r2"}
-    assert set(fitting(desk.engine, late)) == {"r2"}
+    harness = lagging()
+    assert set(fitting(harness.engine)) == {"r1", "r2"}
+    (early,) = harness.claim()
+    harness.load(1, "r2")
+    harness.send(inbox.ReplicaAlive(id="r3", engine=ENGINE, replica="r3", url="http://r3"))
+    (late,) = harness.claim()
+    harness.engine.replicas["r1"].version = 0  # as if it had been started again
+    assert set(fitting(harness.engine, early)) == {"r1", "r2"}
+    assert set(fitting(harness.engine, late)) == {"r2"}
 
 
 def test_a_claim_is_granted_at_the_version_that_every_replica_can_answer_with() -> None:
-    desk = lagging()
-    (episode,) = desk.claim()
-    assert desk.engine.open[episode].version == 0
-    desk.load(1, "r2")
-    (episode,) = desk.claim()
-    assert desk.engine.open[episode].version == 1
+    harness = lagging()
+    (episode,) = harness.claim()
+    assert harness.engine.open[episode].version == 0
+    harness.load(1, "r2")
+    (episode,) = harness.claim()
+    assert harness.engine.open[episode].version == 1
 
 
 def test_weights_that_a_replica_loads_while_newer_ones_appear_count() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_staleness=2, max_open_claims=9)
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_staleness=2, max_open_claims=9)
     for step in (1, 2):
-        desk.play("a")
-        desk.step_done(step)
-        desk.save_weights(step)
-    desk.load(1, "r1")
-    assert desk.engine.replicas["r1"].version == 1
-    assert desk.load(1, "r1") == []
-    assert desk.load(0, "r1") == [], "nor does it go back"
-    desk.load(2, "r1")
-    assert desk.engine.loaded == {"r1"}
+        harness.play("a")
+        harness.step_done(step)
+        harness.save_weights(step)
+    harness.load(1, "r1")
+    assert harness.engine.replicas["r1"].version == 1
+    assert harness.load(1, "r1") == []
+    assert harness.load(0, "r1") == [], "nor does it go back"
+    harness.load(2, "r1")
+    assert harness.engine.loaded == {"r1"}
