@@ -6,7 +6,7 @@ from bombus.bus.window import Window
 from bombus.errors import BusUnavailable
 
 
-async def test_a_full_window_lets_the_next_one_in_when_room_is_given_back() -> None:
+async def test_a_full_window_admits_the_next_message_when_room_is_given_back() -> None:
     window = Window(messages_max=10, bytes_max=100)
     assert window.try_take(60)
     assert not window.try_take(60)
@@ -17,7 +17,7 @@ async def test_a_full_window_lets_the_next_one_in_when_room_is_given_back() -> N
     assert (window.messages, window.bytes) == (1, 60)
 
 
-async def test_who_waits_longest_goes_first_even_when_a_smaller_one_would_fit() -> None:
+async def test_the_longest_waiting_goes_first_even_when_a_smaller_one_would_fit() -> None:
     window = Window(messages_max=10, bytes_max=100)
     assert window.try_take(60)
     order: list[str] = []
@@ -34,7 +34,7 @@ async def test_who_waits_longest_goes_first_even_when_a_smaller_one_would_fit() 
     assert order == ["large", "small"]
 
 
-async def test_waiting_for_room_ends_in_a_refusal_that_leaves_the_window_as_it_was() -> None:
+async def test_waiting_for_room_times_out_and_leaves_the_window_unchanged() -> None:
     window = Window(messages_max=1, bytes_max=100)
     assert window.try_take(10)
     with pytest.raises(BusUnavailable, match="no room"):
@@ -44,7 +44,7 @@ async def test_waiting_for_room_ends_in_a_refusal_that_leaves_the_window_as_it_w
     assert window.try_take(10)
 
 
-async def test_one_who_gives_up_does_not_block_those_behind() -> None:
+async def test_a_sender_that_gives_up_does_not_block_those_after_it() -> None:
     window = Window(messages_max=10, bytes_max=100)
     assert window.try_take(60)
     large = asyncio.create_task(window.take(90, timeout_s=5))
@@ -61,7 +61,7 @@ async def test_a_message_larger_than_the_window_passes_alone() -> None:
     assert not window.try_take(1)
 
 
-async def test_the_line_for_a_window_is_bounded_too() -> None:
+async def test_the_queue_for_a_window_is_bounded_too() -> None:
     window = Window(messages_max=1, bytes_max=100)
     assert window.try_take(1)
     waiting = asyncio.create_task(window.take(1, timeout_s=5))

@@ -39,7 +39,7 @@ def job_of(max_staleness: int) -> Job:
 
 
 class Agents:
-    """Work until `stop`; what they were told is in `ledger`."""
+    """Agents that work until `stop`; `ledger` has the answers that they got."""
 
     def __init__(self, url: str, seed: int, max_staleness: int) -> None:
         self.ledger = Ledger()
@@ -49,7 +49,7 @@ class Agents:
         self._stopping = False
 
     def stop(self) -> None:
-        """Each finishes the episode that it plays."""
+        """Let each agent finish its episode, then stop."""
         self._stopping = True
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class Agents:
             self.ledger.claims.add(episode)
             try:
                 await self._play(client, _model(credentials, http), episode, kind, pick)
-            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode goes idle, or is over
+            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode becomes idle or is over
                 self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def _play(

@@ -1,4 +1,4 @@
-"""Compares what clients were told with the log, the trained steps and the weights."""
+"""Compare the answers that clients got with the log, the trained steps and the weights."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from tests.chaos.ledger import Ledger
 
 @dataclass
 class Report:
-    """`wrong` is empty when every promise was kept."""
+    """The result of an audit. `wrong` is empty when every guarantee was kept."""
 
     calls_acknowledged: int = 0
     calls_found: int = 0
     episodes_ended: int = 0
     episodes_trained_once: int = 0
-    episodes_waiting: int = 0  # in the pool, or in the batch that is being trained
-    episodes_dropped: int = 0  # with an event that says why
+    episodes_waiting: int = 0  # in the pool or in the batch that is being trained
+    episodes_dropped: int = 0  # with the reason in an event
     episodes_evaluated: int = 0
     steps: int = 0
     epochs: int = 0
-    trained_again: bool = False  # the last step from the log, to the same bytes
+    trained_again: bool = False  # the last step, from the log, with the same bytes
     lost: int = 0
     doubled: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Report:
 
 
 async def audit(bus: Bus, ledger: Ledger) -> Report:
-    """Read the whole log and check it. The hive may run, but nobody must play."""
+    """Read the whole log and check it. The hive may run, but no agent may play."""
     report = Report()
     verified = await upkeep.verify(bus)
     report.epochs = verified.epochs
@@ -67,7 +67,7 @@ async def _events(bus: Bus) -> list[AnyEvent]:
 
 
 class _Log:
-    """The log's facts by name."""
+    """The facts of a log by name."""
 
     def __init__(self, events: list[AnyEvent]) -> None:
         self.events = events
@@ -119,7 +119,7 @@ class _Log:
 
 
 async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> None:
-    """Each call whose answer a client has is noted once, and its record is what was answered."""
+    """Check that each answered call is noted once, and that its record is what was answered."""
     report.calls_acknowledged = ledger.acknowledged_calls
     for episode, calls in ledger.calls.items():
         for call in calls:
@@ -167,7 +167,7 @@ def _check_claims_and_aborts(ledger: Ledger, log: _Log, report: Report) -> None:
 
 
 def _check_training(log: _Log, report: Report) -> None:
-    """Each ended training episode is in one batch, or waits, or was dropped by an event; each step is done once."""
+    """Check that each ended training episode is in one batch, waits, or was dropped, and each step was done once."""
     last = max(log.batches, default=0)
     for step, batches in log.batches.items():
         done = log.steps.get(step, [])
@@ -200,7 +200,7 @@ def _check_training(log: _Log, report: Report) -> None:
 
 
 def _check_files(log: _Log, report: Report) -> None:
-    """The newest weights and the newest checkpoint are those that the log names."""
+    """Check that the newest weights and the newest checkpoint are those that the log names."""
     versions = sorted(log.weights)
     if versions != list(range(len(versions))):
         report.wrong.append(f"policy versions {versions} are not in a row")
