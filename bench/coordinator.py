@@ -1,6 +1,6 @@
 """Commands per second through the coordinator: inbox, decision, event, answer, on a real log.
 
-Two processes, as in life: the coordinator in its own, the clients in this one.
+Two processes, as in production: the coordinator in its own, the clients in this one.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds of a process."""
+    """Return the user and system seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
@@ -47,7 +47,7 @@ async def boot(bus: Bus, follower: Follower) -> None:
 
 
 async def episode(bus: Bus, name: str) -> None:
-    """Two commands: a claim and an end."""
+    """Send two commands: a claim and an end."""
     granted = await bus.inbox.request(inbox.Claim(id=f"k{name}", engine=ENGINE, claim=f"k{name}", client="c"), 60)
     assert isinstance(granted, inbox.Granted)
     result = inbox.EpisodeResult(episode=granted.episodes[0], task=name, reward=1.0)

@@ -57,7 +57,7 @@ def alone(seconds: float) -> float:
             ids = model.generate(prompt_ids, do_sample=True, top_k=0, max_new_tokens=TOKENS)
         said = ids[:, length:]
         stopped = torch.isin(said, stops).long()
-        mask = stopped.cumsum(1) - stopped == 0  # up to the stop token, with it
+        mask = stopped.cumsum(1) - stopped == 0  # up to and including the stop token
         rewards = ((said == wanted) & mask).sum(1) / TOKENS
         groups = rewards.view(TASKS, REPEAT)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
