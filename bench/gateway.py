@@ -79,9 +79,9 @@ class Bench:
         ]  # fmt: skip
         alone = await self._run(self.replica_port, [[direct] * each] * concurrency)
         before = cpu_s(self.pid)
-        whole = await self._run(self.gateway_port, [[request] * each for request in through])
+        total = await self._run(self.gateway_port, [[request] * each for request in through])
         spent = (cpu_s(self.pid) - before) / (each * concurrency)
-        added = [1e3 * (a - b) for a, b in zip(_quantiles(whole), _quantiles(alone))]
+        added = [1e3 * (a - b) for a, b in zip(_quantiles(total), _quantiles(alone))]
         print(
             f"{concurrency:4d} at once, {'streamed' if stream else 'whole':8}  gateway CPU {1e3 * spent:5.2f} ms a call"
             f" ({1 / spent:5.0f} calls a core)  added p50 {added[0]:6.1f} ms  p99 {added[1]:6.1f} ms",

@@ -113,7 +113,7 @@ async def main(count: int) -> None:
                 seconds, cpu, fold = await recover(bus)
                 assert fold.position == last
                 print(
-                    f"whole fold            {last / seconds:10,.0f} events/s, {seconds:.2f} s; "
+                    f"full fold             {last / seconds:10,.0f} events/s, {seconds:.2f} s; "
                     f"{cpu / last * 1e6:.1f} us of CPU an event"
                 )
                 at = max(last - TAIL, 1)

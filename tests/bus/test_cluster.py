@@ -49,15 +49,15 @@ class Load:
     async def client(self, name: str) -> None:
         while not self._stopping:
             claim = inbox.Claim(id=_id(), engine=ENGINE, claim=_id(), client=name, wait_s=5)
-            granted = await self._ask(claim)
+            granted = await self._request(claim)
             assert isinstance(granted, inbox.Granted)
             self.claimed[claim.claim] = granted.episodes
-            await self._tell(inbox.Touch(id=_id(), engine=ENGINE, confirmed=(claim.claim,)))
+            await self._send(inbox.Touch(id=_id(), engine=ENGINE, confirmed=(claim.claim,)))
             for episode in granted.episodes:
                 await self._call(granted.run, episode)
                 reward = float(len(self.ended))
                 result = inbox.EpisodeResult(episode=episode, task=name, reward=reward)
-                done = await self._ask(inbox.End(id=_id(), engine=ENGINE, client=name, results=(result,)))
+                done = await self._request(inbox.End(id=_id(), engine=ENGINE, client=name, results=(result,)))
                 assert isinstance(done, inbox.Done)
                 self.ended[episode] = reward
 
@@ -74,14 +74,14 @@ class Load:
         await self._wrote(self._bus.subjects.calls_stream, began)
         self.calls[call] = ref = CallRef(ack.seq, call, digest(body))
         noted = NotedCall(episode, ref, 5, 3, 0, 0)
-        await self._tell(inbox.CallRecorded(id=call, engine=ENGINE, run=run, call=noted))
+        await self._send(inbox.CallRecorded(id=call, engine=ENGINE, run=run, call=noted))
 
-    async def _tell(self, message: inbox.Message) -> None:
+    async def _send(self, message: inbox.Message) -> None:
         began = time.monotonic()
         self.sent[message.id] = await self._bus.inbox.send(message, timeout_s=PATIENCE_S)
         await self._wrote(self._bus.subjects.inbox_stream, began)
 
-    async def _ask(self, message: inbox.Message) -> inbox.AnyAnswer:
+    async def _request(self, message: inbox.Message) -> inbox.AnyAnswer:
         """Send a command. Its answer acknowledges its events."""
         began = time.monotonic()
         answer = await self._bus.inbox.request(message, PATIENCE_S)

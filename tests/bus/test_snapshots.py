@@ -234,16 +234,16 @@ async def two_snapshots(bus: Bus) -> Hive:
 
 async def test_a_follower_of_every_event_gets_the_state_before_the_first_one(bus: Bus) -> None:
     everything = await two_snapshots(bus)
-    whole = Watcher(bus)
-    await whole.watch()
-    assert whole.starts == [(0, Hive())]
-    assert whole.seen == list(range(1, whole.follower.position + 1))
+    every = Watcher(bus)
+    await every.watch()
+    assert every.starts == [(0, Hive())]
+    assert every.seen == list(range(1, every.follower.position + 1))
     await bus.purge_below(bus.subjects.events_stream, 8)
     rest = Watcher(bus)
     await rest.watch()
     assert rest.starts == [(8, (await snapshots.load(bus, 8)).hive)]
-    assert rest.seen == whole.seen[8:]
-    assert rest.follower.hive == whole.follower.hive == everything
+    assert rest.seen == every.seen[8:]
+    assert rest.follower.hive == every.follower.hive == everything
 
 
 class CompactedMeanwhile(Watcher):

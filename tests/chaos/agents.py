@@ -77,19 +77,19 @@ class Agents:
         self, client: AsyncSwarmClient, model: AsyncOpenAI, episode: str, kind: str, pick: random.Random
     ) -> None:
         task = Task(task_id=pick.choice(TASKS), main_query="")
-        said = ""
+        text = ""
         messages: list[dict[str, str]] = []
         for turn in range(2):
             messages.append({"role": "user", "content": f"{task.task_id}{turn}="})
             reply = await model.chat.completions.create(model="any", messages=messages, max_tokens=8)  # type: ignore[arg-type]
-            said = reply.choices[0].message.content or ""
-            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), said)
-            messages.append({"role": "assistant", "content": said})
+            text = reply.choices[0].message.content or ""
+            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), text)
+            messages.append({"role": "assistant", "content": text})
         if pick.random() < 0.05:
             await client.abort_episode(episode)
             self.ledger.aborts.add(episode)
             return
-        reward = float(said.count(task.task_id)) + pick.random() / 8
+        reward = float(text.count(task.task_id)) + pick.random() / 8
         await client.end_episode(task, episode, WorkflowOutput(reward=reward))
         self.ledger.ends[episode] = reward
         if kind == "eval":

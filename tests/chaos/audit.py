@@ -83,9 +83,9 @@ class _Log:
         self.steps: dict[int, list[ev.StepCompleted]] = {}
         self.weights: dict[int, list[ev.WeightsReady]] = {}
         for event in events:
-            self._take(event)
+            self._apply(event)
 
-    def _take(self, event: AnyEvent) -> None:
+    def _apply(self, event: AnyEvent) -> None:
         evolve(self.hive, event)
         match event:
             case ev.CallsNoted():
@@ -101,9 +101,9 @@ class _Log:
             case ev.EpisodeAborted():
                 self.aborted.update(event.episodes)
             case _:
-                self._take_training(event)
+                self._apply_training(event)
 
-    def _take_training(self, event: AnyEvent) -> None:
+    def _apply_training(self, event: AnyEvent) -> None:
         match event:
             case ev.GroupDropped():
                 self.dropped.update(event.episodes)
@@ -132,9 +132,9 @@ async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> N
                 report.double(f"call {call} of {episode} was noted {len(noted)} times")
             stored = await bus.get(bus.subjects.calls_stream, noted[0].ref.seq)
             record = decode_record(stored.data, noted[0].ref)
-            said = (record.choices[0].message or {}).get("content") or ""
-            if record.episode != episode or said != ledger.texts[call]:
-                report.wrong.append(f"call {call} of {episode} is recorded as {record.episode} saying {said!r}")
+            text = (record.choices[0].message or {}).get("content") or ""
+            if record.episode != episode or text != ledger.texts[call]:
+                report.wrong.append(f"call {call} of {episode} is recorded as {record.episode} with the text {text!r}")
         ended = log.ended.get(episode)
         if episode in ledger.ends and ended:
             missing = set(calls) - {ref.id for ref in ended[0].calls}

@@ -43,7 +43,7 @@ class World:
         self.read = 0  # inbox messages that this leader has read
         self.answers: dict[str, inbox.AnyAnswer] = {}
         self.given: dict[str, inbox.AnyAnswer] = {}  # by this leader
-        self.asked: dict[str, inbox.AnyMessage] = {}
+        self.sent: dict[str, inbox.AnyMessage] = {}
         self.batched: set[str] = set()
         self.gone: set[str] = set()  # dropped, cleared or of an older run
         self.ended: set[str] = set()  # training episodes whose end is on the log
@@ -147,7 +147,7 @@ class World:
         assert self.ended == pool | self.batched | self.gone
         assert not pool & self.batched
         for command, answer in self.answers.items():
-            message = self.asked.get(command)
+            message = self.sent.get(command)
             if isinstance(message, inbox.End) and isinstance(answer, inbox.Done):
                 assert all(r.episode in self.ended | self.evaluated for r in message.results), (
                     "an answered end is on the log"
@@ -161,7 +161,7 @@ class World:
 
     def _send(self, message: inbox.AnyMessage) -> None:
         self.now_ns += self.random.choice((0, 1_000_000, SECOND // 4))
-        self.asked.setdefault(message.id, message)
+        self.sent.setdefault(message.id, message)
         self.inbox.append((message, self.now_ns))
         if self.random.random() < 0.05:
             self.inbox.append((message, self.now_ns))  # a sender that repeats itself

@@ -87,12 +87,12 @@ def test_commands_repeated_under_another_leader_change_nothing_and_get_their_ori
         id="c", engine=ENGINE, config="{}", config_digest="d", collection=Collection(), model="tiny"
     )
     stop, start = inbox.Stop(id="first stop", engine=ENGINE), inbox.Start(id="second start", engine=ENGINE)
-    said = [harness.request(message) for message in (stop, configure, start)]
+    answers = [harness.request(message) for message in (stop, configure, start)]
     harness.core.live.answers.clear()
     log = list(harness.log)
-    assert [harness.request(message) for message in (stop, configure, start)] == said
+    assert [harness.request(message) for message in (stop, configure, start)] == answers
     assert harness.log == log, "the second run goes on"
-    assert said == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
+    assert answers == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
 
 
 def test_a_trainers_opening_repeated_under_another_leader_does_not_supersede_anybody(harness: CoreHarness) -> None:
@@ -731,7 +731,7 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
     assert isinstance(filled, ev.StorageFilled)
     assert "calls" in filled.why
     assert "calls" in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
-    assert sees(harness, 95) == [], "said once"
+    assert sees(harness, 95) == [], "only once"
 
 
 def test_work_is_accepted_again_when_one_and_a_half_reserves_are_free(harness: CoreHarness) -> None:

@@ -49,42 +49,42 @@ async def opened(bus: Bus, count: int) -> list[str]:
 
 async def test_only_one_of_many_has_the_lease(bus: Bus) -> None:
     leases = [Lease(bus, name) for name in "abc"]
-    taken = [await lease.take() for lease in leases]
+    taken = [await lease.acquire() for lease in leases]
     assert taken == [True, False, False]
-    assert await leases[0].take(), "its holder renews it"
+    assert await leases[0].acquire(), "its holder renews it"
     assert [lease.held for lease in leases] == [True, False, False]
 
 
 async def test_a_released_lease_can_be_taken_at_once(bus: Bus) -> None:
     first, second = Lease(bus, "a"), Lease(bus, "b")
-    assert await first.take()
+    assert await first.acquire()
     await first.release()
     assert not first.held
-    assert await second.take()
+    assert await second.acquire()
 
 
 async def test_a_lease_that_is_not_renewed_is_free_after_its_time_and_not_before(bus: Bus) -> None:
     first, second = Lease(bus, "a"), Lease(bus, "b")
-    assert await first.take()
+    assert await first.acquire()
     async with asyncio.timeout(WAIT_S):
-        while not await second.take():
+        while not await second.acquire():
             pass
     assert not first.held, "its holder gave up before anybody else could have it"
-    assert not await first.take()
+    assert not await first.acquire()
 
 
 async def test_a_restart_under_the_same_name_does_not_wait_for_its_own_lease(bus: Bus) -> None:
-    assert await Lease(bus, "a").take()
-    assert await Lease(bus, "a").take()
-    assert not await Lease(bus, "b").take()
+    assert await Lease(bus, "a").acquire()
+    assert await Lease(bus, "a").acquire()
+    assert not await Lease(bus, "b").acquire()
 
 
 async def test_a_deleted_bucket_is_made_anew(bus: Bus) -> None:
     lease = Lease(bus, "a")
-    assert await lease.take()
+    assert await lease.acquire()
     await bus.requests.request(f"$JS.API.STREAM.DELETE.{lease_stream(bus.subjects)}")
     async with asyncio.timeout(WAIT_S):
-        while not await lease.take():
+        while not await lease.acquire():
             pass
 
 
@@ -105,7 +105,7 @@ async def test_r4_a_leader_that_was_cut_off_finds_itself_deposed_and_stands_by(
     _, bus = crashing
     async with await Bus.connect(bus.client.connected_url.geturl(), "h", name="old") as old:
         lease = Lease(old, "old")
-        assert await lease.take()
+        assert await lease.acquire()
         leader = Coordinator(old, "old", lease)
         leading = asyncio.create_task(leader.lead())
         await leader.leading.wait()

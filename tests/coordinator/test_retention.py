@@ -24,7 +24,7 @@ LIMITS = StreamLimits(inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_b
 
 def call(harness: CoreHarness, episode: str, seq: int, run: int = 0) -> None:
     noted = NotedCall(episode, CallRef(seq, f"call{seq}", b"d" * 16), 5, 3, 0, 0)
-    harness.send(inbox.CallRecorded(id=f"told{seq}", engine=ENGINE, run=run or harness.engine.run, call=noted))
+    harness.send(inbox.CallRecorded(id=f"reported{seq}", engine=ENGINE, run=run or harness.engine.run, call=noted))
 
 
 def play(harness: CoreHarness, seq: int, task: str = "t1", **more: object) -> None:

@@ -94,32 +94,32 @@ def test_the_measure_that_the_method_waits_for_is_marked(method: Method, decides
 def test_each_phase_says_what_it_waits_for() -> None:
     story = Story()
     hive = Hive()
-    said: dict[Phase, str] = {}
+    details: dict[Phase, str] = {}
 
     def fold_all() -> None:
         for event in story.events:
             evolve(hive, event)
             engine = hive.engines.get(ENGINE)
             if engine is not None:
-                said[engine.phase] = engine_status(engine, story.now_ns).detail
+                details[engine.phase] = engine_status(engine, story.now_ns).detail
         story.events.clear()
 
     story.configure()
     fold_all()
-    assert said[Phase.OFFLINE] == "configured, waiting for start"
+    assert details[Phase.OFFLINE] == "configured, waiting for start"
     story.boot()
     fold_all()
-    assert said[Phase.BOOTING] == "replicas load"
+    assert details[Phase.BOOTING] == "replicas load"
     story.publish(0)
     story.claim(0, "t")
     fold_all()
-    assert said[Phase.ROLLING] == "0 of 8 tasks"
+    assert details[Phase.ROLLING] == "0 of 8 tasks"
     story.tell(ev.RollingClosed(at_ns=story.now_ns, engine=ENGINE, run=1))
     fold_all()
-    assert said[Phase.ROLLING_POST] == "waiting for 1 running episodes to finish"
+    assert details[Phase.ROLLING_POST] == "waiting for 1 running episodes to finish"
     story.tell(ev.SyncingStarted(at_ns=story.now_ns, engine=ENGINE, run=1))
     fold_all()
-    assert said[Phase.WEIGHT_SYNCING] == "loading version 0: 2 of 2 replicas"
+    assert details[Phase.WEIGHT_SYNCING] == "loading version 0: 2 of 2 replicas"
 
 
 def test_the_time_is_the_callers_and_never_before_the_newest_event(hive: Hive) -> None:
@@ -149,6 +149,6 @@ def test_the_status_needs_no_terminal_library() -> None:
 
 def test_without_a_bus_the_error_says_where_its_address_is() -> None:
     assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ""
-    told = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
-    assert "give --nats" in told
-    assert "`nats-url` in its data folder" in told
+    hint = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
+    assert "give --nats" in hint
+    assert "`nats-url` in its data folder" in hint

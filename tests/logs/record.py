@@ -85,11 +85,11 @@ class Player:
 
     def branching(self, task: Task, credentials: Credentials) -> WorkflowOutput:
         """Play two turns, and then one on a rewritten history."""
-        asked = {"role": "user", "content": task.main_query}
-        said = chat(credentials, [asked])
+        question = {"role": "user", "content": task.main_query}
+        answer = chat(credentials, [question])
         more = {"role": "user", "content": "and b="}
-        chat(credentials, [asked, {"role": "assistant", "content": said}, more])
-        chat(credentials, [asked, {"role": "assistant", "content": "z"}, more])
+        chat(credentials, [question, {"role": "assistant", "content": answer}, more])
+        chat(credentials, [question, {"role": "assistant", "content": "z"}, more])
         return self._outcome()
 
 

@@ -32,7 +32,7 @@ def main() -> int:
         seeds = range(arguments.seed, arguments.seed + 1)
     seen: Counter[str] = Counter()
     failed: list[int] = []
-    began = told = time.monotonic()
+    began = reported = time.monotonic()
     for done, seed in enumerate(seeds, start=1):
         try:
             seen += tally(simulate(seed, variant, print if arguments.verbose else None, arguments.faults))
@@ -41,9 +41,9 @@ def main() -> int:
             print(error, flush=True)
             if len(seeds) == 1:
                 raise
-        if time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
-            print(f"{done} of {len(seeds)} seeds, {len(failed)} failed, {told - began:.0f} s", flush=True)
+        if time.monotonic() - reported > PROGRESS_S:
+            reported = time.monotonic()
+            print(f"{done} of {len(seeds)} seeds, {len(failed)} failed, {reported - began:.0f} s", flush=True)
     for what, count in sorted(seen.items()):
         print(f"{count:10} {what}")
     print(f"{len(seeds)} seeds in {time.monotonic() - began:.1f} s, {len(failed)} failed")

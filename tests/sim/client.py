@@ -101,7 +101,7 @@ class Client(Caller):
         granted = await self.insist(f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s))
         if not isinstance(granted, Granted):
             return
-        self._referee.told_grant(claim.claim, granted)
+        self._referee.acknowledged_grant(claim.claim, granted)
         task = pick.choice(TASKS)
         results = []
         for episode in granted.episodes:
@@ -152,7 +152,7 @@ class Client(Caller):
                 pass
             else:
                 if not cut_off:
-                    self._referee.told_call(episode, call)
+                    self._referee.acknowledged_call(episode, call)
                 return True
             await self.sleep(self._pick.random() * 0.3)
         return False
@@ -170,18 +170,18 @@ class Client(Caller):
         if not isinstance(answer, Done):
             return
         for result in results:
-            self._referee.told_end(result)
+            self._referee.acknowledged_end(result)
         if self._mood.faults.strikes(Fault.REPEAT):
             again = await self.insist(f"{command.id} again", lambda gateway: gateway.command(command))
             same_run = self._referee.hive.engine(ENGINE).run == run
-            assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; asked again: {again}"
+            assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; when repeated: {again}"
         if self._pick.random() < 0.05:
             await self._call(results[0].episode, run)  # too late
 
     async def _abort(self, episode: str, infra: bool) -> None:
         command = inbox.Abort(id=self.fresh("abort"), engine=ENGINE, client=self.name, episodes=(episode,), infra=infra)
         if isinstance(await self.insist(command.id, lambda gateway: gateway.command(command)), Done):
-            self._referee.told_aborted(episode)
+            self._referee.acknowledged_aborted(episode)
 
 
 class Operator(Caller):

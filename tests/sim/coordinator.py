@@ -69,7 +69,7 @@ class Coordinator(Process):
             self._referee.count("began at a snapshot")
 
         async def ask() -> None:
-            while not await self.lease.take():
+            while not await self.lease.acquire():
                 await self.sleep(ASK_S)
 
         async def follow() -> None:
@@ -93,7 +93,7 @@ class Coordinator(Process):
         self._answered = self._consumed = self._read = fold.answered
         self.core = Core(fold.hive)
         self._reply_to: dict[str, str] = {}
-        self._asked: dict[str, inbox.AnyMessage] = {}
+        self._commands: dict[str, inbox.AnyMessage] = {}
         epoch = self.core.hive.epoch + 1
         try:
             await self._append([PendingDecision(self.core.open_epoch(self.name), self._answered)])
@@ -138,14 +138,14 @@ class Coordinator(Process):
     async def _decide(self, group: Sequence[Message]) -> None:
         pending: list[PendingDecision] = []
         for message in group:
-            said = message.said
+            command = message.message
             if reply := message.headers.get(REPLY):
-                self._reply_to[said.id] = reply
-                self._asked[said.id] = said
-            if self._variant == Variant.OLD_TRAINER and isinstance(said, inbox.StepDone):
-                epoch = self.core.hive.engine(said.engine).trainer_epoch
-                said = msgspec.structs.replace(said, trainer_epoch=epoch)
-            pending += self.core.receive(said, message.seq, message.time_ns)
+                self._reply_to[command.id] = reply
+                self._commands[command.id] = command
+            if self._variant == Variant.OLD_TRAINER and isinstance(command, inbox.StepDone):
+                epoch = self.core.hive.engine(command.engine).trainer_epoch
+                command = msgspec.structs.replace(command, trainer_epoch=epoch)
+            pending += self.core.receive(command, message.seq, message.time_ns)
         pending += self.core.flush()
         replies = [reply for each in pending for reply in each.decision.replies]
         if self._variant == Variant.REPLY_EARLY:
@@ -203,7 +203,7 @@ class Coordinator(Process):
             to = self._reply_to.pop(reply.command, "")
             if to:
                 answer = msgspec.structs.replace(reply.answer, position=self._last)
-                self._referee.replied(self._asked.pop(reply.command), answer)
+                self._referee.replied(self._commands.pop(reply.command), answer)
                 self.link.reply(to, answer)
 
     # ---- in the background ----

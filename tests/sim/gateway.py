@@ -25,7 +25,7 @@ CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0
 COMMAND_S = 15.0
 POSITION_S = 5.0
-UNHEARD_S = 2.0
+UNSEEN_S = 2.0
 RECORD_S = 5.0
 TOUCH_S = 1.0
 CONFIRM_S = 0.2
@@ -171,14 +171,14 @@ class Gateway(Process):
         return self._net.pick.choice(versions)
 
     async def _check_open(self, episode: str, run: int) -> None:
-        def heard_of() -> bool:
+        def is_on_the_log() -> bool:
             engine = self.engine
             return engine.run > run or (engine.run == run and engine.next_episode > int(episode.rpartition("-")[2]))
 
         try:
-            await self.follower.wait_for(heard_of, UNHEARD_S)
+            await self.follower.wait_for(is_on_the_log, UNSEEN_S)
         except TimeoutError:
-            raise Refused(Code.BUS_DOWN, f"{episode} was not heard of yet") from None
+            raise Refused(Code.BUS_DOWN, f"{episode} is not on the log yet") from None
         if self.engine.run != run or self.engine.phase == Phase.OFFLINE or self.engine.is_over(episode):
             raise Refused(Code.EPISODE_OVER, f"{episode} is over")
 

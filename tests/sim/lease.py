@@ -22,7 +22,7 @@ class Lease:
     def held(self) -> bool:
         return self._link.net.loop.now_s < self._until_s
 
-    async def take(self) -> bool:
+    async def acquire(self) -> bool:
         """Take or renew the lease. Return False when another has it or the server does not answer."""
         server, asked_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
 
@@ -47,5 +47,5 @@ class Lease:
 
     async def keep(self) -> None:
         while True:
-            await self.take()
+            await self.acquire()
             await self._link.process.sleep(RENEW_S)

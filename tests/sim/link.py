@@ -148,9 +148,9 @@ class Link:
         self.net.loop.after(self.net.pick.random() * LAG_S, link.receive, to, answer)
 
     def receive(self, to: str, answer: Answer) -> None:
-        asked = self._pending.get(to)
-        if asked is not None and not self.down:
-            asked.set(answer)
+        pending = self._pending.get(to)
+        if pending is not None and not self.down:
+            pending.set(answer)
 
     async def last(self, stream: str, subject: str = "") -> Message | None:
         """Read from the leader. Raises `BusUnavailable`."""

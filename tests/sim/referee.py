@@ -53,9 +53,9 @@ class Referee:
         self.commands: set[str] = set()  # of the operator that were carried out
         self.claimed: dict[str, str] = {}  # episode: its claim
         # The answers to clients:
-        self.told_calls: dict[str, list[str]] = {}  # episode: ids of acknowledged calls
+        self.acknowledged_calls: dict[str, list[str]] = {}  # episode: ids of acknowledged calls
         self.sealed: dict[str, frozenset[str]] = {}  # those that were acknowledged when its end was first sent
-        self.told_ended: dict[str, bytes] = {}
+        self.acknowledged_ended: dict[str, bytes] = {}
         self._answers: dict[str, tuple[Answer, int]] = {}
         self._authors: dict[int, str] = {}
         self._answered = 0
@@ -234,28 +234,28 @@ class Referee:
 
     # ---- clients ----
 
-    def told_grant(self, claim: str, granted: inbox.Granted) -> None:
-        self.seen["grants told"] += 1
+    def acknowledged_grant(self, claim: str, granted: inbox.Granted) -> None:
+        self.seen["grants acknowledged"] += 1
         for episode in granted.episodes:
-            assert self.claimed.get(episode) == claim, f"{episode} was told to {claim} and is not so on the log"
+            assert self.claimed.get(episode) == claim, f"{episode} was granted to {claim}, but not on the log"
 
-    def told_call(self, episode: str, call: str) -> None:
-        self.seen["calls told"] += 1
-        self.told_calls.setdefault(episode, []).append(call)
+    def acknowledged_call(self, episode: str, call: str) -> None:
+        self.seen["calls acknowledged"] += 1
+        self.acknowledged_calls.setdefault(episode, []).append(call)
 
     def ends(self, result: inbox.EpisodeResult) -> None:
         """Note that a client is about to send this: every call acknowledged before belongs to the episode."""
-        self.sealed.setdefault(result.episode, frozenset(self.told_calls.get(result.episode, ())))
+        self.sealed.setdefault(result.episode, frozenset(self.acknowledged_calls.get(result.episode, ())))
 
-    def told_end(self, result: inbox.EpisodeResult) -> None:
-        mark = outcome_digest(result)
+    def acknowledged_end(self, result: inbox.EpisodeResult) -> None:
+        outcome = outcome_digest(result)
         found = self.ended.get(result.episode)
-        assert found == mark, f"the client was told that {result.episode} has ended, and it is not so on the log"
-        self.seen["ends told"] += 1
-        self.told_ended[result.episode] = mark
+        assert found == outcome, f"the end of {result.episode} was acknowledged, but is not on the log"
+        self.seen["ends acknowledged"] += 1
+        self.acknowledged_ended[result.episode] = outcome
 
-    def told_aborted(self, episode: str) -> None:
-        assert episode not in self.hive.engine(ENGINE).open, f"{episode} was told to be aborted, and is open"
+    def acknowledged_aborted(self, episode: str) -> None:
+        assert episode not in self.hive.engine(ENGINE).open, f"{episode} was acknowledged as aborted, but is open"
 
     # ---- at the end ----
 
@@ -265,10 +265,10 @@ class Referee:
         assert self.training == pool | self.batched | self.gone, "every ended episode is in the pool, a batch, or gone"
         assert not pool & (self.batched | self.gone)
         assert not self.batched & self.gone
-        for episode, mark in self.told_ended.items():
-            assert self.ended.get(episode) == mark, f"the end of {episode} is lost"
+        for episode, outcome in self.acknowledged_ended.items():
+            assert self.ended.get(episode) == outcome, f"the end of {episode} is lost"
         current = f"{ENGINE}-{engine.run}-"
-        for episode, calls in self.told_calls.items():
+        for episode, calls in self.acknowledged_calls.items():
             lost = set(calls) - self.noted
             assert not lost or not episode.startswith(current), f"acknowledged calls of {episode} are lost: {lost}"
         self._check_files(engine)

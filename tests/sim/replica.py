@@ -86,11 +86,11 @@ class Replica(Process):
                 pass  # it is tried again for as long as the bus is away
 
     async def _stay_alive(self) -> None:
-        said = 0
+        count = 0
         while True:
-            said += 1
+            count += 1
             alive = inbox.ReplicaAlive(
-                id=f"{self.link.token}-alive-{said}",
+                id=f"{self.link.token}-alive-{count}",
                 engine=ENGINE,
                 replica=self._replica,
                 url=f"http://{self._replica}",

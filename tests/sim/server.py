@@ -39,7 +39,7 @@ class Message:
         return self.content
 
     @property
-    def said(self) -> inbox.AnyMessage:
+    def message(self) -> inbox.AnyMessage:
         assert isinstance(self.content, inbox.Message)
         return self.content  # type: ignore[return-value]
 

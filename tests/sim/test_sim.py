@@ -39,8 +39,8 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
     assert seen["began at a snapshot"] > SEEDS / 2
     assert seen["states compared"] > 50 * SEEDS
     assert seen["answered again"] > SEEDS / 2
-    assert seen["calls told"] > 10 * SEEDS
-    assert seen["ends told"] > 5 * SEEDS
+    assert seen["calls acknowledged"] > 10 * SEEDS
+    assert seen["ends acknowledged"] > 5 * SEEDS
     assert seen["calls purged"] > SEEDS / 2
     assert seen["the old leader wrote in between"] > 0
     assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"

@@ -14,7 +14,7 @@ class Variant(StrEnum):
     CALLS_PURGED = "calls are purged up to the one noted last"
     SNAPSHOT_EARLY = "a snapshot is taken while an append is in flight"
     OLD_TRAINER = "a step.done of a superseded trainer epoch is accepted"
-    TOLD_EARLY = "a call is acknowledged before the coordinator was told of it"
+    TOLD_EARLY = "a call is acknowledged before it was reported to the coordinator"
     UNSAVED_STEP = "a step is published before its checkpoint is durable"
     TRAINED_ON = "a trainer continues from what a failed attempt left in memory"
     SWEPT_ALL = "a trainer removes every checkpoint that its own fold does not name"

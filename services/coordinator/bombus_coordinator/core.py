@@ -32,7 +32,7 @@ class Core:
     def __init__(self, hive: Hive | None = None) -> None:
         self.hive = hive if hive is not None else Hive()
         now_ns = self.hive.now_ns
-        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, beat_ns=now_ns, refusing=self.hive.refusing)
+        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
@@ -109,7 +109,7 @@ class Core:
     def _decide(self, message: inbox.AnyMessage) -> Iterator[Decision]:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
-                self.live.beat(message.answered)
+                self.live.tick(message.answered)
             for engine in list(self.hive.engines.values()):
                 yield from self._folded(self._tick(engine))
             return

@@ -237,8 +237,8 @@ def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Dec
 
 def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
     live.replica_seen[engine.name, message.replica] = live.now_ns
-    known = engine.replicas.get(message.replica)
-    if known is None or known.url != message.url:
+    joined = engine.replicas.get(message.replica)
+    if joined is None or joined.url != message.url:
         yield Decision(
             events=(
                 ev.ReplicaJoined(
@@ -266,12 +266,12 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
 
 def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
     """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
-    known = engine.replicas.get(message.replica)
-    if known is None or message.run != engine.run:
+    replica = engine.replicas.get(message.replica)
+    if replica is None or message.run != engine.run:
         return False
     if message.version == engine.version:
         return message.replica not in engine.loaded
-    before = known.version if known.run == engine.run else -1
+    before = replica.version if replica.run == engine.run else -1
     return engine.collection.max_staleness > 0 and before < message.version < engine.version
 
 
@@ -301,7 +301,7 @@ def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> D
 
 
 def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
-    for replica, known in list(engine.replicas.items()):
-        seen = live.replica_seen.get((engine.name, replica), live.since(known.joined_ns))
+    for name, replica in list(engine.replicas.items()):
+        seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
         if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
-            yield _leave(engine, live, replica, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
+            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")

@@ -46,7 +46,7 @@ class Lease:
         except TimeoutError:
             pass
 
-    async def take(self) -> bool:
+    async def acquire(self) -> bool:
         """Take or renew the lease. Return False when another has it or the server does not answer."""
         try:
             return await self._write(self._seq if self.held else await self._free_since())
@@ -61,7 +61,7 @@ class Lease:
     async def keep(self) -> None:
         """Renew the lease until cancelled, and take it again when it was lost and is free."""
         while True:
-            if not await self.take() and not self.held:
+            if not await self.acquire() and not self.held:
                 log.warning("the lease is lost; nothing is decided until it is ours again")
             await asyncio.sleep(RENEW_S)
 

@@ -44,7 +44,7 @@ class Live(msgspec.Struct, kw_only=True):
 
     now_ns: int = 0
     epoch_ns: int = 0
-    beat_ns: int = 0  # time of the last tick
+    ticked_ns: int = 0  # time of the last tick
     refusing: str = ""  # why the hive takes no new work, "" while it does
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
@@ -86,17 +86,17 @@ class Live(msgspec.Struct, kw_only=True):
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
 
-    def beat(self, answered: int) -> None:
+    def tick(self, answered: int) -> None:
         """Take in a tick, sent when the answers to all messages up to `answered` had been sent.
 
         No deadline runs while nobody can show activity (R5): the time to confirm a claim starts once its answer has
         been sent, and after a long silence all deadlines start again, as in a new epoch.
         """
-        if self.now_ns - self.beat_ns > ns(AWAY_S):
+        if self.now_ns - self.ticked_ns > ns(AWAY_S):
             self.epoch_ns = self.now_ns
             self.replica_seen.clear()
             answered = 0
-        self.beat_ns = self.now_ns
+        self.ticked_ns = self.now_ns
         for grant in self.unconfirmed.values():
             if grant.seq > answered:
                 grant.until_ns = self.now_ns + ns(CONFIRM_S)

@@ -33,7 +33,7 @@ class Fold:
         """Begin at the newest snapshot. Raises what `snapshots.start_of` raises."""
         return cls(await snapshots.start_of(bus))
 
-    def take(self, group: Sequence[Stored]) -> None:
+    def apply(self, group: Sequence[Stored]) -> None:
         """Fold the next events. Raises `LogCorrupted` for a gap or an event that cannot be read."""
         for stored in group:
             if stored.seq != self.position + 1:
@@ -51,7 +51,7 @@ class Fold:
             return
         async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
             while self.position < newest.seq:
-                self.take(await reader.read())
+                self.apply(await reader.read())
 
 
 async def stand_by(bus: Bus, lease: Lease) -> Fold:
@@ -59,12 +59,12 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
     loop = asyncio.get_running_loop()
     fold = await Fold.begin(bus)
     async with Reader(bus, bus.subjects.events_stream, fold.position + 1) as reader:
-        while not await lease.take():
+        while not await lease.acquire():
             try_at = loop.time() + TRY_S
             try:
                 async with asyncio.timeout_at(try_at):
                     while True:
-                        fold.take(await reader.read())
+                        fold.apply(await reader.read())
             except TimeoutError:
                 pass
     return fold

@@ -91,7 +91,7 @@ class Instant:
         self._hive = Hive(engines={engine: self._engine})
         self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim
 
-    def take(self, event: AnyEvent, position: int) -> None:
+    def apply(self, event: AnyEvent, position: int) -> None:
         """Take in the next fact of the log."""
         match event:
             case ev.EpisodeClaimed():
@@ -179,7 +179,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
             found.was.note(event, entry.seq, len(hive.engine(engine).pool))
             evolve(hive, event)
             found.was.left = len(hive.engine(engine).pool)
-            instant.take(event, entry.seq)
+            instant.apply(event, entry.seq)
         elif isinstance(event, ev.EngineStarted):
             break
     if found is None:

@@ -127,8 +127,8 @@ class Publisher:
     ) -> asyncio.Future[PubAck]:
         self.check(body)
         size = len(body) + _OVERHEAD_BYTES
-        if not self._window.try_take(size):
-            await self._window.take(size, min(timeout_s, self._room_wait_s))
+        if not self._window.try_acquire(size):
+            await self._window.acquire(size, min(timeout_s, self._room_wait_s))
         token = self._next
         self._next = token + 1
         now = self._loop.time()
@@ -218,7 +218,7 @@ class Publisher:
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
         if self._waiting.pop(token, None) is None:
             return
-        self._window.give(entry.size)
+        self._window.release(entry.size)
         if entry.future.done():
             return  # the caller gave up
         if isinstance(result, PubAck):

@@ -18,7 +18,7 @@ class Window:
         self.bytes = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    def try_take(self, size: int) -> bool:
+    def try_acquire(self, size: int) -> bool:
         """Take room for one message of `size` bytes if there is some and no other sender waits for it."""
         if self._queue or not self._fits(size):
             return False
@@ -26,9 +26,9 @@ class Window:
         self.bytes += size
         return True
 
-    async def take(self, size: int, timeout_s: float) -> None:
+    async def acquire(self, size: int, timeout_s: float) -> None:
         """Wait for room. Raises `BusUnavailable` when there is none within `timeout_s`."""
-        if self.try_take(size):
+        if self.try_acquire(size):
             return
         if len(self._queue) >= self.messages_max:
             raise BusUnavailable(f"{self.messages} messages are in flight and as many wait: the bus does not keep up")
@@ -39,7 +39,7 @@ class Window:
                 await turn
         except BaseException as error:
             if turn.done() and not turn.cancelled():  # our turn came at the moment at which we gave up
-                self.give(size)
+                self.release(size)
             else:
                 turn.cancel()
                 self._admit()
@@ -49,7 +49,7 @@ class Window:
                 ) from None
             raise
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Give back the room of one message of `size` bytes."""
         self.messages -= 1
         self.bytes -= size

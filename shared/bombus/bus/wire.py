@@ -254,6 +254,6 @@ class LazyHeaders(Mapping[str, str]):
 
 def parse_time_ns(text: str) -> int:
     """Return the nanoseconds since the epoch of an RFC 3339 time in UTC with up to nine digits of fraction."""
-    whole, _, fraction = text.removesuffix("Z").partition(".")
-    seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
+    moment, _, fraction = text.removesuffix("Z").partition(".")
+    seconds = int(datetime.fromisoformat(moment + "+00:00").timestamp())
     return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0")[:9])
