@@ -74,10 +74,6 @@ class Publisher:
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_ack)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._waiting)
-
     async def publish(
         self,
         subject: str,

@@ -98,16 +98,6 @@ class Reader:
             for stored in await self.read():
                 yield stored
 
-    @property
-    def buffered(self) -> int:
-        """Return how many messages have arrived and are not read yet."""
-        return len(self._buffer)
-
-    @property
-    def consumers_made(self) -> int:
-        """Return how many consumers were made. A growing number means that the server is in trouble."""
-        return self._generation
-
     async def close(self) -> None:
         """Stop reading. The server removes the consumer at once, or after a while when it cannot be reached."""
         if self._keeper is not None:

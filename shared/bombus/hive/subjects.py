@@ -8,7 +8,7 @@ _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
 def check_name(name: str, what: str) -> str:
-    """Return the name of a hive or engine. Raises `ValueError` unless it is valid."""
+    """Return `name` if it is 1 to 32 lower-case letters, digits and dashes. Raises `ValueError` otherwise."""
     if not _NAME.match(name):
         raise ValueError(
             f"{what} {name!r} is not a valid name: use 1 to 32 lower-case letters, digits and dashes, "
