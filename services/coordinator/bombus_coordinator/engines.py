@@ -54,8 +54,8 @@ def check_asynchronous(rules: Collection) -> None:
     if rules.method.is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
-            f"collection.method = {rules.method} needs max_staleness = 0: who agrees waits for the phase to change, "
-            "and an asynchronous engine rolls on. Use one of the other methods.",
+            f"collection.method = {rules.method} needs max_staleness = 0: clients that agree wait for the phase to "
+            "change, and an asynchronous engine keeps rolling. Use one of the other methods.",
         )
     ahead = (rules.max_staleness + 1) * rules.episode_target
     if rules.max_pool_episodes < ahead:

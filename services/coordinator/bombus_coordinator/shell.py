@@ -152,7 +152,7 @@ class Coordinator:
                 message = inbox.decode_message(stored.data)
             except msgspec.MsgspecError as error:
                 # Anybody with access may publish nonsense, which must not stop the hive.
-                log.warning("inbox message %d is not understood and passed over: %s", stored.seq, error)
+                log.warning("inbox message %d cannot be decoded and is skipped: %s", stored.seq, error)
                 continue
             reply_to = stored.headers.get(REPLY, "")
             if reply_to:

@@ -211,21 +211,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").replace("`", "")
     parser.description = f"{parser.description} {more}"
     parser.add_argument(
-        "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default, as of all rules: the run's)"
+        "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default for all rules: the run's own)"
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
     parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
-    parser.add_argument("--max-staleness", type=int, metavar="N", help="versions that a sample may be old; 0: in step")
+    parser.add_argument(
+        "--max-staleness", type=int, metavar="N", help="maximum age of a sample in versions; 0: synchronous"
+    )
     parser.add_argument(
         "--max-carry-staleness",
         type=int,
         metavar="N",
-        help="versions that an episode may wait when training is in step",
+        help="versions for which an episode may wait when training is synchronous",
     )
-    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="beyond which the pool is cleared")
-    parser.add_argument("--engine", default="main", metavar="NAME", help="whose run (default: %(default)s)")
-    parser.add_argument("--run", type=int, metavar="R", help="which run of it (default: the last)", dest="which_run")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
+    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="size above which the pool is cleared")
+    parser.add_argument("--engine", default="main", metavar="NAME", help="the engine (default: %(default)s)")
+    parser.add_argument(
+        "--run", type=int, metavar="R", help="the number of the run (default: the last)", dest="which_run"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     add_source_arguments(parser)
 
 
@@ -242,7 +246,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, object]:
-    """Raises `BadUsage`."""
+    """Return the rules given as options. Raises `BadUsage`."""
     changes: dict[str, object] = {}
     if arguments.method is not None:
         try:
