@@ -51,10 +51,15 @@ def log(count: int) -> Iterator[Event]:
             step += 1
             groups = tuple(ev.BatchGroup(task=f"t{k}", episodes=tuple(waiting[k::8])) for k in range(8))
             waiting = []
-            checkpoint = {"checkpoint": f"/c/{step}", "checkpoint_digest": "d" * 64}
             yield ev.BatchReady(engine=ENGINE, run=1, step=step, groups=groups, config_digest="d")
             yield ev.StepCompleted(
-                engine=ENGINE, run=1, step=step, trainer_epoch=1, metrics={"loss": 0.1}, **checkpoint
+                engine=ENGINE,
+                run=1,
+                step=step,
+                trainer_epoch=1,
+                checkpoint=f"/c/{step}",
+                checkpoint_digest="d" * 64,
+                metrics={"loss": 0.1},
             )
             yield ev.WeightsReady(engine=ENGINE, run=1, version=step, weights=Weights(where=f"/w/{step}"))
             made += 3

@@ -29,6 +29,9 @@ class CoreHarness:
     def engine(self) -> EngineState:
         return self.core.hive.engine(ENGINE)
 
+    def phase(self) -> Phase:
+        return self.engine.phase
+
     def id(self) -> str:
         self.ids += 1
         return f"m{self.ids}"
@@ -106,7 +109,7 @@ class CoreHarness:
         )
 
     def claim(self, client: str = "c1", count: int = 1, **more: object) -> tuple[str, ...]:
-        answer = self.request(self.claim_message(client, count, **more))
+        answer = self.request(self.claim_message(client, count, **more))  # type: ignore[arg-type]
         assert isinstance(answer, inbox.Granted), answer
         return answer.episodes
 

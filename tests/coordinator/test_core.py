@@ -7,8 +7,9 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method
+from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
 from bombus.hive.inbox import Done, Found, Granted, Refusal
+from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.state import Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
@@ -114,7 +115,7 @@ def test_booting_names_its_stage_and_fails_when_it_takes_too_long() -> None:
     failed = only(harness.tick(after_s=61), ev.EngineFailed)
     assert isinstance(failed, ev.EngineFailed)
     assert "loading the model" in failed.reason
-    assert harness.engine.phase == Phase.OFFLINE
+    assert harness.phase() == Phase.OFFLINE
 
 
 def test_stopping_aborts_open_episodes_in_the_same_decision(harness: CoreHarness) -> None:
@@ -138,7 +139,7 @@ def test_a_new_run_starts_with_an_empty_pool_and_ignores_facts_of_the_old_one(ha
 
 def test_a_broken_engine_goes_offline_with_the_reason(harness: CoreHarness) -> None:
     harness.send(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the model's folder has no config.json"))
-    assert harness.engine.phase == Phase.OFFLINE
+    assert harness.phase() == Phase.OFFLINE
     assert "config.json" in refused(harness.request(harness.claim_message()), Code.WRONG_PHASE)
 
 
@@ -257,7 +258,7 @@ def at(phase: Phase) -> CoreHarness:
     if phase == Phase.ROLLING_POST:
         harness.claim("straggler")
     harness.play("a")
-    assert harness.engine.phase == phase
+    assert harness.phase() == phase
     return harness
 
 
@@ -313,7 +314,7 @@ def test_an_ended_episode_lists_its_calls_and_a_later_call_is_late(harness: Core
 
 def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(harness: CoreHarness) -> None:
     (episode,) = harness.claim()
-    noted = ev.NotedCall(episode, ev.CallRef(1, "cut", b"d"), 5, 2, 0, 0, status=ev.CallStatus.CUT_OFF)
+    noted = NotedCall(episode, CallRef(1, "cut", b"d"), 5, 2, 0, 0, status=CallStatus.CUT_OFF)
     harness.send(inbox.CallRecorded(id="x", engine=ENGINE, run=1, call=noted))
     harness.end(episode)
     assert harness.engine.pool[episode].calls == ()
@@ -426,7 +427,7 @@ def test_enough_tasks_seals_exactly_the_required_groups_and_keeps_the_rest() -> 
     assert batch is not None
     assert [(group.task, len(group.episodes)) for group in batch.groups] == [("a", 2), ("b", 2)]
     assert set(harness.engine.by_task) == {"a", "c"}
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
 
 
 def test_enough_episodes_counts_episodes_of_any_task() -> None:
@@ -443,7 +444,7 @@ def test_tasks_whose_rewards_are_all_equal_do_not_count_and_are_dropped_with_the
     harness.boot(Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2)
     harness.play("dull", 1.0)
     harness.play("dull", 1.0)
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
     harness.play("lively", 1.0)
     harness.play("lively", 0.0)
     assert harness.engine.batch is not None
@@ -478,9 +479,9 @@ def test_all_active_clients_must_agree_and_ten_minutes_of_silence_make_a_client_
     harness.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"), after_s=595)
     harness.play("b", client="here")
     harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="here"))
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
     harness.send(inbox.Tick(id="t"), after_s=6)
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
 
 
 def test_agreeing_out_of_phase_is_refused() -> None:
@@ -492,7 +493,7 @@ def test_only_a_client_that_has_ended_an_episode_recently_can_agree() -> None:
     harness.boot(Method.ANY_CLIENT_AGREES)
     refused(harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="idler")), Code.NOT_ACTIVE)
     harness.play("a", client="worker")
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_a_vote_while_its_batch_is_trained_does_not_count_for_the_next_one() -> None:
@@ -503,7 +504,7 @@ def test_a_vote_while_its_batch_is_trained_does_not_count_for_the_next_one() -> 
     assert isinstance(harness.request(inbox.AgreeSync(id="y", engine=ENGINE, client="c1")), Done)
     harness.train()
     harness.play("b", client="c1")
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_clients_that_agreed_have_time_to_see_the_sync() -> None:
@@ -512,9 +513,9 @@ def test_clients_that_agreed_have_time_to_see_the_sync() -> None:
     harness.play("a", client="c1")
     harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
     harness.train()
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     harness.tick(after_s=7)
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_draining_lets_running_episodes_finish_and_aborts_stragglers_at_the_deadline() -> None:
@@ -523,11 +524,11 @@ def test_draining_lets_running_episodes_finish_and_aborts_stragglers_at_the_dead
     runner, straggler, first = harness.claim(count=3)
     harness.call(straggler)
     harness.end(first, "a")
-    assert harness.engine.phase == Phase.ROLLING_POST
+    assert harness.phase() == Phase.ROLLING_POST
     assert isinstance(harness.end(runner, "b"), Done)
     assert aborts(harness.tick(after_s=1)) == []
     assert aborts(harness.tick(after_s=29)) == [((straggler,), AbortReason.SUPERSEDED)]
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     assert list(harness.engine.by_task) == ["b"]
     late = harness.end(straggler, "c")
     assert "ENGINE.WEIGHT_SYNCING" in refused(
@@ -564,7 +565,7 @@ def test_evaluation_is_not_in_batches_and_counts_for_the_version_it_ran_on(harne
     harness.play("held-out", 0.75, type=EpisodeType.EVAL)
     assert harness.engine.pool == {}
     assert harness.engine.evals[0].mean == 0.5
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 # ---- training and weights ----
@@ -581,11 +582,11 @@ def sealed() -> CoreHarness:
 def test_a_step_becomes_the_next_version_when_its_weights_are_loaded() -> None:
     harness = sealed()
     harness.step_done(1)
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     harness.save_weights(1)
     assert harness.engine.version == 1
     harness.load(1)
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_only_the_first_report_of_a_step_counts() -> None:
@@ -617,11 +618,11 @@ def test_weights_without_their_step_on_the_log_are_ignored() -> None:
 def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason_and_keeps_the_batch() -> None:
     harness = sealed()
     for _ in range(3):
-        assert harness.engine.phase == Phase.WEIGHT_SYNCING
+        assert harness.phase() == Phase.WEIGHT_SYNCING
         harness.send(
             inbox.StepBroke(id=harness.id(), engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="loss is NaN")
         )
-    assert harness.engine.phase == Phase.OFFLINE
+    assert harness.phase() == Phase.OFFLINE
     assert "loss is NaN" in harness.engine.failure
     assert harness.engine.batch is not None
 
@@ -635,9 +636,9 @@ def test_rolling_resumes_when_all_live_replicas_have_loaded_or_the_sync_timed_ou
     harness.step_done(1)
     harness.save_weights(1)
     harness.load(1, "r1")
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     harness.tick(after_s=5)
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_rolling_waits_for_at_least_one_replica() -> None:
@@ -646,9 +647,9 @@ def test_rolling_waits_for_at_least_one_replica() -> None:
     harness.step_done(1)
     harness.save_weights(1)
     harness.tick(after_s=10_000)
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     harness.send(inbox.ReplicaAlive(id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1))
-    assert harness.engine.phase == Phase.ROLLING
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_a_replica_without_heartbeats_leaves() -> None:
@@ -671,7 +672,7 @@ def test_calls_of_one_append_are_noted_in_one_event(harness: CoreHarness) -> Non
     first, second = harness.claim(count=2)
     pending = []
     for index, episode in enumerate([first, second, first]):
-        noted = ev.NotedCall(episode, ev.CallRef(index, f"n{index}", b"d"), 5, 2, 0, 0)
+        noted = NotedCall(episode, CallRef(index, f"n{index}", b"d"), 5, 2, 0, 0)
         message = inbox.CallRecorded(id=f"x{index}", engine=ENGINE, run=1, call=noted)
         pending += list(harness.core.receive(message, 100 + index, harness.now_ns))
     assert pending == []
@@ -750,7 +751,7 @@ def test_work_in_progress_continues_while_storage_is_full(harness: CoreHarness) 
     harness.call(ended)
     assert isinstance(harness.end(ended, "t1"), Done)
     harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=(aborted,)))
-    assert harness.engine.phase == Phase.WEIGHT_SYNCING
+    assert harness.phase() == Phase.WEIGHT_SYNCING
     harness.train()
     assert harness.engine.version == 1
 

@@ -29,7 +29,7 @@ def call(harness: CoreHarness, episode: str, seq: int, run: int = 0) -> None:
 
 def play(harness: CoreHarness, seq: int, task: str = "t1", **more: object) -> None:
     """Play an episode of one call."""
-    (episode,) = harness.claim(**more)
+    (episode,) = harness.claim(**more)  # type: ignore[arg-type]
     call(harness, episode, seq)
     harness.end(episode, task)
 

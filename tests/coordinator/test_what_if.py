@@ -111,7 +111,13 @@ async def test_every_ended_episode_of_a_random_run_is_in_a_batch_dropped_or_left
     tried = 0
     for seed in range(40):
         log = Given([logged.event for logged in random_run(seed, steps=400).log])
-        for changes in ({}, {"method": Method.ENOUGH_EPISODES}, {"num_repeat": 3}, {"max_carry_staleness": 0}):
+        variants: tuple[dict[str, object], ...] = (
+            {},
+            {"method": Method.ENOUGH_EPISODES},
+            {"num_repeat": 3},
+            {"max_carry_staleness": 0},
+        )
+        for changes in variants:
             compared = await compare(log, ENGINE, None, changes)
             for result in (compared.was, compared.would_be):
                 used = sum(batch.episodes for batch in result.batches)
