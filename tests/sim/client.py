@@ -17,7 +17,7 @@ from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, Referee
 
 T = TypeVar("T")
-Ask = Callable[[Gateway], Coroutine[Any, Any, T]]
+Request = Callable[[Gateway], Coroutine[Any, Any, T]]
 
 TASKS = ("t1", "t2", "t3")
 CALL_ATTEMPTS = 5
@@ -37,29 +37,29 @@ class Mood:
 
 
 class Caller(Process):
-    """A sender of commands. `asking` names the command that is not answered yet."""
+    """A sender of commands. `pending` names the command that is not answered yet."""
 
     def __init__(self, name: str, gateways: list[Gateway], pick: random.Random) -> None:
         super().__init__(gateways[0].loop, name)
-        self.asking = ""
+        self.pending = ""
         self._gateways = gateways
         self._pick = pick
         self._numbers = 0
 
     def kill(self) -> None:
         super().kill()
-        self.asking = ""
+        self.pending = ""
 
     def fresh(self, what: str) -> str:
         self._numbers += 1
         return f"{self.name}-{what}-{self._numbers}"
 
-    async def insist(self, what: str, ask: Ask[T]) -> T | Refused:
+    async def request_until_answered(self, what: str, send: Request[T]) -> T | Refused:
         """Send a request to one gateway after another until there is an answer."""
-        self.asking = what
+        self.pending = what
         while True:
             try:
-                answer: T | Refused = await self._pick.choice(self._gateways).request(self, ask)
+                answer: T | Refused = await self._pick.choice(self._gateways).request(self, send)
                 break
             except Refused as refused:
                 if refused.code not in GatewayFault:
@@ -68,7 +68,7 @@ class Caller(Process):
             except (Hangup, BusUnavailable):
                 pass
             await self.sleep(self._pick.random() * 0.5)
-        self.asking = ""
+        self.pending = ""
         return answer
 
 
@@ -98,7 +98,9 @@ class Client(Caller):
             discard_timeout_s=pick.choice((2.0, 10.0, 40.0)),
         )
         wait_s = pick.choice((0.0, 2.0, 5.0))
-        granted = await self.insist(f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s))
+        granted = await self.request_until_answered(
+            f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s)
+        )
         if not isinstance(granted, Granted):
             return
         self._referee.acknowledged_grant(claim.claim, granted)
@@ -118,7 +120,7 @@ class Client(Caller):
                 await self._end([result], granted.run)
         if pick.random() < 0.5:
             vote = inbox.AgreeSync(id=self.fresh("vote"), engine=ENGINE, client=self.name)
-            await self.insist("a vote", lambda gateway: gateway.command(vote))
+            await self.request_until_answered("a vote", lambda gateway: gateway.command(vote))
 
     def _claim_id(self) -> str:
         """Return a new id, or one of a few that clash with the client's earlier claims."""
@@ -135,7 +137,7 @@ class Client(Caller):
         if pick.random() < 0.1:
             self.spawn(self._call(episode, run))  # still running when the episode ends
         if pick.random() < 0.1:
-            await self.insist("a heartbeat", lambda gateway: _touched(gateway, episode))
+            await self.request_until_answered("a heartbeat", lambda gateway: _touched(gateway, episode))
         return True
 
     async def _call(self, episode: str, run: int) -> bool:
@@ -163,7 +165,7 @@ class Client(Caller):
         for result in results:
             self._referee.ends(result)
         command = inbox.End(id=self.fresh("end"), engine=ENGINE, client=self.name, results=tuple(results))
-        answer = await self.insist(f"{command.id}", lambda gateway: gateway.command(command))
+        answer = await self.request_until_answered(f"{command.id}", lambda gateway: gateway.command(command))
         if isinstance(answer, Refused) and answer.code == Code.BAD_REWARD:
             await self._end([msgspec.structs.replace(result, reward=0.0) for result in results], run)
             return
@@ -172,7 +174,7 @@ class Client(Caller):
         for result in results:
             self._referee.acknowledged_end(result)
         if self._mood.faults.strikes(Fault.REPEAT):
-            again = await self.insist(f"{command.id} again", lambda gateway: gateway.command(command))
+            again = await self.request_until_answered(f"{command.id} again", lambda gateway: gateway.command(command))
             same_run = self._referee.hive.engine(ENGINE).run == run
             assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; when repeated: {again}"
         if self._pick.random() < 0.05:
@@ -180,7 +182,7 @@ class Client(Caller):
 
     async def _abort(self, episode: str, infra: bool) -> None:
         command = inbox.Abort(id=self.fresh("abort"), engine=ENGINE, client=self.name, episodes=(episode,), infra=infra)
-        if isinstance(await self.insist(command.id, lambda gateway: gateway.command(command)), Done):
+        if isinstance(await self.request_until_answered(command.id, lambda gateway: gateway.command(command)), Done):
             self._referee.acknowledged_aborted(episode)
 
 
@@ -195,7 +197,7 @@ class Operator(Caller):
     async def main(self) -> None:
         stopped: inbox.Stop | None = None
         while True:
-            phase = await self.insist("the phase", _phase)
+            phase = await self.request_until_answered("the phase", _phase)
             if phase == Phase.OFFLINE:
                 await self._command(self._configure())
                 await self._command(inbox.Start(id=self.fresh("start"), engine=ENGINE))
@@ -208,7 +210,7 @@ class Operator(Caller):
             await self.sleep(OPERATOR_S)
 
     async def _command(self, command: inbox.AnyMessage) -> None:
-        await self.insist(command.id, lambda gateway: gateway.command(command))
+        await self.request_until_answered(command.id, lambda gateway: gateway.command(command))
 
     def _configure(self) -> inbox.Configure:
         return inbox.Configure(

@@ -67,10 +67,10 @@ class Gateway(Process):
         self._open: dict[str, int] = {}  # episodes with an open call
         self._seen: set[str] = set()
         self._confirmed: list[str] = []
-        self._unacknowledged: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
+        self._unreported: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
         self.spawn(self.follower.run())
         await self.follower.caught_up()
-        await self._touches()
+        await self._send_touches()
 
     def kill(self) -> None:
         super().kill()
@@ -111,18 +111,18 @@ class Gateway(Process):
     async def claim(self, claim: inbox.Claim, wait_s: float) -> Granted:
         """Claim in slices under one claim id until it is granted or the time is over (R13)."""
         deadline_s = self.loop.now_s + wait_s
-        asking = self._net.fresh("asking")
+        request_id = self._net.fresh("asking")
         claim = msgspec.structs.replace(claim, first_asked_ns=self.link.server.now_ns)
         number = 0
         while True:
-            asked_s = self.loop.now_s
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - asked_s))
-            message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
+            sent_s = self.loop.now_s
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - sent_s))
+            message = msgspec.structs.replace(claim, id=f"{request_id}.{number}", wait_s=slice_s)
             number += 1
             try:
                 answer = await self.command(message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
-                waited = self.loop.now_s - asked_s >= slice_s / 2
+                waited = self.loop.now_s - sent_s >= slice_s / 2
                 if refused.code in (Code.NO_EPISODES, Code.WRONG_PHASE) and waited and self.loop.now_s < deadline_s:
                     continue
                 raise
@@ -151,9 +151,9 @@ class Gateway(Process):
             stored = await self.link.publish(CALLS_STREAM, Outgoing("call", body, record.id, {}), RECORD_S)
             ref = CallRef(stored.seq, record.id, digest(body))
             if self._variant == Variant.TOLD_EARLY:
-                self.spawn(self._tell_later(ref, record))
+                self.spawn(self._report_later(ref, record))
             else:
-                await self._tell(ref, record)
+                await self._report(ref, record)
             return record.id
         finally:
             self._open[episode] -= 1
@@ -167,7 +167,7 @@ class Gateway(Process):
             return engine.version
         versions = sorted({replica.version for replica in fitting(engine, episode).values()})
         if not versions:
-            raise Refused(Code.NO_REPLICA, f"nobody serves version {engine.version}")
+            raise Refused(Code.NO_REPLICA, f"no replica serves version {engine.version}")
         return self._net.pick.choice(versions)
 
     async def _check_open(self, episode: str, run: int) -> None:
@@ -182,27 +182,27 @@ class Gateway(Process):
         if self.engine.run != run or self.engine.phase == Phase.OFFLINE or self.engine.is_over(episode):
             raise Refused(Code.EPISODE_OVER, f"{episode} is over")
 
-    async def _tell(self, ref: CallRef, record: Record) -> None:
+    async def _report(self, ref: CallRef, record: Record) -> None:
         call = NotedCall(record.episode, ref, 5, 3, record.oldest, record.newest, record.status)
         noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
         key = record.episode, record.request
         if record.status == CallStatus.COMPLETE:
-            self._unacknowledged[key] = ref, record
+            self._unreported[key] = ref, record
         await self.link.send(noted, RECORD_S)
-        self._unacknowledged.pop(key, None)
+        self._unreported.pop(key, None)
 
-    async def _tell_later(self, ref: CallRef, record: Record) -> None:
+    async def _report_later(self, ref: CallRef, record: Record) -> None:
         try:
-            await self._tell(ref, record)
+            await self._report(ref, record)
         except BusUnavailable:
             pass  # the mistake of this variant
 
     async def _recorded(self, episode: str, request: str) -> str:
         """Return the record of this request, when the harness sends it again."""
-        untold = self._unacknowledged.get((episode, request))
-        if untold is not None:
-            await self._tell(*untold)
-            return untold[1].id
+        unreported = self._unreported.get((episode, request))
+        if unreported is not None:
+            await self._report(*unreported)
+            return unreported[1].id
         lookup = inbox.Lookup(id=self._net.fresh("lookup"), engine=ENGINE, episode=episode)
         found = await self.link.request(lookup, COMMAND_S)
         assert isinstance(found, Found)
@@ -218,12 +218,12 @@ class Gateway(Process):
     def touch(self, episode: str) -> None:
         self._seen.add(episode)
 
-    async def _touches(self) -> None:
-        beat = 0
+    async def _send_touches(self) -> None:
+        count = 0
         while True:
             await self.sleep(CONFIRM_S)
-            beat += 1
-            if beat % round(TOUCH_S / CONFIRM_S) and not self._confirmed:
+            count += 1
+            if count % round(TOUCH_S / CONFIRM_S) and not self._confirmed:
                 continue
             seen, self._seen = self._seen.union(self._open), set()
             confirmed, self._confirmed = tuple(self._confirmed), []

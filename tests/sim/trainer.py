@@ -75,7 +75,7 @@ class Trainer(Process):
         except TimeoutError:
             pass
 
-    async def _say(self, fact: inbox.AnyMessage) -> None:
+    async def _send(self, fact: inbox.AnyMessage) -> None:
         while True:
             try:
                 await self.link.send(fact)
@@ -83,7 +83,7 @@ class Trainer(Process):
             except BusUnavailable:
                 await self._pause(RETRY_S)
 
-    def _fact(self, what: str) -> str:
+    def _fact_id(self, what: str) -> str:
         return f"{ENGINE}-{self._run}-{self._engine.trainer_epoch}-{what}"
 
     # ---- a run ----
@@ -129,7 +129,7 @@ class Trainer(Process):
         """Return the model after the newest step on the log."""
         if self._engine.phase == Phase.BOOTING:
             stage = inbox.StageReached(id=f"{self._id}-{self._run}-load", engine=ENGINE, run=self._run, stage="loading")
-            await self._say(stage)
+            await self._send(stage)
         await self.sleep(self._net.pick.random() * 0.5)
         done = self._engine.step_done
         if done is None:
@@ -154,9 +154,9 @@ class Trainer(Process):
         epoch = self._engine.trainer_epoch
         where = f"weights/{self._run}/{version}/{epoch}"
         self._referee.weights[where] = self._run, version
-        await self._say(
+        await self._send(
             inbox.WeightsSaved(
-                id=self._fact(f"weights-{version}"),
+                id=self._fact_id(f"weights-{version}"),
                 engine=ENGINE,
                 run=self._run,
                 step=version,
@@ -185,7 +185,7 @@ class Trainer(Process):
         path = f"checkpoints/{self._run}/step-{batch.step}-epoch-{epoch}-attempt-{self._attempt}"
         saved = Checkpoint(self._run, batch.step, epoch, model, digest(path.encode() + model).hex())
         done = inbox.StepDone(
-            id=self._fact(f"step-{batch.step}-{self._attempt}"),
+            id=self._fact_id(f"step-{batch.step}-{self._attempt}"),
             engine=ENGINE,
             run=self._run,
             step=batch.step,
@@ -194,11 +194,11 @@ class Trainer(Process):
             checkpoint_digest=saved.digest,
         )
         if self._variant == Variant.UNSAVED_STEP:
-            await self._say(done)
+            await self._send(done)
         await self.sleep(self._net.pick.random() * 0.3)
         self._referee.disk[path] = saved
         await self.sleep(self._net.pick.random() * 0.1)
-        await self._say(done)
+        await self._send(done)
         await self._wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
         kept = {path, before.checkpoint if before is not None else ""}
         for other, checkpoint in list(self._referee.disk.items()):
@@ -230,7 +230,7 @@ class Trainer(Process):
             run=self._run,
             step=batch.step,
             trainer_epoch=self._engine.trainer_epoch,
-            reason="out of luck",
+            reason="a simulated failure",
         )
-        await self._say(broke)
+        await self._send(broke)
         await self._wait(lambda engine: engine.step_failures > counted)

@@ -17,7 +17,7 @@ from tests.sim.server import EVENTS_STREAM, SECOND, SIZE, Message, Server
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
-TROUBLE_S = 25.0
+FAULTS_S = 25.0
 LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock was set back, a late message
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
@@ -82,13 +82,13 @@ class World:
             caller.start()
         for fault in SCHEDULED:
             self._schedule(fault)
-        self.loop.run(TROUBLE_S)
+        self.loop.run(FAULTS_S)
         self.calm()
         self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
         steps = self.referee.seen["step.completed"]
         self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
         self.mood.playing = False
-        self._expect(QUIET_S, lambda: not any(caller.asking for caller in self.clients), "every command is answered")
+        self._expect(QUIET_S, lambda: not any(caller.pending for caller in self.clients), "every command is answered")
         self.loop.run(self.loop.now_s + 5.0)
         self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
