@@ -75,7 +75,7 @@ class Coordinator(Process):
         async def follow() -> None:
             reader = Reader(self.link, EVENTS_STREAM, fold.position + 1)
             while True:
-                fold.take(await reader.read())
+                fold.apply(await reader.read())
 
         await self.together(ask(), follow())
         return fold

@@ -43,7 +43,7 @@ class Fold:
             except BusUnavailable:
                 await link.process.sleep(RETRY_S)
 
-    def take(self, group: Sequence[Message]) -> None:
+    def apply(self, group: Sequence[Message]) -> None:
         for message in group:
             if message.seq != self.position + 1:
                 raise LogCorrupted(f"the log continues at {message.seq} after {self.position}")
@@ -57,7 +57,7 @@ class Fold:
         newest = await link.last(EVENTS_STREAM)
         reader = Reader(link, EVENTS_STREAM, self.position + 1)
         while newest is not None and self.position < newest.seq:
-            self.take(await reader.read())
+            self.apply(await reader.read())
 
 
 class Follower:

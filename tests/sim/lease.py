@@ -24,7 +24,7 @@ class Lease:
 
     async def acquire(self) -> bool:
         """Take or renew the lease. Return False when another has it or the server does not answer."""
-        server, asked_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
+        server, requested_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
 
         def write() -> int:
             expected = mine
@@ -42,7 +42,7 @@ class Lease:
             return False
         except BusUnavailable:
             return False
-        self._until_s = asked_s + LEASE_S
+        self._until_s = requested_s + LEASE_S
         return True
 
     async def keep(self) -> None:

@@ -59,7 +59,7 @@ class Replica(Process):
             await self.sleep(self._net.pick.random() * 0.5)
             if ready.weights.where in self._referee.weights:
                 self._run, self._version = ready.run, ready.version
-                await self._say_loaded()
+                await self._report_loaded()
                 return
             try:
                 await self.follower.wait_for(lambda: self._wanted() is not ready, RETRY_S)
@@ -70,7 +70,7 @@ class Replica(Process):
         assert newest is None or newest.weights != ready.weights, f"the newest weights, {ready.weights.where}, are gone"
         await self.follower.wait_for(lambda: self._wanted() is not ready)
 
-    async def _say_loaded(self) -> None:
+    async def _report_loaded(self) -> None:
         loaded = inbox.WeightsLoadedFact(
             id=f"{self.link.token}-{self._run}-loaded-{self._version}",
             engine=ENGINE,
