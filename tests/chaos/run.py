@@ -53,7 +53,7 @@ async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int 
         telling = asyncio.create_task(_report_progress(killer, agents, say))
         try:
             await _while(playing, killer.run(kills))
-            say("nobody is killed any more; waiting for two more steps")
+            say("the killing has ended; waiting for two more steps")
             await _while(playing, _makes_progress(url))
             agents.stop()
             await asyncio.wait_for(playing, QUIET_S)

@@ -368,7 +368,7 @@ def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
     assert engine.batch is None, "one batch at a time"
     rules = engine.collection
     if rules.max_staleness == 0:
-        assert not engine.open, "everybody has finished or was taken away"
+        assert not engine.open, "every episode has ended or was aborted"
         return
     assert engine.version == engine.step, "the weights of the step before are ready"
     for group in batch.groups:

@@ -92,7 +92,7 @@ def test_commands_repeated_under_another_leader_change_nothing_and_get_their_ori
     harness.core.live.answers.clear()
     log = list(harness.log)
     assert [harness.request(message) for message in (stop, configure, start)] == answers
-    assert harness.log == log, "the second run goes on"
+    assert harness.log == log, "the second run continues"
     assert answers == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
 
 
@@ -700,7 +700,7 @@ def test_the_time_to_confirm_a_claim_starts_when_its_answer_is_sent(harness: Cor
     harness.claim(claim="k")
     before = harness.seq - 1
     for _ in range(5):
-        assert confirmed_later(harness, before, after_s=1) == [], "its decision has not landed yet"
+        assert confirmed_later(harness, before, after_s=1) == [], "its decision is not stored yet"
     assert confirmed_later(harness, harness.seq, after_s=4) == []
     assert aborts(confirmed_later(harness, harness.seq, after_s=1)) == [(("main-1-1",), AbortReason.UNCONFIRMED)]
 

@@ -118,7 +118,7 @@ def test_a_claim_waits_once_its_samples_would_be_too_old_and_is_granted_when_the
     harness.send(waiting)
     harness.step_done(1)
     harness.save_weights(1)
-    assert waiting.id not in harness.answers, "nobody serves them yet"
+    assert waiting.id not in harness.answers, "no replica serves them yet"
     harness.load(1)
     granted = harness.answers[waiting.id]
     assert isinstance(granted, Granted)
@@ -229,7 +229,7 @@ def test_a_complete_batch_waits_for_episodes_that_would_be_too_old_for_the_next_
     harness.end(slow[0], "slow", 0.0)
     assert sealed(harness) == [["a"]], "the other one may have a call in flight that began at version 0"
     harness.end(slow[1], "slow", 1.0)
-    assert sealed(harness) == [["a"], ["slow"]], "what is oldest first"
+    assert sealed(harness) == [["a"], ["slow"]], "the oldest first"
     assert drops(harness) == []
 
 
@@ -246,7 +246,7 @@ def test_a_complete_batch_waits_at_most_drain_s() -> None:
     assert sealed(harness) == [["a"]], "since it is complete"
     harness.tick(after_s=1)
     assert sealed(harness) == [["a"], ["b"]]
-    assert slow in harness.engine.open, "nobody is taken away for being slow"
+    assert slow in harness.engine.open, "a slow episode is not aborted"
 
 
 def stepped_past(harness: CoreHarness) -> None:
@@ -292,7 +292,7 @@ def test_open_episodes_that_are_too_old_do_not_hold_up_claims() -> None:
         harness.call(episode)
     stepped_past(harness)
     assert len(harness.claim(count=2)) == 2
-    assert len(harness.claim(count=2)) == 2, "the two that are too old make no batch"
+    assert len(harness.claim(count=2)) == 2, "the two that are too old do not make a batch"
     refused(harness)
 
 

@@ -69,7 +69,7 @@ async def test_a_lease_that_is_not_renewed_is_free_after_its_time_and_not_before
     async with asyncio.timeout(WAIT_S):
         while not await second.acquire():
             pass
-    assert not first.held, "its holder gave up before anybody else could have it"
+    assert not first.held, "its holder gave it up before another could have it"
     assert not await first.acquire()
 
 
@@ -172,9 +172,9 @@ async def test_two_coordinators_that_both_believe_they_lead_make_one_log(bus: Bu
             stop.set()
         stored = await log_of(bus)
     assert len(done) > 10
-    assert len(done) == len(set(done)), "no episode was given to two"
+    assert len(done) == len(set(done)), "no episode was granted twice"
     opened_epochs = [int(each.headers[EPOCH]) for each in stored]
-    assert opened_epochs == sorted(opened_epochs), "nobody writes into another's epoch"
+    assert opened_epochs == sorted(opened_epochs), "no leader writes into another's epoch"
     ended = [
         outcome.episode
         for each in stored

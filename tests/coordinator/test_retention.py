@@ -126,7 +126,7 @@ def test_after_a_power_cut_reused_sequences_are_kept() -> None:
     (episode,) = given.claim()
     call(given, episode, 91)
     assert given.engine.open[episode].calls_from == 91
-    assert given.engine.newest_call == 91, "who is claimed now lies behind the end that the stream has now"
+    assert given.engine.newest_call == 91, "calls of new claims come after the current end of the stream"
 
 
 def test_an_engine_without_calls_does_not_hold_up_others() -> None:
@@ -181,12 +181,12 @@ def test_no_call_below_an_earlier_floor_is_ever_needed() -> None:
             if isinstance(logged.event, ev.BatchReady):
                 steps.append(logged.event)
             lost = {seq for seq in needed(engine, steps[-STEPS_NEEDED:]) if seq < gone}
-            assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} went below {gone}"
+            assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} were purged below {gone}"
             assert floor(engine).kept <= floor(engine).needed
             gone = max(gone, floor(engine).needed)
         purged += gone
         most += world.stored
-    assert purged > most / 4, "and a good part of them did go"
+    assert purged > most / 4, "and many of them were purged"
 
 
 async def fill(bus: Bus, engine: str, count: int, size: int = 64 << 10) -> int:
@@ -206,7 +206,7 @@ async def test_calls_kept_only_for_replay_are_purged_when_the_stream_is_over_hal
     await purge.below({"a": Floor(kept=0, needed=20)})
     assert (await bus.state(stream)).first_seq == 1, "there is room"
     await purge.below({"a": Floor(kept=3, needed=20)})
-    assert (await bus.state(stream)).first_seq == 3, "out of the window is gone in any case"
+    assert (await bus.state(stream)).first_seq == 3, "calls outside the window are purged in any case"
     last = await fill(bus, "a", 24, size=65 << 10)
     for _ in range(40):
         await purge.below({"a": Floor(kept=3, needed=last)})
@@ -215,7 +215,7 @@ async def test_calls_kept_only_for_replay_are_purged_when_the_stream_is_over_hal
     await fill(bus, "a", 30, size=66 << 10)
     for _ in range(40):
         await purge.below({"a": Floor(kept=3, needed=last)})
-    assert (await bus.state(stream)).first_seq == last, "what is needed stays, however full it is"
+    assert (await bus.state(stream)).first_seq == last, "needed calls stay, however full the stream is"
 
 
 async def test_an_idle_engine_keeps_only_its_own_calls(bus: Bus) -> None:

@@ -172,7 +172,7 @@ async def test_r4_a_second_leader_deposes_the_first_by_the_fence(bus: Bus) -> No
             assert isinstance(granted, inbox.Granted)
             assert (first.core.hive.epoch, second.core.hive.epoch) == (1, 2)
     epochs = [int(stored.headers[EPOCH]) for stored in await log_of(bus)]
-    assert epochs == sorted(epochs), "nothing of the first epoch lands behind the second's opening"
+    assert epochs == sorted(epochs), "no event of the first epoch is stored after the second one is opened"
 
 
 async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_it(bus: Bus) -> None:

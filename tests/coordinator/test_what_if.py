@@ -38,7 +38,7 @@ class Given(Source):
         return [None for _ in refs]
 
     async def blob(self, name: str) -> bytes:
-        raise AssertionError(f"nobody needs {name}")
+        raise AssertionError(f"{name} is not needed")
 
 
 def run_of(rewards: Sequence[tuple[str, float]], **rules: object) -> list[Event]:

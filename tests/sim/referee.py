@@ -84,7 +84,7 @@ class Referee:
     def _check_order(self, message: Message, event: Event) -> None:
         epoch, answers = int(message.headers[EPOCH]), int(message.headers[INBOX])
         author = message.msg_id.split(".")[0]
-        assert event.at_ns >= self.hive.now_ns, "time does not go backwards"
+        assert event.at_ns >= self.hive.now_ns, "time never decreases"
         assert answers >= self._answered, f"event {message.seq} answers {answers} after {self._answered}"
         if isinstance(event, ev.EpochOpened):
             assert event.epoch == epoch > self.hive.epoch, "epochs increase"

@@ -1,8 +1,8 @@
 """The leader's lease, which decides who may lead now. It serves liveness only: the fence keeps two leaders apart (R4).
 
-The lease is a key-value entry that its holder renews, and that the server removes when it is not renewed. Whoever finds
-it gone may take it. No process reads the server's clock: the holder counts from before its request, so that its own
-lease ends before the server's entry does.
+The lease is a key-value entry that its holder renews, and that the server removes when it is not renewed. Any process
+that finds it gone may take it. No process reads the server's clock: the holder counts from before its request, so that
+its own lease ends before the server's entry does.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ RETRY_S = 1.0
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
-    """How a leader looks after the bus while it leads. `disk` is a folder on the bus's disk, watched for room."""
+    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched."""
 
     trim_s: float = TRIM_S
     snapshot_events: int = EVENTS

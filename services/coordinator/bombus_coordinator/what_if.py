@@ -38,7 +38,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfResult(msgspec.Struct, kw_only=True):
-    """What a run's episodes were used for under one set of rules."""
+    """The batches and dropped episodes of a run under one set of rules."""
 
     rules: Collection
     batches: list[Batch] = []

@@ -27,7 +27,7 @@ class BulkStopped(Exception):
 
 
 class StreamRange(msgspec.Struct, frozen=True):
-    """What to read: `first` to `last` of a stream, from a pull consumer without acknowledgements that begins there.
+    """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins there.
 
     `inbox` is a subject that nobody else uses; `credit_bytes` is the limit of one request.
     """

@@ -129,7 +129,7 @@ class Bus:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was closed, by us or by a server that does not let us in again."""
+        """Return whether it was closed, by us or by a server that does not let us in again."""
         return bool(self._client.is_closed)
 
     async def close(self) -> None:
@@ -295,7 +295,7 @@ class Bus:
 
     def _connection_lost(self) -> None:
         if not self._client.is_closed:
-            logger.warning("the bus is gone; reconnecting")
+            logger.warning("the connection to the bus is lost; reconnecting")
         self.publisher.connection_lost()
 
     def _connection_back(self) -> None:

@@ -46,7 +46,7 @@ class Reader:
     """Reads the messages of `stream` from `start_seq` on, or from the first that is still kept.
 
     Use it with `async with`, or call `close`. One task reads at a time. What is read ahead is bounded (15,000
-    messages, 24 MB): while nobody calls `read`, no more is requested.
+    messages, 24 MB): while `read` is not called, no more is requested.
     """
 
     def __init__(self, bus: Bus, stream: str, start_seq: int = 1, filter_subject: str | None = None) -> None:

@@ -78,7 +78,7 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class EpochFence(msgspec.Struct, frozen=True):
-    """What an append requires to be unchanged: the sequence of its epoch's `epoch.opened`, 0 when there is none."""
+    """The position of its epoch's `epoch.opened` that an append requires to be the newest, 0 when there is none."""
 
     epoch: int
     opened: int

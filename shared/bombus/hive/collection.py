@@ -15,7 +15,7 @@ ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How full the pool is, in the measures of all methods."""
+    """The fill of the pool, in the measures of all methods."""
 
     episodes: int
     tasks: int

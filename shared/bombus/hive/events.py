@@ -35,7 +35,7 @@ class DropReason(StrEnum):
 
 
 class Method(StrEnum):
-    """When a batch is complete. A job may name a method without its prefix."""
+    """The rule for when a batch is complete. A job may name a method without its prefix."""
 
     ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
     ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
@@ -175,7 +175,7 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an episode ended, as its client reported it, and the calls that belong to it from then on (R7).
+    """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
     `call_rewards`, when given, has one reward for each of `calls`, in order; `reward` is then their mean.
     """
@@ -275,7 +275,7 @@ OBJECTS = "object:"
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a policy version is stored: a folder, or `object:` and a prefix of object names (R15).
+    """The place of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
 
     `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is the name of an object. With
     format `safetensors-delta` only the changes since version `base` are stored, in a file of `delta_bytes` and

@@ -81,7 +81,7 @@ class AgreeSync(Message, frozen=True, kw_only=True, omit_defaults=True, tag="agr
 
 
 class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup"):
-    """Ask for the calls of an episode, as a gateway does that did not serve its earlier turns (R10)."""
+    """Request the calls of an episode, for a gateway that did not serve its earlier turns (R10)."""
 
     episode: str
 

@@ -65,7 +65,7 @@ class CallStatus(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are sampled. The defaults are the unmodified distribution of the model."""
+    """The parameters of sampling. The defaults are the unmodified distribution of the model."""
 
     max_tokens: int = 0
     temperature: float = 1.0

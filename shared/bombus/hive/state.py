@@ -68,7 +68,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
-    """How an episode was closed: the digest of its outcome, or why it was aborted."""
+    """The end of a closed episode: the digest of its outcome, or the reason of its abort."""
 
     client: str
     outcome: bytes = b""

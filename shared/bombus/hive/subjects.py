@@ -28,7 +28,7 @@ class Subjects:
         self.calls_stream = f"{stem}_calls"
         self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
         self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
-        self.leases_bucket = f"{stem}_leases"  # key-value: who leads
+        self.leases_bucket = f"{stem}_leases"  # key-value: the leader's lease
         self.all_inbox = f"bombus.{hive}.inbox.>"
         self.all_events = f"bombus.{hive}.event.>"
         self.all_calls = f"bombus.{hive}.call.>"
