@@ -38,6 +38,13 @@ async def freeze(server: EmbeddedServer) -> None:
         await asyncio.sleep(0.001)
 
 
+def kill(server: EmbeddedServer) -> None:
+    """Kill the server at once, as a crash would, and wait until it is gone."""
+    if server.pid is not None:
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
+
+
 def thaw(server: EmbeddedServer) -> None:
     assert server.pid is not None
     os.kill(server.pid, signal.SIGCONT)

@@ -14,6 +14,7 @@ from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.requests import ApiCall
 from bombus.bus.server import HOST
 from bombus.bus.wire import ApiError
+from tests.conftest import kill
 
 NODES = 3
 START_S = 30.0
@@ -94,7 +95,7 @@ class Cluster:
 
     def stop(self) -> None:
         for node in self.nodes:
-            node.kill()
+            kill(node)
 
     async def leader(self, bus: Bus, stream: str) -> Node:
         """Wait until a server leads the stream and return it."""

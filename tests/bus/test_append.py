@@ -8,7 +8,7 @@ from bombus.bus.append import plan_steps
 from bombus.bus.headers import MSG_ID
 from bombus.errors import BusUnavailable, Code, Deposed, LogCorrupted, Refused
 from bombus.hive.events import HIVE
-from tests.conftest import SMALL_STREAMS
+from tests.conftest import SMALL_STREAMS, kill
 
 
 def outgoing(bus: Bus, name: str, epoch: int = 1, body: bytes = b"event") -> Outgoing:
@@ -180,7 +180,7 @@ async def test_appends_across_crashes_of_the_server_store_every_event_once_and_i
     expected: list[str] = []
 
     def crash() -> None:
-        server.kill()
+        kill(server)
         server.start()
 
     last = 0

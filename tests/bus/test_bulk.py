@@ -17,6 +17,7 @@ from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
 from bombus.hive import events as ev
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.recovery import Fold
+from tests.conftest import kill
 
 MANY = 12_000
 CREDIT_BYTES = 9 << 20
@@ -280,7 +281,7 @@ async def test_a_server_that_dies_in_the_middle_costs_only_speed(
     await fill(bus, [bytes(2_000)] * MANY)
     async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream) as reader:
         found = await reader.read(1)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         await asyncio.to_thread(server.start)
         while len(found) < MANY:
             found += await reader.read()

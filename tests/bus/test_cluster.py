@@ -16,6 +16,7 @@ from bombus.hive.events import Collection, NotedCall, Weights
 from bombus.hive.records import CallRef, digest
 from bombus_coordinator import shell
 from tests.bus.nats_cluster import Cluster, nats_cluster
+from tests.conftest import kill
 
 HIVE = "h"
 ENGINE = "main"
@@ -140,11 +141,11 @@ async def all_of(bus: Bus, stream: str) -> list[Stored]:
 async def kill_the_leader(cluster: Cluster, bus: Bus, load: Load, stream: str) -> float:
     """Kill the server that leads `stream`, and start it again once all streams take writes again.
 
-    Returns for how long nothing could be written to `stream`.
+    Return for how long nothing could be written to `stream`.
     """
     streams = (bus.subjects.inbox_stream, bus.subjects.events_stream, bus.subjects.calls_stream)
     leader = await cluster.leader(bus, stream)
-    leader.kill()
+    kill(leader)
     killed = time.monotonic()
     await load.written_since(killed, stream)
     gap_s = time.monotonic() - killed

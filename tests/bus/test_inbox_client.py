@@ -7,6 +7,7 @@ import pytest
 from bombus.bus import REPLY, TRACEPARENT, Bus, EmbeddedServer, Reader
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
+from tests.conftest import kill
 
 
 async def test_a_fact_is_stored_once_for_its_id(bus: Bus) -> None:
@@ -69,7 +70,7 @@ async def test_a_pending_command_is_sent_again_after_the_server_was_killed(
     requesting = asyncio.create_task(bus.inbox.request(inbox.Start(id="7"), timeout_s=20))
     async with Reader(bus, bus.subjects.inbox_stream) as reader:
         [first] = await reader.read()  # it is in the inbox, and its answer is lost:
-        server.kill()
+        kill(server)
         server.start()
         [second] = await reader.read()
     assert second.data == first.data

@@ -8,7 +8,7 @@ from bombus.bus.publisher import Publisher
 from bombus.bus.reader import Reader
 from bombus.bus.window import Window
 from bombus.errors import BusUnavailable, Code, Refused
-from tests.conftest import freeze, thaw
+from tests.conftest import freeze, kill, thaw
 
 
 async def test_messages_of_one_task_are_stored_in_the_order_of_its_calls(bus: Bus) -> None:
@@ -117,7 +117,7 @@ async def test_messages_in_flight_when_the_server_is_killed_are_stored_once(
     for n in range(3000):
         futures.append(await bus.publisher.submit(subject, b"x" * 100, msg_id=str(n)))
         if n == 1500:
-            server.kill()
+            kill(server)
             await asyncio.to_thread(server.start)
     acks = await asyncio.gather(*futures)
     assert len({ack.seq for ack in acks}) == 3000
@@ -130,7 +130,7 @@ async def test_a_message_submitted_once_fails_as_soon_as_the_connection_breaks(
     server, bus = crashing
     await freeze(server)
     future = await bus.publisher.submit_once(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=30)
-    server.kill()
+    kill(server)
     with pytest.raises(AckLost):
         await asyncio.wait_for(future, 5)
     with pytest.raises(BusUnavailable):

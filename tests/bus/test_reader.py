@@ -5,6 +5,7 @@ import pytest
 
 from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
 from bombus.errors import LogCorrupted
+from tests.conftest import kill
 
 
 async def fill(bus: Bus, count: int, size: int = 100) -> None:
@@ -147,7 +148,7 @@ async def test_every_message_is_read_once_and_in_order_across_crashes_of_the_ser
     server, writer = crashing
 
     def crash() -> None:
-        server.kill()
+        kill(server)
         server.start()
 
     count = 6_000

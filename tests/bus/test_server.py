@@ -12,7 +12,7 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.server import HOST, find_server
 from bombus.errors import BusUnavailable
-from tests.conftest import SMALL_STREAMS
+from tests.conftest import SMALL_STREAMS, kill
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_two_servers_cannot_use_one_folder(server: EmbeddedServer) -> None:
     with pytest.raises(BusUnavailable, match="another nats-server is at work"):
         second.start()
     assert second.pid is None
-    server.kill()
+    kill(server)
     second.start()
     with pytest.raises(BusUnavailable, match="another nats-server is at work"):
         server.start()
@@ -69,7 +69,7 @@ async def test_a_killed_server_starts_again_on_the_same_port_with_the_same_data(
     async with await Bus.connect(url, "h") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         ack = await bus.publisher.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
-        server.kill()
+        kill(server)
         assert server.wait(timeout_s=5) == -signal.SIGKILL
         server.start()
         assert server.url == url

@@ -19,7 +19,7 @@ from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus_coordinator import storage
-from tests.conftest import MB, SMALL_STREAMS, freeze, thaw
+from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
 from tests.gateway.openai_hive import ENGINE, MODEL, GatewayHive, gateway_hive, new_id
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
@@ -52,7 +52,7 @@ async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_go_on_when_it_
     async with gateway_hive(bus) as hive, httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
         episode, key = await hive.claim()
         before = await ask(hive, key)
-        await (freeze(server) if how == "frozen" else asyncio.to_thread(server.kill))
+        await (freeze(server) if how == "frozen" else asyncio.to_thread(kill, server))
         call = asyncio.create_task(ask(hive, key))
         claim = asyncio.create_task(http.post("/claim_episode", json=claim_body()))
         await asyncio.wait({call, claim}, timeout=3)
@@ -75,7 +75,7 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_door(
     async with gateway_hive(bus, record_s_max=0.5, command_s_max=1.0) as hive:
         episode, key = await hive.claim()
         await ask(hive, key)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         async with httpx.AsyncClient(base_url=hive.base_url, timeout=40) as http:
             with pytest.raises(openai.InternalServerError) as refused:
                 await ask(hive, key)
@@ -101,7 +101,7 @@ async def test_what_waits_in_memory_is_bounded_and_beyond_it_calls_are_refused(
     async with gateway_hive(bus) as hive:
         episode, key = await hive.claim()
         before = await ask(hive, key)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         waiting: list[asyncio.Future[PubAck]] = []
 
         async def put_more() -> None:

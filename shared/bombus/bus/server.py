@@ -132,12 +132,6 @@ class EmbeddedServer:
             process.kill()
             self._exited.wait()
 
-    def kill(self) -> None:
-        """Kill the server at once, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-            self._exited.wait()
-
     def _spawn(self, command: list[str], lock: IO[bytes]) -> None:
         """Start the child from a thread that lives as long as it does, because Linux takes the thread for its parent.
 

@@ -75,11 +75,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0  # alternatives to report for each position, 0 to 20
 
-    @property
-    def unbiased(self) -> bool:
-        """Return whether recorded logprobs are those of the policy at this temperature, over all tokens."""
-        return self.top_p >= 1.0 and self.top_k == 0
-
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length."""
