@@ -1,6 +1,6 @@
-"""What bombus' publisher and reader cost beside nats-py's own: client CPU for each message, and rates.
+"""The cost of bombus' publisher and reader compared with nats-py's own: client CPU per message, and rates.
 
-Starts a nats-server of its own in a temporary folder. Ratios carry over to other machines, rates do not.
+It starts a nats-server of its own in a temporary folder. Ratios carry over to other machines, rates do not.
 """
 
 import argparse
@@ -26,12 +26,12 @@ async def publish_ours(bus: Bus, count: int, size: int) -> None:
 
 
 async def publish_ours_by_task(bus: Bus, count: int, size: int) -> None:
-    """64 tasks that each wait for their own acknowledgement, as requests in a gateway do."""
+    """Publish from 64 tasks that each wait for their own acknowledgement, as requests in a gateway do."""
     subject, body, name = bus.subjects.call("e", "x"), bytes(size), os.urandom(4).hex()
 
     async def work(first: int) -> None:
         for n in range(first, count, 64):
-            await bus.publish(subject, body, msg_id=f"{name}{n}", timeout_s=60)
+            await bus.publisher.publish(subject, body, msg_id=f"{name}{n}", timeout_s=60)
 
     await asyncio.gather(*(work(first) for first in range(64)))
 
@@ -96,7 +96,7 @@ READING: dict[str, Run] = {
 
 
 async def measure(runs: dict[str, Run], bus: Bus, count: int, size: int, repeats: int) -> dict[str, float]:
-    """Best rate and least CPU of several rounds, in turn so that a busy moment hits all alike."""
+    """Return the best rate and the least CPU of several rounds, taken in turn so that a busy moment affects all."""
     rates = dict.fromkeys(runs, 0.0)
     costs = dict.fromkeys(runs, float("inf"))
     for _ in range(repeats):

@@ -1,6 +1,6 @@
 """Commands per second through the coordinator: inbox, decision, event, answer, on a real log.
 
-Two processes, as in life: the coordinator in its own, the clients in this one.
+Two processes, as in production: the coordinator in its own, the clients in this one.
 """
 
 import argparse
@@ -25,33 +25,33 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_s(pid: int) -> float:
-    """User and system seconds of a process."""
+    """Return the user and system seconds of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 async def boot(bus: Bus, follower: Follower) -> None:
     rules = Collection(batch_size=1_000_000, num_repeat=1, max_open_claims=100_000, max_pool_episodes=10_000_000)
-    await bus.ask(
+    await bus.inbox.request(
         inbox.Configure(id="c", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="m"), 60
     )
-    await bus.ask(inbox.Start(id="s", engine=ENGINE))
-    await bus.send(inbox.ReplicaAlive(id="a", engine=ENGINE, replica="r", url="http://r"))
-    opened = await bus.ask(inbox.TrainerOpens(id="o", engine=ENGINE, run=1, trainer="t"))
+    await bus.inbox.request(inbox.Start(id="s", engine=ENGINE))
+    await bus.inbox.send(inbox.ReplicaAlive(id="a", engine=ENGINE, replica="r", url="http://r"))
+    opened = await bus.inbox.request(inbox.TrainerOpens(id="o", engine=ENGINE, run=1, trainer="t"))
     assert isinstance(opened, inbox.Done)
     weights = Weights(where="/w")
     saved = inbox.WeightsSaved(id="w", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
-    await bus.send(saved)
-    await bus.send(inbox.WeightsLoadedFact(id="l", engine=ENGINE, run=1, version=0, replica="r"))
+    await bus.inbox.send(saved)
+    await bus.inbox.send(inbox.WeightsLoadedFact(id="l", engine=ENGINE, run=1, version=0, replica="r"))
     await follower.wait_for(lambda hive: hive.engine(ENGINE).phase == Phase.ROLLING, 30)
 
 
 async def episode(bus: Bus, name: str) -> None:
-    """Two commands: a claim and an end."""
-    granted = await bus.ask(inbox.Claim(id=f"k{name}", engine=ENGINE, claim=f"k{name}", client="c"), 60)
+    """Send two commands: a claim and an end."""
+    granted = await bus.inbox.request(inbox.Claim(id=f"k{name}", engine=ENGINE, claim=f"k{name}", client="c"), 60)
     assert isinstance(granted, inbox.Granted)
     result = inbox.EpisodeResult(episode=granted.episodes[0], task=name, reward=1.0)
-    await bus.ask(inbox.End(id=f"e{name}", engine=ENGINE, client="c", results=(result,)), 60)
+    await bus.inbox.request(inbox.End(id=f"e{name}", engine=ENGINE, client="c", results=(result,)), 60)
 
 
 async def measure(bus: Bus, waiting: int, seconds: float, pid: int, label: str) -> float:

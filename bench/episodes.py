@@ -55,13 +55,13 @@ def alone(seconds: float) -> float:
     def step() -> None:
         with torch.no_grad():
             ids = model.generate(prompt_ids, do_sample=True, top_k=0, max_new_tokens=TOKENS)
-        said = ids[:, length:]
-        stopped = torch.isin(said, stops).long()
-        mask = stopped.cumsum(1) - stopped == 0  # up to the stop token, with it
-        rewards = ((said == wanted) & mask).sum(1) / TOKENS
+        sampled = ids[:, length:]
+        stopped = torch.isin(sampled, stops).long()
+        mask = stopped.cumsum(1) - stopped == 0  # up to and including the stop token
+        rewards = ((sampled == wanted) & mask).sum(1) / TOKENS
         groups = rewards.view(TASKS, REPEAT)
         advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-        logprobs = model(ids).logits[:, length - 1 : -1].log_softmax(-1).gather(2, said[:, :, None])[:, :, 0]
+        logprobs = model(ids).logits[:, length - 1 : -1].log_softmax(-1).gather(2, sampled[:, :, None])[:, :, 0]
         ratio = (logprobs - logprobs.detach()).exp()
         loss = -(ratio * advantages * mask).sum() / mask.sum()
         optimizer.zero_grad()

@@ -1,7 +1,7 @@
-"""What the gateway adds to a call: its CPU, and the time on top of asking the replica directly.
+"""What the gateway adds to a call: its CPU, and its time compared with a direct call of the replica.
 
 One `bombus up` with the tiny model; at most 64 tokens a call (half of them on average: the model ends at random). The
-gateway and the replica are asked in turn, at 1, 32 and 256 calls at once, streamed and not.
+gateway and the replica are called in turn, with 1, 32 and 256 calls at once, streamed and not.
 """
 
 import argparse
@@ -27,8 +27,8 @@ PROMPT = list(range(4, 44))  # about as long as the rendered chat
 STOPS = (1, 3)  # of the tiny model: <eos> and <|im_end|>
 
 
-async def ask(host: str, port: int, requests: list[bytes]) -> list[float]:
-    """Send requests one after the other on one connection; seconds of each."""
+async def send_requests(host: str, port: int, requests: list[bytes]) -> list[float]:
+    """Send requests one after another on one connection, and return the seconds of each."""
     reader, writer = await asyncio.open_connection(host, port)
     took: list[float] = []
     for request in requests:
@@ -61,7 +61,7 @@ class Bench:
         self.calls = calls
 
     async def at(self, concurrency: int, keys: list[str], stream: bool) -> None:
-        each = min(max(4, self.calls // concurrency), 64)  # one at a time is slow, and needs no thousand calls
+        each = min(max(4, self.calls // concurrency), 64)  # one at a time is slow and does not need a thousand calls
         chat = {
             "model": "m",
             "messages": [{"role": "user", "content": "abcd efgh ijkl"}],
@@ -79,9 +79,9 @@ class Bench:
         ]  # fmt: skip
         alone = await self._run(self.replica_port, [[direct] * each] * concurrency)
         before = cpu_s(self.pid)
-        whole = await self._run(self.gateway_port, [[request] * each for request in through])
+        total = await self._run(self.gateway_port, [[request] * each for request in through])
         spent = (cpu_s(self.pid) - before) / (each * concurrency)
-        added = [1e3 * (a - b) for a, b in zip(_quantiles(whole), _quantiles(alone))]
+        added = [1e3 * (a - b) for a, b in zip(_quantiles(total), _quantiles(alone))]
         print(
             f"{concurrency:4d} at once, {'streamed' if stream else 'whole':8}  gateway CPU {1e3 * spent:5.2f} ms a call"
             f" ({1 / spent:5.0f} calls a core)  added p50 {added[0]:6.1f} ms  p99 {added[1]:6.1f} ms",
@@ -89,7 +89,7 @@ class Bench:
         )
 
     async def _run(self, port: int, work: list[list[bytes]]) -> list[float]:
-        parts = await asyncio.gather(*(ask("127.0.0.1", port, requests) for requests in work))
+        parts = await asyncio.gather(*(send_requests("127.0.0.1", port, requests) for requests in work))
         return sorted(seconds for part in parts for seconds in part)
 
 

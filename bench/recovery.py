@@ -1,4 +1,4 @@
-"""How long a coordinator needs to be back: the whole fold of a long log, and a snapshot with the log behind it.
+"""How long a coordinator takes to recover: from the fold of a whole long log, and from a snapshot and the log after it.
 
 python -m bench.recovery [--events 1000000]
 """
@@ -21,12 +21,12 @@ from bombus_coordinator.recovery import Fold
 
 ENGINE = "main"
 BATCH = 64
-TAIL = 20_000  # events behind the snapshot: as many as there are between two
+TAIL = 20_000  # events after the snapshot: as many as there are between two
 IN_FLIGHT = 2_000
 
 
 def log(count: int) -> Iterator[Event]:
-    """So many events of one long run: claims, calls and ends one by one, a step after every 64 episodes."""
+    """Yield this many events of one long run: claims, calls and ends one by one, a step after every 64 episodes."""
     rules = Collection(batch_size=8, num_repeat=8)
     yield ev.EpochOpened(epoch=1, leader="bench")
     yield ev.EngineConfigured(engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny")
@@ -51,10 +51,15 @@ def log(count: int) -> Iterator[Event]:
             step += 1
             groups = tuple(ev.BatchGroup(task=f"t{k}", episodes=tuple(waiting[k::8])) for k in range(8))
             waiting = []
-            checkpoint = {"checkpoint": f"/c/{step}", "checkpoint_digest": "d" * 64}
             yield ev.BatchReady(engine=ENGINE, run=1, step=step, groups=groups, config_digest="d")
             yield ev.StepCompleted(
-                engine=ENGINE, run=1, step=step, trainer_epoch=1, metrics={"loss": 0.1}, **checkpoint
+                engine=ENGINE,
+                run=1,
+                step=step,
+                trainer_epoch=1,
+                checkpoint=f"/c/{step}",
+                checkpoint_digest="d" * 64,
+                metrics={"loss": 0.1},
             )
             yield ev.WeightsReady(engine=ENGINE, run=1, version=step, weights=Weights(where=f"/w/{step}"))
             made += 3
@@ -75,7 +80,7 @@ async def publish(bus: Bus, events: Iterator[Event]) -> int:
 
 
 def decoder_speed(count: int) -> tuple[float, float]:
-    """Seconds to decode so many events, and to decode and fold them: what no reader can be faster than."""
+    """Return the seconds to decode these events, and to decode and fold them: no reader can be faster."""
     bodies = [encode_event(event) for event in log(count)]
     start = time.perf_counter()
     for body in bodies:
@@ -89,7 +94,7 @@ def decoder_speed(count: int) -> tuple[float, float]:
 
 
 async def recover(bus: Bus) -> tuple[float, float, Fold]:
-    """Seconds, seconds of our own CPU (which other people's load does not change), and the state."""
+    """Recover and return the seconds, the seconds of our own CPU (independent of other load), and the state."""
     start, cpu = time.perf_counter(), time.process_time()
     fold = await Fold.begin(bus)
     await fold.catch_up(bus)
@@ -113,7 +118,7 @@ async def main(count: int) -> None:
                 seconds, cpu, fold = await recover(bus)
                 assert fold.position == last
                 print(
-                    f"whole fold            {last / seconds:10,.0f} events/s, {seconds:.2f} s; "
+                    f"full fold             {last / seconds:10,.0f} events/s, {seconds:.2f} s; "
                     f"{cpu / last * 1e6:.1f} us of CPU an event"
                 )
                 at = max(last - TAIL, 1)

@@ -1,4 +1,4 @@
-"""How long nobody decides when a leader dies: from the signal until a standby answers a command.
+"""How long no command is decided when a leader dies: from the signal until a standby answers a command.
 
 python -m bench.takeover [--times 10]
 """
@@ -27,7 +27,7 @@ async def start(url: str, name: str) -> asyncio.subprocess.Process:
 
 
 async def leader(bus: Bus) -> str:
-    """Who opened the newest epoch."""
+    """Return the leader that opened the newest epoch."""
     subject = bus.subjects.event(ev.HIVE, "epoch.opened")
     while (stored := await bus.last(bus.subjects.events_stream, subject)) is None:
         await asyncio.sleep(0.05)
@@ -38,7 +38,7 @@ async def leader(bus: Bus) -> str:
 
 async def answered(bus: Bus, number: int) -> None:
     rules = Collection()
-    await bus.ask(
+    await bus.inbox.request(
         inbox.Configure(
             id=f"configure-{number}", engine="main", config="{}", config_digest="d", collection=rules, model="tiny"
         ),
@@ -60,9 +60,9 @@ async def measure(bus: Bus, url: str, children: dict[str, asyncio.subprocess.Pro
             children[first].send_signal(signal.SIGCONT)
         else:
             await children.pop(first).wait()
-            name = f"{signal.Signals(how).name}-{number}".lower()  # a new one: under its old name it would lead at once
+            name = f"{signal.Signals(how).name}-{number}".lower()  # a new name: under its old one it would lead at once
             children[name] = await start(url, name)
-        await asyncio.sleep(1.5)  # until everybody stands by again
+        await asyncio.sleep(1.5)  # until all of them stand by again
     print(
         f"{signal.Signals(how).name:8} median {statistics.median(seconds):.2f} s, least {min(seconds):.2f} s, "
         f"most {max(seconds):.2f} s, of {times}"

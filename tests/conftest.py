@@ -1,4 +1,4 @@
-"""What many tests share: one real nats-server for the whole run, and a hive of its own for each test."""
+"""Fixtures of many tests: one real nats-server for the whole run, and a separate hive for each test."""
 
 import asyncio
 import itertools
@@ -21,8 +21,8 @@ _numbers = itertools.count(1)
 
 @pytest.fixture(scope="session")
 def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a nats-server that runs for the whole session. Tests that kill one start their own."""
-    # Streams reserve their limits. Tests make many hives and fill none, so the sum is not bounded by the disk.
+    """Return the URL of a nats-server that runs for the whole session. Tests that kill one start their own."""
+    # Streams reserve their limits. Tests make many hives and fill none, so the sum may exceed the disk.
     server = EmbeddedServer(tmp_path_factory.mktemp("nats"), store_bytes_max=100 << 40)
     server.start()
     yield server.url
@@ -30,12 +30,19 @@ def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def freeze(server: EmbeddedServer) -> None:
-    """Stop the server in its tracks, as a machine that hangs does; SIGCONT lets it go on."""
+    """Stop the server as if its machine hung; `thaw` lets it continue."""
     assert server.pid is not None
     os.kill(server.pid, signal.SIGSTOP)
     status = Path(f"/proc/{server.pid}/task")
     while not all("\nState:\tT" in (task / "status").read_text() for task in status.iterdir()):
         await asyncio.sleep(0.001)
+
+
+def kill(server: EmbeddedServer) -> None:
+    """Kill the server at once, as a crash would, and wait until it is gone."""
+    if server.pid is not None:
+        os.kill(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def thaw(server: EmbeddedServer) -> None:
@@ -45,23 +52,23 @@ def thaw(server: EmbeddedServer) -> None:
 
 @pytest.fixture
 def hive() -> str:
-    """The name of a hive that no other test uses."""
+    """Return the name of a hive that no other test uses."""
     return f"t{os.getpid()}-{next(_numbers)}"
 
 
 @pytest.fixture
 async def bus(nats_url: str, hive: str) -> AsyncIterator[Bus]:
-    """A connection to a hive whose streams are there, and are removed afterwards."""
+    """Yield a connection to a hive whose streams exist and are removed afterwards."""
     async with await Bus.connect(nats_url, hive, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         yield bus
         for config in stream_configs(bus.subjects, SMALL_STREAMS):
-            await bus.requests.ask(f"$JS.API.STREAM.DELETE.{config['name']}")
+            await bus.requests.request(f"$JS.API.STREAM.DELETE.{config['name']}")
 
 
 @pytest.fixture
 async def crashing(tmp_path: Path) -> AsyncIterator[tuple[EmbeddedServer, Bus]]:
-    """A server for one test alone, to be killed or frozen, and a connection to it."""
+    """Yield a server for one test, which may kill or freeze it, and a connection to it."""
     server = EmbeddedServer(tmp_path / "nats")
     await asyncio.to_thread(server.start)
     try:

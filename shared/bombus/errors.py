@@ -1,13 +1,13 @@
-"""Every way bombus says no.
+"""The errors that bombus raises on purpose.
 
     BombusError
     ├── Refused            a request that was understood and declined: a stable code, a sentence, an HTTP status
     ├── BusUnavailable     the bus cannot be reached, or is full: try again later
     ├── Deposed            another coordinator leads now
-    ├── LogCorrupted       the log says something that cannot be (a reference that does not match, a gap)
-    └── EngineFault        a model, tokenizer or device that cannot do what was asked
+    ├── LogCorrupted       the log contradicts itself (a reference that does not match, a gap)
+    └── EngineFault        a model, tokenizer or device that cannot do what was requested
 
-A refusal tells the caller what to do next. A bug is none of these: it crashes.
+A refusal tells the caller what to do next. A bug raises none of these: it crashes.
 """
 
 from enum import StrEnum
@@ -81,11 +81,11 @@ STATUS: dict[Code, int] = {
 
 
 class BombusError(Exception):
-    """The root of all errors that bombus raises on purpose."""
+    """The base of all errors that bombus raises on purpose."""
 
 
 class Refused(BombusError):
-    """A request that was understood and declined.
+    """A request was understood and declined.
 
     `why` is one or two sentences for a person: what is wrong, and what to do about it.
     """
@@ -109,8 +109,8 @@ class Deposed(BombusError):
 
 
 class LogCorrupted(BombusError):
-    """A message on the log is not what its reference says, or cannot be decoded."""
+    """A message on the log does not match its reference, or cannot be decoded."""
 
 
 class EngineFault(BombusError):
-    """A model, tokenizer, checkpoint or device that cannot do what was asked of it."""
+    """A model, tokenizer, checkpoint or device cannot do what was requested."""

@@ -1,4 +1,4 @@
-"""Three real nats-servers on loopback that keep streams together: for tests that kill the leader of one."""
+"""A cluster of three real nats-servers on loopback, for tests that kill the leader of a stream."""
 
 import asyncio
 import json
@@ -11,8 +11,10 @@ import httpx
 import msgspec
 
 from bombus.bus import Bus, EmbeddedServer
+from bombus.bus.requests import ApiCall
 from bombus.bus.server import HOST
 from bombus.bus.wire import ApiError
+from tests.conftest import kill
 
 NODES = 3
 START_S = 30.0
@@ -27,7 +29,7 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class Raft(msgspec.Struct, frozen=True):
-    """Who leads a stream, and the servers that follow."""
+    """The leader of a stream, and its followers."""
 
     leader: str = ""
     replicas: tuple[Peer, ...] = ()
@@ -47,7 +49,7 @@ _decode = msgspec.json.Decoder(_Info).decode
 
 
 class Node(EmbeddedServer):
-    """`routes` are the ports at which the servers of the cluster find each other, this one's first."""
+    """One server of a cluster. `routes` are the cluster ports of all servers, its own first."""
 
     def __init__(self, data_dir: Path, port: int, monitor_port: int, routes: Sequence[int]) -> None:
         super().__init__(data_dir, port, store_bytes_max=16 << 30, monitor_port=monitor_port)
@@ -59,7 +61,7 @@ class Node(EmbeddedServer):
         return self._name
 
     def healthy(self) -> bool:
-        """Whether it has caught up with the cluster, by its own account."""
+        """Return whether the server reports that it has caught up with the cluster."""
         try:
             return httpx.get(self._health, timeout=5).status_code == 200
         except httpx.TransportError:
@@ -88,15 +90,15 @@ class Cluster:
         return ",".join(node.url for node in self.nodes)
 
     async def start(self) -> None:
-        """All at once: one alone is no majority, and is not ready before there is one."""
+        """Start all servers at once: one alone is not a majority and does not become ready."""
         await asyncio.gather(*(asyncio.to_thread(node.start, START_S) for node in self.nodes))
 
     def stop(self) -> None:
         for node in self.nodes:
-            node.kill()
+            kill(node)
 
     async def leader(self, bus: Bus, stream: str) -> Node:
-        """The server that leads a stream, once one does."""
+        """Wait until a server leads the stream and return it."""
         while True:
             raft = await self._raft(bus, stream)
             if raft.leader:
@@ -104,7 +106,7 @@ class Cluster:
             await asyncio.sleep(_LOOK_S)
 
     async def in_sync(self, bus: Bus, streams: Sequence[str]) -> None:
-        """Return once every server is well, and has all of every stream."""
+        """Wait until every server is healthy and has all messages of every stream."""
         for node in self.nodes:
             while not await asyncio.to_thread(node.healthy):
                 await asyncio.sleep(_LOOK_S)
@@ -113,12 +115,12 @@ class Cluster:
                 await asyncio.sleep(_LOOK_S)
 
     async def _raft(self, bus: Bus, stream: str) -> Raft:
-        return (await bus.requests.api(f"stream {stream}", f"STREAM.INFO.{stream}", _decode)).cluster
+        return (await bus.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", _decode))).cluster
 
 
 @asynccontextmanager
 async def nats_cluster(folder: Path) -> AsyncIterator[Cluster]:
-    """A cluster that runs while the block does."""
+    """Run a cluster for the length of the block."""
     cluster = Cluster(folder)
     try:
         await cluster.start()
@@ -128,7 +130,7 @@ async def nats_cluster(folder: Path) -> AsyncIterator[Cluster]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Chosen together, so that they differ."""
+    """Return free ports, chosen together so that they differ."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

@@ -13,10 +13,11 @@ import pytest
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Reader, Stored
-from bombus.bus.bulk import BulkStopped, Stretch, read_bulk
+from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
 from bombus.hive import events as ev
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.recovery import Fold
+from tests.conftest import kill
 
 MANY = 12_000
 CREDIT_BYTES = 9 << 20
@@ -24,13 +25,15 @@ CREDIT_BYTES = 9 << 20
 
 async def fill(bus: Bus, bodies: list[bytes], headers: dict[str, str] | None = None, first: int = 1) -> None:
     subject = bus.subjects.call("e", "x")
-    for n, body in enumerate(bodies, start=first):
-        await bus.publisher.submit(subject, body, msg_id=f"m{n}", headers=headers, timeout_s=30)
-    await bus.publisher.settle(60)
+    acks = [
+        await bus.publisher.submit(subject, body, msg_id=f"m{n}", headers=headers, timeout_s=60)
+        for n, body in enumerate(bodies, start=first)
+    ]
+    await asyncio.gather(*acks)
 
 
-async def stretch(bus: Bus, first: int, last: int, name: str = "bulk") -> Stretch:
-    """A stretch of the calls, with its consumer made."""
+async def calls_range(bus: Bus, first: int, last: int, name: str = "bulk") -> StreamRange:
+    """Make a consumer for a range of the calls stream."""
     stream = bus.subjects.calls_stream
     await bus.client.jsm().add_consumer(
         stream,
@@ -42,16 +45,16 @@ async def stretch(bus: Bus, first: int, last: int, name: str = "bulk") -> Stretc
             mem_storage=True,
         ),
     )
-    return Stretch(stream, name, bus.new_inbox(), first, last, CREDIT_BYTES)
+    return StreamRange(stream, name, bus.new_inbox(), first, last, CREDIT_BYTES)
 
 
-async def read(bus: Bus, wanted: Stretch) -> list[Stored]:
+async def read(bus: Bus, wanted: StreamRange) -> list[Stored]:
     async with asyncio.timeout(60), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
         return [stored async for group in groups for stored in group]
 
 
 async def read_stream(bus: Bus, last: int, start_seq: int = 1) -> list[Stored]:
-    """By a `Reader`, to the message `last`."""
+    """Read up to message `last` with a `Reader`."""
     found: list[Stored] = []
     async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream, start_seq) as reader:
         while not found or found[-1].seq < last:
@@ -63,36 +66,36 @@ def numbers(found: list[Stored]) -> list[int]:
     return [stored.seq for stored in found]
 
 
-async def test_a_stretch_comes_whole_in_order_and_without_its_neighbours(bus: Bus) -> None:
+async def test_a_range_is_read_completely_in_order_and_without_its_neighbours(bus: Bus) -> None:
     await fill(bus, [b"%d" % n for n in range(1, MANY + 1)])
-    found = await read(bus, await stretch(bus, 3, MANY - 2))
+    found = await read(bus, await calls_range(bus, 3, MANY - 2))
     assert numbers(found) == list(range(3, MANY - 1))
     assert [stored.data for stored in found] == [b"%d" % n for n in range(3, MANY - 1)]
     assert found == sorted(found, key=lambda stored: stored.time_ns)
     assert {stored.subject for stored in found} == {bus.subjects.call("e", "x")}
 
 
-async def test_messages_are_those_of_the_slow_way(bus: Bus) -> None:
+async def test_messages_equal_those_that_a_reader_returns(bus: Bus) -> None:
     await fill(bus, [b"", b"\r\n", b"HMSG a 1 b 2 3\r\n"] * 3, headers={"traceparent": "00-a-b: c-01", "Empty": ""})
     await bus.client.publish(bus.subjects.call("e", "y"), b"without headers")
     await bus.client.flush()
-    fast = await read(bus, await stretch(bus, 1, 10))
+    fast = await read(bus, await calls_range(bus, 1, 10))
     assert fast == await read_stream(bus, 10)
     assert fast[0].headers["traceparent"] == "00-a-b: c-01"
     assert [stored.headers.get("Nats-Msg-Id", "") for stored in fast] == [*(f"m{n}" for n in range(1, 10)), ""]
 
 
-async def test_empty_and_largest_messages_come_whole(bus: Bus) -> None:
-    largest = bus.message_bytes_max
+async def test_empty_and_largest_messages_are_read_completely(bus: Bus) -> None:
+    largest = bus.publisher.message_bytes_max
     bodies = [os.urandom(size) for size in (0, largest, 1, largest, 3_000_000, 0, 700_000, largest, 5)]
     await fill(bus, bodies)
-    assert [stored.data for stored in await read(bus, await stretch(bus, 1, len(bodies)))] == bodies
+    assert [stored.data for stored in await read(bus, await calls_range(bus, 1, len(bodies)))] == bodies
 
 
-async def test_whoever_reads_slowly_outlives_the_expiry_of_the_requests(bus: Bus) -> None:
+async def test_a_slow_caller_outlives_the_expiry_of_the_requests(bus: Bus) -> None:
     await fill(bus, [b"x"] * 30)
     found: list[Stored] = []
-    wanted = await stretch(bus, 1, 40)
+    wanted = await calls_range(bus, 1, 40)
     async with asyncio.timeout(30), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
         async for group in groups:
             found += group
@@ -102,24 +105,24 @@ async def test_whoever_reads_slowly_outlives_the_expiry_of_the_requests(bus: Bus
     assert numbers(found) == list(range(1, 41))
 
 
-async def test_a_range_that_ends_behind_the_stream_stops_in_silence(bus: Bus) -> None:
+async def test_a_range_that_ends_after_the_stream_times_out(bus: Bus) -> None:
     await fill(bus, [b"x"] * 10)
     with pytest.raises(TimeoutError):
-        await read(bus, await stretch(bus, 1, 11))
+        await read(bus, await calls_range(bus, 1, 11))
 
 
-async def test_a_hole_stops_it(bus: Bus) -> None:
+async def test_a_gap_stops_it(bus: Bus) -> None:
     await fill(bus, [b"x"] * 10)
-    wanted = await stretch(bus, 3, 10)
+    wanted = await calls_range(bus, 3, 10)
     await bus.purge_below(bus.subjects.calls_stream, 5)
-    with pytest.raises(BulkStopped, match="5 came where 3 was awaited"):
+    with pytest.raises(BulkStopped, match="5 came where 3 was expected"):
         await read(bus, wanted)
 
 
-# ---- what a server may say besides messages, said by one of our own --------------------------------------------------
+# ---- what a server may send besides messages, from a fake one --------------------------------------------------------
 
 INFO = b'INFO {"server_name":"x","headers":true}\r\n'
-WANTED = Stretch("s", "c", "_INBOX.t", 1, 3, CREDIT_BYTES)
+WANTED = StreamRange("s", "c", "_INBOX.t", 1, 3, CREDIT_BYTES)
 
 
 def message(seq: int) -> bytes:
@@ -156,12 +159,12 @@ async def read_from(url: str) -> list[Stored]:
         return [stored async for group in groups for stored in group]
 
 
-async def test_messages_may_come_in_any_pieces() -> None:
-    whole = b"+OK\r\n" + message(1) + status(b"NATS/1.0 100 Idle Heartbeat\r\n\r\n") + message(2) + INFO + message(3)
+async def test_messages_may_arrive_in_any_pieces() -> None:
+    stream = b"+OK\r\n" + message(1) + status(b"NATS/1.0 100 Idle Heartbeat\r\n\r\n") + message(2) + INFO + message(3)
 
     async def dribble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        for at in range(len(whole)):
-            writer.write(whole[at : at + 1])
+        for at in range(len(stream)):
+            writer.write(stream[at : at + 1])
             await writer.drain()
             await asyncio.sleep(0)
 
@@ -172,21 +175,21 @@ async def test_messages_may_come_in_any_pieces() -> None:
     assert found[2].headers == {"A": "b"}
 
 
-async def test_a_ping_is_answered_and_credit_that_comes_back_is_given_again() -> None:
-    heard: list[bytes] = []
+async def test_a_ping_is_answered_and_returned_credit_is_requested_again() -> None:
+    received: list[bytes] = []
 
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readuntil(b"}\r\n"))
+        received.append(await reader.readuntil(b"}\r\n"))
         writer.write(message(1) + b"PING\r\n")
-        heard.append(await reader.readuntil(b"PONG\r\n"))
+        received.append(await reader.readuntil(b"PONG\r\n"))
         writer.write(status(b"NATS/1.0 408 Request Timeout\r\nNats-Pending-Messages: 2\r\n\r\n"))
-        heard.append(await reader.readuntil(b"}\r\n"))
+        received.append(await reader.readuntil(b"}\r\n"))
         writer.write(message(2) + message(3))
 
     async with server_that(play) as url:
         assert numbers(await read_from(url)) == [1, 2, 3]
-    assert b'"batch": 3' in heard[0]
-    assert b'"batch": 2' in heard[2]
+    assert b'"batch": 3' in received[0]
+    assert b'"batch": 2' in received[2]
 
 
 @pytest.mark.parametrize(
@@ -203,24 +206,24 @@ async def test_a_ping_is_answered_and_credit_that_comes_back_is_given_again() ->
         b"",
     ],
 )
-async def test_anything_unusual_stops_it_behind_what_was_good(unusual: bytes) -> None:
+async def test_anything_unusual_stops_it_after_the_good_messages(unusual: bytes) -> None:
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(message(1))
         await writer.drain()
-        await going_on.wait()
+        await proceed.wait()
         writer.write(unusual)
 
-    going_on = asyncio.Event()
+    proceed = asyncio.Event()
     async with server_that(play) as url, asyncio.timeout(20):
         groups = read_bulk(urlparse(url), WANTED)
         assert numbers(await anext(groups)) == [1]
-        going_on.set()
+        proceed.set()
         with pytest.raises(BulkStopped):
             await anext(groups)
 
 
 @pytest.mark.parametrize("greeting", [b'INFO {"tls_required":true}\r\n', b"INFO {\r\n", b"HTTP/1.1 400\r\n", b""])
-async def test_a_server_that_wants_more_than_a_password_is_left_to_the_slow_way(greeting: bytes) -> None:
+async def test_a_server_that_requires_more_than_a_password_is_not_read_in_bulk(greeting: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         writer.close()
@@ -235,7 +238,7 @@ async def test_a_server_that_wants_more_than_a_password_is_left_to_the_slow_way(
 # ---- the reader that uses it -------------------------------------------------------------------------------------
 
 
-async def test_a_reader_takes_a_long_stretch_in_bulk_and_goes_on_behind_it(
+async def test_a_reader_reads_a_long_backlog_in_bulk_and_continues_after_it(
     bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bombus.bus.reader")
@@ -245,9 +248,9 @@ async def test_a_reader_takes_a_long_stretch_in_bulk_and_goes_on_behind_it(
         while len(found) < MANY - 1:
             found += await reader.read()
         assert f"read 2 to {MANY} in bulk" in caplog.text
-        await bus.publish(bus.subjects.call("e", "x"), b"new", msg_id="new")
+        await bus.publisher.publish(bus.subjects.call("e", "x"), b"new", msg_id="new")
         found += await reader.read()
-        assert reader.consumers_made == 1
+        assert "a new consumer" not in caplog.text
     assert numbers(found) == list(range(2, MANY + 2))
 
 
@@ -259,7 +262,7 @@ async def test_a_purged_beginning_is_skipped_in_bulk_too(bus: Bus, caplog: pytes
     assert f"read 1000 to {MANY} in bulk" in caplog.text
 
 
-async def test_a_purge_in_the_middle_leaves_what_is_kept(bus: Bus) -> None:
+async def test_a_purge_in_the_middle_keeps_the_rest(bus: Bus) -> None:
     await fill(bus, [bytes(2_000)] * MANY)  # more than is read ahead
     async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream) as reader:
         found = await reader.read(1)
@@ -270,7 +273,7 @@ async def test_a_purge_in_the_middle_leaves_what_is_kept(bus: Bus) -> None:
     assert numbers(found)[-11:] == list(range(MANY - 10, MANY + 1))
 
 
-async def test_a_server_that_dies_in_the_middle_costs_nothing_but_speed(
+async def test_a_server_that_dies_in_the_middle_costs_only_speed(
     crashing: tuple[EmbeddedServer, Bus], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bombus.bus.reader")
@@ -278,7 +281,7 @@ async def test_a_server_that_dies_in_the_middle_costs_nothing_but_speed(
     await fill(bus, [bytes(2_000)] * MANY)
     async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream) as reader:
         found = await reader.read(1)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         await asyncio.to_thread(server.start)
         while len(found) < MANY:
             found += await reader.read()
@@ -290,7 +293,7 @@ async def test_a_server_that_dies_in_the_middle_costs_nothing_but_speed(
     ("access", "login"),
     [('{user: me, password: "s3cret"}', "me:s3cret"), ('{token: "t0ken"}', "t0ken")],
 )
-async def test_a_server_with_a_password_and_one_that_is_dead_do_not_keep_it_from_being_fast(
+async def test_a_password_and_a_dead_server_do_not_prevent_bulk_reading(
     tmp_path: Path, access: str, login: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "bombus.bus.reader")
@@ -314,7 +317,7 @@ async def test_a_server_with_a_password_and_one_that_is_dead_do_not_keep_it_from
 
 
 async def lock(server: EmbeddedServer, access: str) -> None:
-    """Let the running server ask for a login from now on."""
+    """Make the running server require a login from now on."""
     with (server.data_dir / "nats-server.conf").open("a") as config:
         config.write(f"authorization {access}\n")
     assert server.pid is not None
@@ -324,7 +327,7 @@ async def lock(server: EmbeddedServer, access: str) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_reader_that_is_closed_in_the_middle_leaves_no_consumer_and_no_connection(bus: Bus) -> None:
+async def test_a_reader_closed_in_the_middle_leaves_no_consumer_and_no_connection(bus: Bus) -> None:
     stream = bus.subjects.calls_stream
     await fill(bus, [bytes(2_000)] * MANY)
     before = len(os.listdir("/proc/self/fd"))
@@ -336,7 +339,7 @@ async def test_a_reader_that_is_closed_in_the_middle_leaves_no_consumer_and_no_c
             await asyncio.sleep(0.01)
 
 
-async def test_a_long_fold_is_right_and_lets_others_run(bus: Bus) -> None:
+async def test_a_long_fold_is_correct_and_lets_other_tasks_run(bus: Bus) -> None:
     facts: list[ev.Event] = [ev.EpochOpened(epoch=1, leader="l")]
     for n in range(10_000):
         names = (f"e-0-{n}",)
@@ -344,12 +347,15 @@ async def test_a_long_fold_is_right_and_lets_others_run(bus: Bus) -> None:
         outcome = ev.Outcome(episode=names[0], task="t", reward=1.0, digest=b"d")
         facts.append(ev.EpisodeEnded(engine="e", run=0, client="x", version=0, outcomes=(outcome,)))
     hive = Hive()
+    acks = []
     for n, fact in enumerate(facts, start=1):
         evolve(hive, fact)
         subject = bus.subjects.event(fact.engine, ev.kind_of(fact))
         headers = {EPOCH: "1", INBOX: str(n)}
-        await bus.publisher.submit(subject, ev.encode_event(fact), msg_id=f"e{n}", headers=headers, timeout_s=30)
-    await bus.publisher.settle(60)
+        acks.append(
+            await bus.publisher.submit(subject, ev.encode_event(fact), msg_id=f"e{n}", headers=headers, timeout_s=60)
+        )
+    await asyncio.gather(*acks)
 
     late: list[float] = []
 

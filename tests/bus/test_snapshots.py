@@ -1,4 +1,4 @@
-"""Snapshots: recovery is the newest good one and the log behind it; what does not fit the log is passed over (R6)."""
+"""Snapshots: recovery loads the newest good one and folds the log after it; one that does not fit is skipped (R6)."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from bombus.bus import Bus, snapshots
+from bombus.bus import Blobs, Bus, snapshots
 from bombus.bus.follow import Follower
 from bombus.bus.headers import MSG_ID
 from bombus.bus.snapshots import Snapshot
@@ -17,21 +17,21 @@ from bombus.hive import inbox
 from bombus.hive.events import decode_event
 from bombus.hive.state import FOLD, Hive, evolve
 from bombus_coordinator.recovery import Fold
-from bombus_coordinator.shell import Coordinator
+from bombus_coordinator.shell import Coordinator, Housekeeping
 from tests.coordinator.test_core_properties import run
 from tests.coordinator.test_shell import ENGINE, boot, claim, end, leading, log_of
 
 
 async def play(bus: Bus, first: int, count: int) -> None:
-    """So many episodes, claimed and ended."""
+    """Claim and end this many episodes."""
     for number in range(first, first + count):
-        granted = await bus.ask(claim(f"k{number}"))
+        granted = await bus.inbox.request(claim(f"k{number}"))
         assert isinstance(granted, inbox.Granted)
-        await bus.ask(end(granted.episodes[0], 1.0))
+        await bus.inbox.request(end(granted.episodes[0], 1.0))
 
 
 async def folded(bus: Bus, until: int | None = None) -> Hive:
-    """The fold of the log from its first event, without any snapshot."""
+    """Fold the log from its first event, without any snapshot."""
     hive = Hive()
     for stored in await log_of(bus):
         if until is None or stored.seq <= until:
@@ -40,7 +40,7 @@ async def folded(bus: Bus, until: int | None = None) -> Hive:
 
 
 async def put(bus: Bus, position: int, **changes: object) -> Snapshot:
-    """Store the snapshot that a coordinator would have taken there, but for `changes`."""
+    """Store the snapshot that a coordinator would have taken at this position, with `changes`."""
     stored = await bus.get(bus.subjects.events_stream, position)
     honest = Snapshot(
         fold=FOLD,
@@ -56,32 +56,32 @@ async def put(bus: Bus, position: int, **changes: object) -> Snapshot:
 
 def test_a_snapshot_holds_the_whole_state_in_its_order() -> None:
     for seed in range(60):
-        hive = run(seed, steps=300).landed
+        hive = run(seed, steps=300).fold
         snapshot = Snapshot(fold=FOLD, position=7, event_id="e", answered=3, hive=hive)
         back = snapshots.decode(snapshots.encode(snapshot))
         assert back == snapshot
-        for name, engine in hive.engines.items():  # equal dicts may differ in what decides who is first
+        for name, engine in hive.engines.items():  # equal dicts may still differ in their order
             again = back.hive.engines[name]
             for field in ("open", "pool", "by_task", "closed", "commands"):
                 assert list(getattr(again, field)) == list(getattr(engine, field)), field
 
 
-def test_bytes_that_are_no_snapshot_are_refused_in_words() -> None:
+def test_bytes_that_are_not_a_snapshot_raise() -> None:
     good = snapshots.encode(Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive()))
     for bad in (b"", b"nonsense", good[:-1], good + b"\x00", good.replace(b"hive", b"hi\xffe")):
         with pytest.raises(LogCorrupted):
             snapshots.decode(bad)
 
 
-async def test_without_a_snapshot_folding_begins_at_the_beginning(bus: Bus) -> None:
+async def test_without_a_snapshot_the_fold_begins_at_the_first_event(bus: Bus) -> None:
     assert (await snapshots.start_of(bus)).position == 0
     async with leading(bus):
         await boot(bus)
     assert (await Fold.begin(bus)).position == 0
 
 
-async def test_a_leader_takes_snapshots_as_it_goes_and_one_when_it_leaves(bus: Bus) -> None:
-    coordinator = Coordinator(bus, snapshot_events=10)
+async def test_a_leader_takes_snapshots_while_it_leads_and_one_when_it_leaves(bus: Bus) -> None:
+    coordinator = Coordinator(bus, housekeeping=Housekeeping(snapshot_events=10))
     task = asyncio.create_task(coordinator.lead())
     await boot(bus, batch_size=1000)
     await play(bus, 0, 20)
@@ -97,12 +97,12 @@ async def test_a_leader_takes_snapshots_as_it_goes_and_one_when_it_leaves(bus: B
         assert (await snapshots.load(bus, position)).hive == await folded(bus, position)
 
 
-async def test_leaders_that_all_die_early_leave_a_snapshot_in_the_end(bus: Bus) -> None:
-    """Each took over from a standby's fold and wrote less than what is between two snapshots."""
+async def test_leaders_that_all_die_early_still_leave_a_snapshot(bus: Bus) -> None:
+    """Each takes over from a standby's fold and writes fewer events than there are between two snapshots."""
     for reign in range(4):
         fold = await Fold.begin(bus)
         await fold.catch_up(bus)
-        coordinator = Coordinator(bus, snapshot_events=16)
+        coordinator = Coordinator(bus, housekeeping=Housekeeping(snapshot_events=16))
         task = asyncio.create_task(coordinator.lead(fold))
         await coordinator.leading.wait()
         if reign == 0:
@@ -116,7 +116,7 @@ async def test_leaders_that_all_die_early_leave_a_snapshot_in_the_end(bus: Bus) 
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_recovery_is_a_snapshot_and_what_came_behind_it(bus: Bus) -> None:
+async def test_recovery_is_a_snapshot_and_the_events_after_it(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
@@ -126,12 +126,12 @@ async def test_recovery_is_a_snapshot_and_what_came_behind_it(bus: Bus) -> None:
     assert fold.position == 12
     await fold.catch_up(bus)
     assert fold.hive == await folded(bus)
-    async with leading(bus) as second:  # and the inbox goes on where the log says
+    async with leading(bus) as second:  # and the inbox continues where the log says
         await play(bus, 8, 1)
         assert second.core.hive == await folded(bus)
 
 
-async def test_a_snapshot_that_does_not_fit_is_passed_over_for_the_one_before(bus: Bus) -> None:
+async def test_a_snapshot_that_does_not_fit_is_skipped_for_the_one_before(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
@@ -141,15 +141,15 @@ async def test_a_snapshot_that_does_not_fit_is_passed_over_for_the_one_before(bu
     of_another_log = msgspec.structs.replace(good, event_id="another log's")
     of_another_fold = msgspec.structs.replace(good, fold=FOLD + 1)
     for position, bad in ((10_000, ahead), (14, ahead), (14, of_another_log), (14, of_another_fold)):
-        await bus.put_blob(f"snapshot-{position:016d}", snapshots.encode(bad))
+        await Blobs(bus).put(f"snapshot-{position:016d}", snapshots.encode(bad))
         start = await snapshots.start_of(bus)
         assert start.position == (14 if position > 14 else 8)
         assert start.hive == await folded(bus, start.position)
         if position > 14:
-            await bus.delete_blob(f"snapshot-{position:016d}")
+            await Blobs(bus).delete(f"snapshot-{position:016d}")
 
 
-async def test_a_damaged_snapshot_is_passed_over_and_two_damaged_ones_cost_only_time(bus: Bus) -> None:
+async def test_a_damaged_snapshot_is_skipped_and_two_damaged_ones_cost_only_time(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
@@ -189,7 +189,7 @@ async def test_followers_and_leaders_of_a_compacted_log_begin_at_a_snapshot(bus:
         assert follower.hive.engine(ENGINE).pool == before.engine(ENGINE).pool
 
 
-async def test_a_compacted_log_without_a_good_snapshot_is_not_taken_for_a_new_one(bus: Bus) -> None:
+async def test_a_compacted_log_without_a_good_snapshot_is_not_treated_as_new(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
@@ -202,7 +202,7 @@ async def test_a_compacted_log_without_a_good_snapshot_is_not_taken_for_a_new_on
 
 
 class Watcher:
-    """Follows every event that is kept, as the terminal does, until it has seen the log's end."""
+    """Follow every event that is kept, as the terminal does, to the end of the log."""
 
     def __init__(self, bus: Bus) -> None:
         self.starts: list[tuple[int, Hive]] = []
@@ -223,7 +223,7 @@ class Watcher:
 
 
 async def two_snapshots(bus: Bus) -> Hive:
-    """A log of more than 14 events with snapshots at 8 and 14; returns its fold."""
+    """Make a log of more than 14 events with snapshots at 8 and 14, and return its fold."""
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
@@ -232,22 +232,22 @@ async def two_snapshots(bus: Bus) -> Hive:
     return await folded(bus)
 
 
-async def test_who_wants_every_event_is_told_the_state_that_the_first_one_follows(bus: Bus) -> None:
+async def test_a_follower_of_every_event_gets_the_state_before_the_first_one(bus: Bus) -> None:
     everything = await two_snapshots(bus)
-    whole = Watcher(bus)
-    await whole.watch()
-    assert whole.starts == [(0, Hive())]
-    assert whole.seen == list(range(1, whole.follower.position + 1))
+    every = Watcher(bus)
+    await every.watch()
+    assert every.starts == [(0, Hive())]
+    assert every.seen == list(range(1, every.follower.position + 1))
     await bus.purge_below(bus.subjects.events_stream, 8)
     rest = Watcher(bus)
     await rest.watch()
     assert rest.starts == [(8, (await snapshots.load(bus, 8)).hive)]
-    assert rest.seen == whole.seen[8:]
-    assert rest.follower.hive == whole.follower.hive == everything
+    assert rest.seen == every.seen[8:]
+    assert rest.follower.hive == every.follower.hive == everything
 
 
 class CompactedMeanwhile(Watcher):
-    """The log is compacted when it has its first state, and before it reads on."""
+    """The log is compacted after the follower has its first state and before it reads further."""
 
     def __init__(self, bus: Bus, url: str) -> None:
         super().__init__(bus)
@@ -265,7 +265,7 @@ class CompactedMeanwhile(Watcher):
             await bus.purge_below(bus.subjects.events_stream, 8)
 
 
-async def test_a_follower_that_a_compaction_overtakes_goes_on_from_a_snapshot(bus: Bus, nats_url: str) -> None:
+async def test_a_follower_overtaken_by_a_compaction_continues_from_a_snapshot(bus: Bus, nats_url: str) -> None:
     everything = await two_snapshots(bus)
     watcher = CompactedMeanwhile(bus, nats_url)
     await watcher.watch()

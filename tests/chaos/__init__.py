@@ -1,1 +1,1 @@
-"""A hive of real processes that are killed and stopped at random while clients work; then every promise is checked."""
+"""A hive of real processes that are killed and stopped while clients work; then all guarantees are checked."""

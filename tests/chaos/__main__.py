@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --kills 200`: kill a hive's processes at random, then check every promise."""
+"""`python -m tests.chaos --kills 200`: kill a hive's processes at random, then check every guarantee."""
 
 import argparse
 import asyncio
@@ -9,14 +9,16 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos.run import run, told
+from tests.chaos.run import run, summary
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=200, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=None, help="of who is killed when (default: the clock)")
-    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the job (default: in step)")
+    parser.add_argument(
+        "--seed", type=int, default=None, help="of the choice of victims and times (default: the clock)"
+    )
+    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the job (default: synchronous)")
     arguments = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed = int(time.time()) if arguments.seed is None else arguments.seed
@@ -28,7 +30,7 @@ def main() -> int:
         print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
 
     outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.staleness))
-    print(told(outcome))
+    print(summary(outcome))
     for wrong in outcome.report.wrong:
         print(f"WRONG {wrong}")
     for trouble, count in outcome.agents.ledger.troubles.most_common(10):

@@ -39,7 +39,7 @@ def job_of(max_staleness: int) -> Job:
 
 
 class Agents:
-    """Work until `stop`; what they were told is in `ledger`."""
+    """Agents that work until `stop`; `ledger` has the answers that they got."""
 
     def __init__(self, url: str, seed: int, max_staleness: int) -> None:
         self.ledger = Ledger()
@@ -49,7 +49,7 @@ class Agents:
         self._stopping = False
 
     def stop(self) -> None:
-        """Each finishes the episode that it plays."""
+        """Let each agent finish its episode, then stop."""
         self._stopping = True
 
     async def run(self) -> None:
@@ -69,37 +69,34 @@ class Agents:
                 continue
             self.ledger.claims.add(episode)
             try:
-                await self._play(client, http, episode, credentials, kind, pick)
-            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode goes idle, or is over
+                await self._play(client, _model(credentials, http), episode, kind, pick)
+            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode becomes idle or is over
                 self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def _play(
-        self,
-        client: AsyncSwarmClient,
-        http: httpx.AsyncClient,
-        episode: str,
-        credentials: Credentials,
-        kind: str,
-        pick: random.Random,
+        self, client: AsyncSwarmClient, model: AsyncOpenAI, episode: str, kind: str, pick: random.Random
     ) -> None:
-        model = AsyncOpenAI(
-            base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
-        )
         task = Task(task_id=pick.choice(TASKS), main_query="")
-        said = ""
+        text = ""
         messages: list[dict[str, str]] = []
         for turn in range(2):
             messages.append({"role": "user", "content": f"{task.task_id}{turn}="})
             reply = await model.chat.completions.create(model="any", messages=messages, max_tokens=8)  # type: ignore[arg-type]
-            said = reply.choices[0].message.content or ""
-            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), said)
-            messages.append({"role": "assistant", "content": said})
+            text = reply.choices[0].message.content or ""
+            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), text)
+            messages.append({"role": "assistant", "content": text})
         if pick.random() < 0.05:
             await client.abort_episode(episode)
             self.ledger.aborts.add(episode)
             return
-        reward = float(said.count(task.task_id)) + pick.random() / 8
+        reward = float(text.count(task.task_id)) + pick.random() / 8
         await client.end_episode(task, episode, WorkflowOutput(reward=reward))
         self.ledger.ends[episode] = reward
         if kind == "eval":
             self.ledger.evals.add(episode)
+
+
+def _model(credentials: Credentials, http: httpx.AsyncClient) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
+    )

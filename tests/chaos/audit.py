@@ -1,4 +1,4 @@
-"""Compares what clients were told with the log, the trained steps and the weights."""
+"""Compare the answers that clients got with the log, the trained steps and the weights."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ from tests.chaos.ledger import Ledger
 
 @dataclass
 class Report:
-    """`wrong` is empty when every promise was kept."""
+    """The result of an audit. `wrong` is empty when every guarantee was kept."""
 
     calls_acknowledged: int = 0
     calls_found: int = 0
     episodes_ended: int = 0
     episodes_trained_once: int = 0
-    episodes_waiting: int = 0  # in the pool, or in the batch that is being trained
-    episodes_dropped: int = 0  # with an event that says why
+    episodes_waiting: int = 0  # in the pool or in the batch that is being trained
+    episodes_dropped: int = 0  # with the reason in an event
     episodes_evaluated: int = 0
     steps: int = 0
     epochs: int = 0
-    trained_again: bool = False  # the last step from the log, to the same bytes
+    trained_again: bool = False  # the last step, from the log, with the same bytes
     lost: int = 0
     doubled: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -44,12 +44,13 @@ class Report:
 
 
 async def audit(bus: Bus, ledger: Ledger) -> Report:
-    """Read the whole log and check it. The hive may run, but nobody must play."""
+    """Read the whole log and check it. The hive may run, but no agent may play."""
     report = Report()
     verified = await upkeep.verify(bus)
     report.epochs = verified.epochs
     log = _Log(await _events(bus))
     await _check_calls(bus, ledger, log, report)
+    _check_claims_and_aborts(ledger, log, report)
     _check_ends(ledger, log, report)
     _check_training(log, report)
     _check_files(log, report)
@@ -66,7 +67,7 @@ async def _events(bus: Bus) -> list[AnyEvent]:
 
 
 class _Log:
-    """The log's facts by name."""
+    """The facts of a log by name."""
 
     def __init__(self, events: list[AnyEvent]) -> None:
         self.events = events
@@ -82,9 +83,9 @@ class _Log:
         self.steps: dict[int, list[ev.StepCompleted]] = {}
         self.weights: dict[int, list[ev.WeightsReady]] = {}
         for event in events:
-            self._take(event)
+            self._apply(event)
 
-    def _take(self, event: AnyEvent) -> None:
+    def _apply(self, event: AnyEvent) -> None:
         evolve(self.hive, event)
         match event:
             case ev.CallsNoted():
@@ -99,6 +100,11 @@ class _Log:
                         self.evaluated.add(outcome.episode)
             case ev.EpisodeAborted():
                 self.aborted.update(event.episodes)
+            case _:
+                self._apply_training(event)
+
+    def _apply_training(self, event: AnyEvent) -> None:
+        match event:
             case ev.GroupDropped():
                 self.dropped.update(event.episodes)
             case ev.BatchReady():
@@ -113,7 +119,7 @@ class _Log:
 
 
 async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> None:
-    """Each call whose answer a client has is noted once, and its record is what was answered."""
+    """Check that each answered call is noted once, and that its record is what was answered."""
     report.calls_acknowledged = ledger.acknowledged_calls
     for episode, calls in ledger.calls.items():
         for call in calls:
@@ -126,9 +132,9 @@ async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> N
                 report.double(f"call {call} of {episode} was noted {len(noted)} times")
             stored = await bus.get(bus.subjects.calls_stream, noted[0].ref.seq)
             record = decode_record(stored.data, noted[0].ref)
-            said = (record.choices[0].message or {}).get("content") or ""
-            if record.episode != episode or said != ledger.texts[call]:
-                report.wrong.append(f"call {call} of {episode} is recorded as {record.episode} saying {said!r}")
+            text = (record.choices[0].message or {}).get("content") or ""
+            if record.episode != episode or text != ledger.texts[call]:
+                report.wrong.append(f"call {call} of {episode} is recorded as {record.episode} with the text {text!r}")
         ended = log.ended.get(episode)
         if episode in ledger.ends and ended:
             missing = set(calls) - {ref.id for ref in ended[0].calls}
@@ -138,9 +144,6 @@ async def _check_calls(bus: Bus, ledger: Ledger, log: _Log, report: Report) -> N
 
 def _check_ends(ledger: Ledger, log: _Log, report: Report) -> None:
     report.episodes_ended = len(ledger.ends)
-    for episode in ledger.claims:
-        if log.claimed[episode] != 1:
-            report.wrong.append(f"episode {episode} was claimed {log.claimed[episode]} times")
     for episode, reward in ledger.ends.items():
         ended = log.ended.get(episode, [])
         if not ended:
@@ -149,16 +152,22 @@ def _check_ends(ledger: Ledger, log: _Log, report: Report) -> None:
             report.double(f"the end of {episode}")
         elif ended[0].reward != reward:
             report.wrong.append(f"episode {episode} ended with {ended[0].reward}, not {reward}")
-    for episode in ledger.aborts:
-        if log.aborted[episode] != 1:
-            report.wrong.append(f"the abort of {episode} is {log.aborted[episode]} times on the log")
     for episode in log.ended:
         if log.aborted[episode]:
             report.double(f"episode {episode} was ended and aborted")
 
 
+def _check_claims_and_aborts(ledger: Ledger, log: _Log, report: Report) -> None:
+    for episode in ledger.claims:
+        if log.claimed[episode] != 1:
+            report.wrong.append(f"episode {episode} was claimed {log.claimed[episode]} times")
+    for episode in ledger.aborts:
+        if log.aborted[episode] != 1:
+            report.wrong.append(f"the abort of {episode} is {log.aborted[episode]} times on the log")
+
+
 def _check_training(log: _Log, report: Report) -> None:
-    """Each ended training episode is in one batch, or waits, or was dropped by an event; each step is done once."""
+    """Check that each ended training episode is in one batch, waits, or was dropped, and each step was done once."""
     last = max(log.batches, default=0)
     for step, batches in log.batches.items():
         done = log.steps.get(step, [])
@@ -191,7 +200,7 @@ def _check_training(log: _Log, report: Report) -> None:
 
 
 def _check_files(log: _Log, report: Report) -> None:
-    """The newest weights and the newest checkpoint are those that the log names."""
+    """Check that the newest weights and the newest checkpoint are those that the log names."""
     versions = sorted(log.weights)
     if versions != list(range(len(versions))):
         report.wrong.append(f"policy versions {versions} are not in a row")

@@ -1,4 +1,4 @@
-"""Kills and stops the processes of a hive at random."""
+"""Kill and stop the processes of a hive at random."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ STOPPED_S = (0.3, 4.0)
 
 
 class Killer:
-    """Works on the children of the process `supervisor`."""
+    """Kills and stops children of the process `supervisor`."""
 
     def __init__(self, supervisor: int, seed: int) -> None:
         self.kills: Counter[str] = Counter()
@@ -24,7 +24,7 @@ class Killer:
         self._stopped: set[asyncio.Task[None]] = set()
 
     async def run(self, kills: int) -> None:
-        """Until there were so many kills, each kind's at least one; then everybody runs again."""
+        """Run until there were `kills` kills, at least one of each service, and all processes run again."""
         try:
             while self.kills.total() < kills or set(self.kills) != set(WEIGHTS):
                 await asyncio.sleep(self._random.uniform(*PAUSE_S))
@@ -40,7 +40,7 @@ class Killer:
         victims = [child for child in self._supervisor.children() if kind_of(child) == kind]
         running = [victim for victim in victims if victim.status() != psutil.STATUS_STOPPED]
         if not running:
-            return  # dead, and not started again yet; or stopped
+            return  # dead and not restarted yet, or stopped
         victim = self._random.choice(running)
         if self._random.random() < STOPS:
             self.stops[kind] += 1
@@ -61,7 +61,7 @@ class Killer:
 
 
 def kind_of(process: psutil.Process) -> str:
-    """Which service a child of `bombus up` is, "" for none."""
+    """Return the service that a child of `bombus up` runs, "" for none."""
     try:
         words = process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):

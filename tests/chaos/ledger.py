@@ -1,4 +1,4 @@
-"""What clients were told: every line of it must be found on the log."""
+"""The answers that clients got, all of which must be found on the log."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ledger:
-    """A line is written when its answer has arrived, never before."""
+    """A record of answers, each added once it has arrived and never before."""
 
     claims: set[str] = field(default_factory=set)  # episodes
     calls: dict[str, list[str]] = field(default_factory=dict)  # episode: call ids, in order
-    texts: dict[str, str] = field(default_factory=dict)  # call: what the model said
+    texts: dict[str, str] = field(default_factory=dict)  # call: the text of the model
     ends: dict[str, float] = field(default_factory=dict)  # episode: reward
-    evals: set[str] = field(default_factory=set)  # of the ended episodes
+    evals: set[str] = field(default_factory=set)  # those of the ended episodes that evaluated
     aborts: set[str] = field(default_factory=set)
     troubles: Counter[str] = field(default_factory=Counter)  # errors that reached an agent through its SDK's retries
 

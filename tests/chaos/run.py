@@ -1,4 +1,4 @@
-"""One run: a hive, its load, the killer, the audit."""
+"""One chaos run: a hive, its load, the killer, the audit."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tests.chaos.audit import Report, audit
 from tests.chaos.killer import Killer
 
 READY_S = 120.0
-QUIET_S = 120.0  # for a step to be made once nobody is killed any more
+QUIET_S = 120.0  # allowed for a step once the killing has ended
 PROCESSES = ("--gateways", "2", "--coordinators", "2", "--replicas", "2")
 
 Say = Callable[[str], None]
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Outcome:
-    """`report.wrong` is what went wrong."""
+    """The outcome of a run. `report.wrong` lists what went wrong."""
 
     report: Report
     killer: Killer
@@ -35,7 +35,7 @@ class Outcome:
 
 
 async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int = 0) -> Outcome:
-    """Raises `AssertionError` when the hive does not come up, or does not go on once it is left alone."""
+    """Run once. Raises `AssertionError` when the hive does not start, or makes no progress after the kills."""
     began = time.monotonic()
     log = folder / "up.log"
     with log.open("wb") as out:
@@ -50,11 +50,11 @@ async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int 
         say(f"a hive of {' '.join(PROCESSES)} at {url}")
         agents, killer = Agents(url, seed, max_staleness), Killer(process.pid, seed)
         playing = asyncio.create_task(agents.run())
-        telling = asyncio.create_task(_tell(killer, agents, say))
+        telling = asyncio.create_task(_report_progress(killer, agents, say))
         try:
             await _while(playing, killer.run(kills))
-            say("nobody is killed any more; waiting for two more steps")
-            await _while(playing, _goes_on(url))
+            say("the killing has ended; waiting for two more steps")
+            await _while(playing, _makes_progress(url))
             agents.stop()
             await asyncio.wait_for(playing, QUIET_S)
         finally:
@@ -72,15 +72,15 @@ async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int 
 
 
 async def _train_again(data: Path, report: Report) -> None:
-    """The last step, once more from the log and the checkpoint before it: are these the weights that are served?"""
+    """Train the last step again from the log and the checkpoint before it, and compare with the served weights."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "bombus", "replay", "train", "--step", str(report.steps), "--data", str(data),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     report.trained_again = process.returncode == 0
     if not report.trained_again:
-        report.wrong.append(f"step {report.steps}, trained again from the log: {said.decode()}")
+        report.wrong.append(f"step {report.steps}, trained again from the log: {output.decode()}")
 
 
 async def _ready(process: asyncio.subprocess.Process, log: Path) -> str:
@@ -94,7 +94,7 @@ async def _ready(process: asyncio.subprocess.Process, log: Path) -> str:
 
 
 async def _while(playing: "asyncio.Task[None]", work: Coroutine[None, None, None]) -> None:
-    """Do `work` while the agents play; an agent that fails in a way that it must not fails the run."""
+    """Do `work` while the agents play. An unexpected failure of an agent fails the run."""
     doing = asyncio.create_task(work)
     await asyncio.wait({playing, doing}, return_when=asyncio.FIRST_COMPLETED)
     if not doing.done():
@@ -105,7 +105,7 @@ async def _while(playing: "asyncio.Task[None]", work: Coroutine[None, None, None
     await doing
 
 
-async def _goes_on(url: str) -> None:
+async def _makes_progress(url: str) -> None:
     async with asyncio.timeout(QUIET_S), AsyncSwarmClient(url, verbose=False) as client:
         before = await client.get_global_step()
         while await client.get_global_step() < before + 2:
@@ -114,7 +114,7 @@ async def _goes_on(url: str) -> None:
             await asyncio.sleep(0.2)
 
 
-async def _tell(killer: Killer, agents: Agents, say: Say) -> None:
+async def _report_progress(killer: Killer, agents: Agents, say: Say) -> None:
     while True:
         await asyncio.sleep(10)
         ledger = agents.ledger
@@ -124,8 +124,8 @@ async def _tell(killer: Killer, agents: Agents, say: Say) -> None:
         )
 
 
-def told(outcome: Outcome) -> str:
-    """The whole run in a few lines."""
+def summary(outcome: Outcome) -> str:
+    """Summarise the run in a few lines."""
     report, killer = outcome.report, outcome.killer
     kills = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.kills.items()))
     stops = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.stops.items()))

@@ -1,8 +1,8 @@
-"""The short form of `make chaos`: real processes, killed and stopped at random, and every promise checked."""
+"""The short form of `make chaos`: real processes, killed and stopped at random, and every guarantee checked."""
 
 from pathlib import Path
 
-from tests.chaos.run import run, told
+from tests.chaos.run import run, summary
 
 KILLS = 20
 
@@ -11,7 +11,7 @@ async def test_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(tmp_pat
     lines: list[str] = []
     outcome = await run(tmp_path, KILLS, seed=20, say=lines.append)
     report = outcome.report
-    print("\n".join([*lines, told(outcome)]))
+    print("\n".join([*lines, summary(outcome)]))
     assert report.wrong == []
     assert report.calls_found == report.calls_acknowledged > 0
     assert report.episodes_trained_once > 0

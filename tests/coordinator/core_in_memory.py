@@ -12,8 +12,8 @@ SECOND = 1_000_000_000
 ENGINE = "main"
 
 
-class Desk:
-    """A core, an inbox that counts, and a clock. `say` puts a message in and gives what was decided."""
+class CoreHarness:
+    """A core, an inbox that counts, and a clock. `send` puts a message in and returns what was decided."""
 
     def __init__(self, core: Core | None = None) -> None:
         self.core = core or Core()
@@ -29,56 +29,59 @@ class Desk:
     def engine(self) -> EngineState:
         return self.core.hive.engine(ENGINE)
 
+    def phase(self) -> Phase:
+        return self.engine.phase
+
     def id(self) -> str:
         self.ids += 1
         return f"m{self.ids}"
 
-    def say(self, message: inbox.AnyMessage, after_s: float = 0.0) -> list[AnyEvent]:
+    def send(self, message: inbox.AnyMessage, after_s: float = 0.0) -> list[AnyEvent]:
         self.now_ns += int(after_s * SECOND)
         self.seq += 1
         decided: list[AnyEvent] = []
-        for flown in [*self.core.receive(message, self.seq, self.now_ns), *self.core.flush()]:
-            decided += flown.decision.events  # type: ignore[arg-type]
-            for reply in flown.decision.replies:
+        for each in [*self.core.receive(message, self.seq, self.now_ns), *self.core.flush()]:
+            decided += each.decision.events  # type: ignore[arg-type]
+            for reply in each.decision.replies:
                 self.answers[reply.command] = reply.answer  # type: ignore[assignment]
         self.log += decided
         return decided
 
-    def ask(self, message: inbox.AnyMessage, after_s: float = 0.0) -> AnyAnswer:
-        self.say(message, after_s)
+    def request(self, message: inbox.AnyMessage, after_s: float = 0.0) -> AnyAnswer:
+        self.send(message, after_s)
         return self.answers[message.id]
 
     def tick(self, after_s: float = 1.0) -> list[AnyEvent]:
-        return self.say(inbox.Tick(id=self.id()), after_s)
+        return self.send(inbox.Tick(id=self.id()), after_s)
 
-    # ---- the usual course of things ----
+    # ---- the usual sequences ----
 
     def boot(
         self, method: Method = Method.ENOUGH_TASKS, batch_size: int = 2, num_repeat: int = 2, **rules: object
     ) -> None:
         collection = Collection(method=method, batch_size=batch_size, num_repeat=num_repeat, **rules)  # type: ignore[arg-type]
         self.configure(collection)
-        self.say(inbox.Start(id=self.id(), engine=ENGINE))
-        self.say(inbox.ReplicaAlive(id=self.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        self.send(inbox.Start(id=self.id(), engine=ENGINE))
+        self.send(inbox.ReplicaAlive(id=self.id(), engine=ENGINE, replica="r1", url="http://r1"))
         self.open_trainer()
         self.save_weights(0)
         self.load(0)
         assert self.engine.phase == Phase.ROLLING
 
     def configure(self, collection: Collection) -> AnyAnswer:
-        return self.ask(
+        return self.request(
             inbox.Configure(
                 id=self.id(), engine=ENGINE, config="{}", config_digest="d", collection=collection, model="tiny"
             )
         )
 
     def open_trainer(self) -> int:
-        answer = self.ask(inbox.TrainerOpens(id=self.id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
+        answer = self.request(inbox.TrainerOpens(id=self.id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
         assert isinstance(answer, inbox.Done)
         return answer.epoch
 
     def save_weights(self, step: int, epoch: int | None = None) -> list[AnyEvent]:
-        return self.say(
+        return self.send(
             inbox.WeightsSaved(
                 id=self.id(),
                 engine=ENGINE,
@@ -90,7 +93,7 @@ class Desk:
         )
 
     def load(self, version: int, replica: str = "r1") -> list[AnyEvent]:
-        return self.say(
+        return self.send(
             inbox.WeightsLoadedFact(id=self.id(), engine=ENGINE, run=self.engine.run, version=version, replica=replica)
         )
 
@@ -106,7 +109,7 @@ class Desk:
         )
 
     def claim(self, client: str = "c1", count: int = 1, **more: object) -> tuple[str, ...]:
-        answer = self.ask(self.claim_message(client, count, **more))
+        answer = self.request(self.claim_message(client, count, **more))  # type: ignore[arg-type]
         assert isinstance(answer, inbox.Granted), answer
         return answer.episodes
 
@@ -120,7 +123,7 @@ class Desk:
             oldest=made,
             newest=made,
         )
-        return self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
+        return self.send(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=noted))
 
     def end_message(
         self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
@@ -131,10 +134,10 @@ class Desk:
     def end(
         self, episode: str, task: str = "t1", reward: float | None = 1.0, client: str = "c1", **more: object
     ) -> AnyAnswer:
-        return self.ask(self.end_message(episode, task, reward, client, **more))
+        return self.request(self.end_message(episode, task, reward, client, **more))
 
     def play(self, task: str, reward: float = 1.0, client: str = "c1", type: EpisodeType = EpisodeType.TRAIN) -> str:
-        """Claim, one call, end."""
+        """Claim an episode, record one call, end it."""
         (episode,) = self.claim(client, type=type)
         self.call(episode)
         answer = self.end(episode, task, reward, client)
@@ -142,7 +145,7 @@ class Desk:
         return episode
 
     def step_done(self, step: int, epoch: int | None = None, digest: str = "c") -> list[AnyEvent]:
-        return self.say(
+        return self.send(
             inbox.StepDone(
                 id=self.id(),
                 engine=ENGINE,
@@ -155,7 +158,7 @@ class Desk:
         )
 
     def train(self) -> None:
-        """The outstanding batch becomes the next policy version, everywhere."""
+        """Make the outstanding batch the next policy version on all replicas."""
         step = self.engine.step
         self.step_done(step)
         self.save_weights(step)

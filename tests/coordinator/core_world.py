@@ -1,7 +1,6 @@
-"""A small world around the coordinator's core: authors who talk at random, a log that can be cut, a leader that dies.
+"""A small world around the coordinator's core: random senders, a log that can be cut off, a leader that dies.
 
-Everything comes from one seed. Clients, trainers and replicas know only what is on the log and what they were answered,
-as the real ones do.
+Everything comes from one seed. Clients, trainers and replicas know only the log and their answers, as the real ones do.
 """
 
 import random
@@ -13,8 +12,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
 from bombus.hive.records import CallRef
-from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
-from bombus_coordinator.core import Core, Flown
+from bombus.hive.state import EngineState, Hive, Phase, evolve
+from bombus_coordinator.core import Core, PendingDecision
+from tests.hive.phases import TRANSITIONS
 
 SECOND = 1_000_000_000
 ENGINE = "main"
@@ -29,83 +29,83 @@ class Logged(msgspec.Struct, frozen=True):
 
 
 class World:
-    """`step()` lets somebody speak or the leader fly. Invariants are checked as events land."""
+    """`step()` sends a message or lets the leader decide. Invariants are checked for each stored event."""
 
     def __init__(self, seed: int, crashes: bool = True) -> None:
         self.random = random.Random(seed)
         self.crashes = crashes
         self.inbox: list[tuple[inbox.AnyMessage, int]] = []
         self.log: list[Logged] = []
-        self.landed = Hive()  # the fold of the log, as everybody else has it
+        self.fold = Hive()  # the fold of the log, as all services have it
         self.core = Core()
         self.now_ns = 1_000 * SECOND
         self.ids = 0
-        self.read = 0  # inbox messages that this leader has taken
+        self.read = 0  # inbox messages that this leader has read
         self.answers: dict[str, inbox.AnyAnswer] = {}
-        self.told: dict[str, inbox.AnyAnswer] = {}  # by this leader
-        self.asked: dict[str, inbox.AnyMessage] = {}
+        self.given: dict[str, inbox.AnyAnswer] = {}  # by this leader
+        self.sent: dict[str, inbox.AnyMessage] = {}
         self.batched: set[str] = set()
-        self.gone: set[str] = set()  # ended, then dropped, cleared or of an older run
+        self.gone: set[str] = set()  # dropped, cleared or of an older run
         self.ended: set[str] = set()  # training episodes whose end is on the log
         self.evaluated: set[str] = set()  # evaluation episodes whose end is on the log
         self.deaths = 0
         self._lead()
-        self._say(self._configure())
-        self._say(inbox.Start(id=self._id(), engine=ENGINE))
+        self._send(self._configure())
+        self._send(inbox.Start(id=self._id(), engine=ENGINE))
 
     # ---- the leader ----
 
     def _lead(self) -> None:
-        """A new leader: folds the log, opens an epoch, goes on behind what the last event answers."""
+        """Start a new leader: fold the log, open an epoch, continue after the message that the last event answers."""
         hive = Hive()
         for logged in self.log:
             evolve(hive, logged.event)
-        assert hive == self.landed, "the fold of the log is the state"
+        assert hive == self.fold, "the fold of the log is the state"
         self.read = self.log[-1].answers if self.log else 0
         self.core = Core(hive)
-        self.told = {}
+        self.given = {}
         opened = self.core.open_epoch("x")
-        self._land([Flown(opened, self.read)])
-        self._land([Flown(decision, self.read) for decision in self.core.recover()])
+        self._store([PendingDecision(opened, self.read)])
+        self._store([PendingDecision(decision, self.read) for decision in self.core.recover()])
 
-    def fly(self) -> None:
-        """Decide a group; all of it lands, or the leader dies and a prefix does."""
+    def decide(self) -> None:
+        """Decide a group. All of it is stored, or the leader dies and a prefix is."""
         group = self.inbox[self.read : self.read + self.random.randint(1, 8)]
         if not group:
             return
-        flight: list[Flown] = []
+        pending: list[PendingDecision] = []
         for offset, (message, at_ns) in enumerate(group, start=1):
-            flight += self.core.receive(message, self.read + offset, at_ns)
-        flight += self.core.flush()
+            pending += self.core.receive(message, self.read + offset, at_ns)
+        pending += self.core.flush()
         self.read += len(group)
         if self.crashes and self.random.random() < 0.1:
             self.deaths += 1
-            self._land(flight[: self.random.randint(0, len(flight))])
+            self._store(pending[: self.random.randint(0, len(pending))])
             self._lead()
             return
-        self._land(flight)
-        assert self.core.hive == self.landed, "the live state is the fold of the log"
-        for flown in flight:
-            for reply in flown.decision.replies:
+        self._store(pending)
+        assert self.core.hive == self.fold, "the live state is the fold of the log"
+        for each in pending:
+            for reply in each.decision.replies:
                 self._answered(reply.command, reply.answer)  # type: ignore[arg-type]
 
     def _answered(self, command: str, answer: inbox.AnyAnswer) -> None:
         self.answers[command] = answer
-        before = self.told.setdefault(command, answer)
+        before = self.given.setdefault(command, answer)
         assert before == answer, "the same command gets the same answer"
 
-    # ---- what lands, and what must hold of it ----
+    # ---- the log and its invariants ----
 
-    def _land(self, flight: Sequence[Flown]) -> None:
-        for flown in flight:
-            for event in flown.decision.events:
-                before = self.landed.engine(event.engine).phase if event.engine == ENGINE else None
-                self._check_before(event, self.landed.engine(ENGINE))
-                self.log.append(Logged(event, flown.answers))
-                evolve(self.landed, event)
+    def _store(self, pending: Sequence[PendingDecision]) -> None:
+        for each in pending:
+            for event in each.decision.events:
+                before = self.fold.engine(event.engine).phase if event.engine == ENGINE else None
+                self._check_before(event, self.fold.engine(ENGINE))
+                self.log.append(Logged(event, each.answers))
+                evolve(self.fold, event)
                 if before is not None:
-                    after = self.landed.engine(ENGINE).phase
-                    assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+                    after = self.fold.engine(ENGINE).phase
+                    assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
 
     def _check_before(self, event: Event, engine: EngineState) -> None:
         match event:
@@ -142,29 +142,29 @@ class World:
         check_as_asked(batch, engine.collection)
 
     def check_nothing_lost(self) -> None:
-        """Every training episode whose end is on the log is in the pool, in one batch, or gone with a reason."""
-        pool = set(self.landed.engine(ENGINE).pool)
+        """Check that every ended training episode is in the pool, in one batch, or gone for a reason on the log."""
+        pool = set(self.fold.engine(ENGINE).pool)
         assert self.ended == pool | self.batched | self.gone
         assert not pool & self.batched
         for command, answer in self.answers.items():
-            message = self.asked.get(command)
+            message = self.sent.get(command)
             if isinstance(message, inbox.End) and isinstance(answer, inbox.Done):
                 assert all(r.episode in self.ended | self.evaluated for r in message.results), (
                     "an answered end is on the log"
                 )
 
-    # ---- the authors ----
+    # ---- the senders ----
 
     def _id(self) -> str:
         self.ids += 1
         return f"m{self.ids}"
 
-    def _say(self, message: inbox.AnyMessage) -> None:
+    def _send(self, message: inbox.AnyMessage) -> None:
         self.now_ns += self.random.choice((0, 1_000_000, SECOND // 4))
-        self.asked.setdefault(message.id, message)
+        self.sent.setdefault(message.id, message)
         self.inbox.append((message, self.now_ns))
         if self.random.random() < 0.05:
-            self.inbox.append((message, self.now_ns))  # a sender that was not sure
+            self.inbox.append((message, self.now_ns))  # a sender that repeats itself
 
     def _configure(self) -> inbox.Configure:
         pick = self.random
@@ -188,12 +188,12 @@ class World:
 
     def step(self) -> None:
         roll = self.random.random()
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         waits = engine.phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING) or (
             engine.phase == Phase.ROLLING and engine.version < engine.step
         )
         if roll < 0.35:
-            self.fly()
+            self.decide()
         elif roll < (0.45 if waits else 0.75):
             self._client(self.random.choice(CLIENTS))
         elif roll < (0.7 if waits else 0.8):
@@ -201,12 +201,12 @@ class World:
         elif roll < 0.95:
             self._replica(self.random.choice(REPLICAS))
         elif roll < 0.99:
-            self._say(inbox.Tick(id=self._id()))
+            self._send(inbox.Tick(id=self._id()))
         else:
             self._operator()
 
     def _client(self, client: str) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         mine = [episode for episode in engine.open.values() if episode.client == client]
         roll = pick.random()
         if not mine or roll < 0.2:
@@ -214,7 +214,7 @@ class World:
             claim = f"{client}-{pick.randint(1, 40)}"  # few ids, so that they clash
             wait_s, limit_s = pick.choice((0.0, 2.0)), pick.choice((1.0, 240.0))
             count = pick.randint(1, 3)
-            self._say(
+            self._send(
                 inbox.Claim(
                     id=self._id(), engine=ENGINE, claim=claim, client=client, count=count, type=kind,
                     wait_s=wait_s, discard_timeout_s=limit_s,
@@ -228,38 +228,38 @@ class World:
             reward = pick.choice((0.0, 1.0, 1.0, float("nan")))
             results = (inbox.EpisodeResult(episode=episode.id, task=pick.choice(TASKS), reward=reward),)
             who = client if pick.random() < 0.95 else "eve"
-            self._say(inbox.End(id=self._id(), engine=ENGINE, client=who, results=results))
+            self._send(inbox.End(id=self._id(), engine=ENGINE, client=who, results=results))
         elif roll < 0.9:
             ids = tuple(each.id for each in mine[:2])
-            self._say(inbox.Abort(id=self._id(), engine=ENGINE, client=client, episodes=ids, infra=roll < 0.87))
+            self._send(inbox.Abort(id=self._id(), engine=ENGINE, client=client, episodes=ids, infra=roll < 0.87))
         elif roll < 0.95:
-            self._say(inbox.AgreeSync(id=self._id(), engine=ENGINE, client=client))
+            self._send(inbox.AgreeSync(id=self._id(), engine=ENGINE, client=client))
         else:
-            self._say(inbox.Touch(id=self._id(), engine=ENGINE, episodes=(episode.id,), confirmed=(episode.claim,)))
+            self._send(inbox.Touch(id=self._id(), engine=ENGINE, episodes=(episode.id,), confirmed=(episode.claim,)))
 
     def _record(self, engine: EngineState, episode: str) -> None:
         ref = CallRef(self.ids, f"call{self.ids}", b"d" * 16)
         newest = oldest = engine.version
-        if engine.collection.max_staleness:  # a replica that lags, now and then by more than it may
+        if engine.collection.max_staleness:  # a replica that lags, sometimes by more than allowed
             oldest = max(0, newest - self.random.choice((0, 0, 0, 1, 1, 2, 3)))
         call = NotedCall(episode, ref, 5, 3, oldest, newest)
-        self._say(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
+        self._send(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
 
     def _trainer(self) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         epoch = engine.trainer_epoch if pick.random() < 0.9 else engine.trainer_epoch - 1
         run = engine.run if pick.random() < 0.95 else engine.run - 1
         if epoch < 1 or pick.random() < 0.05:
-            self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t"))
+            self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t"))
         elif engine.batch is not None and pick.random() < 0.8:
-            self._say(
+            self._send(
                 inbox.StepDone(
                     id=self._id(), engine=ENGINE, run=run, step=engine.batch.step, trainer_epoch=epoch,
                     checkpoint="/c", checkpoint_digest="d",
                 )
             )  # fmt: skip
         elif engine.batch is not None:
-            self._say(
+            self._send(
                 inbox.StepBroke(
                     id=self._id(), engine=ENGINE, run=run, step=engine.batch.step, trainer_epoch=epoch, reason="x"
                 )
@@ -267,74 +267,74 @@ class World:
         else:
             step = engine.step_done.step if engine.step_done is not None else 0
             weights = Weights(where=f"/w/{step}")
-            self._say(
+            self._send(
                 inbox.WeightsSaved(
                     id=self._id(), engine=ENGINE, run=run, step=step, trainer_epoch=epoch, weights=weights
                 )
             )
 
     def _replica(self, replica: str) -> None:
-        engine, pick = self.landed.engine(ENGINE), self.random
+        engine, pick = self.fold.engine(ENGINE), self.random
         if replica not in engine.replicas or pick.random() < 0.3:
-            self._say(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
+            self._send(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
         elif pick.random() < 0.95:
             version = engine.version - pick.choice((0, 0, 0, 1))
-            self._say(
+            self._send(
                 inbox.WeightsLoadedFact(id=self._id(), engine=ENGINE, run=engine.run, version=version, replica=replica)
             )
         else:
-            self._say(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
+            self._send(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
 
     def _operator(self) -> None:
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         if engine.phase == Phase.OFFLINE:
-            self._say(self._configure())
-            self._say(inbox.Start(id=self._id(), engine=ENGINE))
+            self._send(self._configure())
+            self._send(inbox.Start(id=self._id(), engine=ENGINE))
         elif self.random.random() < 0.3:
-            self._say(inbox.Stop(id=self._id(), engine=ENGINE))
+            self._send(inbox.Stop(id=self._id(), engine=ENGINE))
         used = self.random.choice((0, 0, 0, 99))
-        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
+        self._send(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
 
-    # ---- when all is well ----
+    # ---- without faults ----
 
     def calm(self, steps: int, rounds_max: int = 400) -> None:
-        """Everybody does what an honest one does until so many more batches are sealed. `AssertionError` if never."""
-        wanted = self.landed.engine(ENGINE).step + steps
+        """Behave correctly until `steps` more batches are sealed. Raises `AssertionError` if they never are."""
+        wanted = self.fold.engine(ENGINE).step + steps
         self.crashes = False
-        self._say(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
-        self._say(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.landed.engine(ENGINE).run, trainer="t"))
-        self._all_fly()
-        rules = self.landed.engine(ENGINE).collection
+        self._send(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
+        self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.fold.engine(ENGINE).run, trainer="t"))
+        self._decide_all()
+        rules = self.fold.engine(ENGINE).collection
         count = min(self.random.choice((1, rules.num_repeat, rules.num_repeat + 2)), rules.max_open_claims)
         named = self.random.random() < 0.3
         for number in range(rounds_max):
-            if self.landed.engine(ENGINE).step >= wanted:
+            if self.fold.engine(ENGINE).step >= wanted:
                 return
             self._round(number, count, named)
-        engine = self.landed.engine(ENGINE)
+        engine = self.fold.engine(ENGINE)
         raise AssertionError(f"no progress: {engine.collection}, step {engine.step}, version {engine.version}")
 
-    def _all_fly(self) -> None:
+    def _decide_all(self) -> None:
         while self.read < len(self.inbox):
-            self.fly()
+            self.decide()
 
     def _round(self, number: int, count: int, named: bool) -> None:
-        """`count` episodes are claimed if they can be had, all that is open is ended, the step is made and loaded."""
-        task = f"calm-{number // (2 * self.landed.engine(ENGINE).collection.num_repeat)}"
+        """Claim `count` episodes if possible, end all that are open, make the step and load its weights."""
+        task = f"calm-{number // (2 * self.fold.engine(ENGINE).collection.num_repeat)}"
         claim = inbox.Claim(
             id=self._id(), engine=ENGINE, claim=f"calm-{number}", client="ann", count=count, wait_s=0.0,
             task_hint=task if named else "",
         )  # fmt: skip
-        self._say(claim)
-        self._all_fly()
-        engine = self.landed.engine(ENGINE)
+        self._send(claim)
+        self._decide_all()
+        engine = self.fold.engine(ENGINE)
         for index, episode in enumerate(list(engine.open.values())):
             result = inbox.EpisodeResult(episode=episode.id, task=task, reward=float((number + index) % 2))
-            self._say(inbox.End(id=self._id(), engine=ENGINE, client=episode.client, results=(result,)))
-        self._all_fly()
-        engine = self.landed.engine(ENGINE)
+            self._send(inbox.End(id=self._id(), engine=ENGINE, client=episode.client, results=(result,)))
+        self._decide_all()
+        engine = self.fold.engine(ENGINE)
         if engine.batch is not None:
-            self._say(
+            self._send(
                 inbox.StepDone(
                     id=self._id(), engine=ENGINE, run=engine.run, step=engine.batch.step,
                     trainer_epoch=engine.trainer_epoch, checkpoint="/c", checkpoint_digest="d",
@@ -342,21 +342,21 @@ class World:
             )  # fmt: skip
         elif engine.version < engine.step:
             weights = Weights(where=f"/w/{engine.step}")
-            self._say(
+            self._send(
                 inbox.WeightsSaved(
                     id=self._id(), engine=ENGINE, run=engine.run, step=engine.step,
                     trainer_epoch=engine.trainer_epoch, weights=weights,
                 )
             )  # fmt: skip
         for replica in REPLICAS:
-            self._say(
+            self._send(
                 inbox.ReplicaAlive(
                     id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}", run=engine.run,
                     version=engine.version,
                 )
             )  # fmt: skip
-        self._say(inbox.Tick(id=self._id()))
-        self._all_fly()
+        self._send(inbox.Tick(id=self._id()))
+        self._decide_all()
 
 
 def reasons(world: World) -> set[AbortReason]:
@@ -364,11 +364,11 @@ def reasons(world: World) -> set[AbortReason]:
 
 
 def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
-    """The step before is done and published; of a synchronous run nobody is at work, of another nothing is too old."""
+    """Check that the step before is published, and that nothing is open (synchronous) or too old (asynchronous)."""
     assert engine.batch is None, "one batch at a time"
     rules = engine.collection
     if rules.max_staleness == 0:
-        assert not engine.open, "everybody has finished or was taken away"
+        assert not engine.open, "every episode has ended or was aborted"
         return
     assert engine.version == engine.step, "the weights of the step before are ready"
     for group in batch.groups:
@@ -378,7 +378,7 @@ def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:
 
 
 def check_as_asked(batch: ev.BatchReady, rules: Collection) -> None:
-    """A batch holds exactly what its method asks for."""
+    """Check that a batch holds exactly what its method requires."""
     sizes = [len(group.episodes) for group in batch.groups]
     match rules.method:
         case Method.ENOUGH_EPISODES:

@@ -1,4 +1,4 @@
-"""Steady clients, a trainer and a replica around the coordinator's core in virtual time: what pacing makes of them."""
+"""Steady clients, a trainer and a replica around the coordinator's core in virtual time, to see what pacing does."""
 
 import heapq
 import random
@@ -9,20 +9,20 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import DropReason
 from bombus.hive.inbox import Granted
-from tests.coordinator.core_in_memory import ENGINE, SECOND, Desk
+from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
 LOAD_S = 0.5
 
 
 class Steady:
-    """Each of `clients` plays one episode after the other, of `episode_s` seconds (from, to).
+    """Each of `clients` plays one episode after another, of `episode_s` seconds (from, to).
 
-    The members of a group are played by whoever is free. They are sampled with what is served when they begin.
+    Any free client plays the next member of a group. It is sampled with the version served when it begins.
     """
 
     def __init__(self, seed: int, clients: int, episode_s: tuple[float, float], step_s: float, **rules: object) -> None:
-        self.desk = Desk()
-        self.desk.boot(max_open_claims=10_000, **rules)  # type: ignore[arg-type]
+        self.harness = CoreHarness()
+        self.harness.boot(max_open_claims=10_000, **rules)  # type: ignore[arg-type]
         self.pick = random.Random(seed)
         self.episode_s, self.step_s = episode_s, step_s
         self.trained = self.dropped = 0  # episodes
@@ -30,9 +30,9 @@ class Steady:
         self._now_s = 0.0
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
-        self._waiting: dict[str, str] = {}  # the claim's message: its task
+        self._waiting: dict[str, str] = {}  # by the id of the claim's message
         self._task = count()
-        self._seen = len(self.desk.log)
+        self._seen = len(self.harness.log)
         self._training = False
         for number in range(clients):
             self._after(self.pick.random() * episode_s[1], lambda number=number: self._claim(f"c{number}"))  # type: ignore[misc]
@@ -41,40 +41,40 @@ class Steady:
         self._after(1.0, self._tick)
         while self._later and self._later[0][0] <= seconds:
             self._now_s, _, act = heapq.heappop(self._later)
-            self.desk.now_ns = 1_000 * SECOND + int(self._now_s * SECOND)
+            self.harness.now_ns = 1_000 * SECOND + int(self._now_s * SECOND)
             act()
-            self._notice()
+            self._react()
 
     def _after(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._later, (self._now_s + seconds, next(self._numbers), act))
 
     def _tick(self) -> None:
-        self.desk.say(inbox.ReplicaAlive(id=self.desk.id(), engine=ENGINE, replica="r1", url="http://r1"))
-        self.desk.say(inbox.Tick(id=self.desk.id()))
+        self.harness.send(inbox.ReplicaAlive(id=self.harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        self.harness.send(inbox.Tick(id=self.harness.id()))
         self._after(1.0, self._tick)
 
     def _claim(self, client: str) -> None:
-        message = self.desk.claim_message(client, wait_s=60.0, discard_timeout_s=1e5)
+        message = self.harness.claim_message(client, wait_s=60.0, discard_timeout_s=1e5)
         self._waiting[message.id] = client
-        self.desk.say(message)
+        self.harness.send(message)
 
     def _begin(self, client: str, granted: Granted) -> None:
         (episode,) = granted.episodes
-        task = f"t{next(self._task) // self.desk.engine.collection.num_repeat}"
-        self.desk.call(episode, self.desk.engine.replicas["r1"].version)
-        self.desk.say(inbox.Touch(id=self.desk.id(), engine=ENGINE, episodes=(episode,), confirmed=()))
+        task = f"t{next(self._task) // self.harness.engine.collection.num_repeat}"
+        self.harness.call(episode, self.harness.engine.replicas["r1"].version)
+        self.harness.send(inbox.Touch(id=self.harness.id(), engine=ENGINE, episodes=(episode,), confirmed=()))
 
         def end() -> None:
-            self.desk.end(episode, task, self.pick.random(), client)
+            self.harness.end(episode, task, self.pick.random(), client)
             self._claim(client)
 
         self._after(self.pick.uniform(*self.episode_s), end)
 
-    def _notice(self) -> None:
-        """What the decisions since have brought about."""
-        desk = self.desk
+    def _react(self) -> None:
+        """React to the decisions since the last call."""
+        harness = self.harness
         for message, client in list(self._waiting.items()):
-            answer = desk.answers.get(message)
+            answer = harness.answers.get(message)
             if answer is None:
                 continue
             del self._waiting[message]
@@ -82,12 +82,12 @@ class Steady:
                 self._begin(client, answer)
             else:
                 self._claim(client)
-        for event in desk.log[self._seen :]:
+        for event in harness.log[self._seen :]:
             if isinstance(event, ev.GroupDropped) and event.reason == DropReason.STALE:
                 self.dropped += len(event.episodes)
-        self._seen = len(desk.log)
-        if desk.engine.batch is not None and not self._training:
-            self._train(desk.engine.batch)
+        self._seen = len(harness.log)
+        if harness.engine.batch is not None and not self._training:
+            self._train(harness.engine.batch)
 
     def _train(self, batch: ev.BatchReady) -> None:
         self._training = True
@@ -95,12 +95,12 @@ class Steady:
         self.trained += sum(len(group.episodes) for group in batch.groups)
 
         def done() -> None:
-            self.desk.step_done(batch.step)
+            self.harness.step_done(batch.step)
             self._training = False
-            self.desk.save_weights(batch.step)
+            self.harness.save_weights(batch.step)
             self._after(LOAD_S, lambda: self._load(batch.step))
 
         self._after(self.step_s, done)
 
     def _load(self, version: int) -> None:
-        self.desk.load(version)
+        self.harness.load(version)

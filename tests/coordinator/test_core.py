@@ -1,4 +1,4 @@
-"""The coordinator's decisions, one behaviour a test."""
+"""The coordinator's decisions: one behaviour per test."""
 
 import math
 
@@ -7,18 +7,19 @@ import pytest
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method
+from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
 from bombus.hive.inbox import Done, Found, Granted, Refusal
+from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.state import Phase
 from bombus_coordinator.core import Core
-from tests.coordinator.core_in_memory import ENGINE, SECOND, Desk
+from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
 
 @pytest.fixture
-def desk() -> Desk:
-    desk = Desk()
-    desk.boot()
-    return desk
+def harness() -> CoreHarness:
+    harness = CoreHarness()
+    harness.boot()
+    return harness
 
 
 def refused(answer: inbox.AnyAnswer, code: Code) -> str:
@@ -40,9 +41,9 @@ def only(events: list[ev.AnyEvent], kind: type[ev.Event]) -> ev.Event:
 
 
 def test_an_engine_boots_once_the_first_weights_are_loaded() -> None:
-    desk = Desk()
-    desk.boot()
-    assert desk.kinds() == [
+    harness = CoreHarness()
+    harness.boot()
+    assert harness.kinds() == [
         "epoch.opened",
         "engine.configured",
         "engine.started",
@@ -55,175 +56,179 @@ def test_an_engine_boots_once_the_first_weights_are_loaded() -> None:
     ]
 
 
-def test_configuring_is_refused_unless_offline_and_the_phase_is_named(desk: Desk) -> None:
-    assert "ENGINE.ROLLING" in refused(desk.configure(Collection()), Code.WRONG_PHASE)
+def test_configuring_is_refused_unless_offline_and_the_phase_is_named(harness: CoreHarness) -> None:
+    assert "ENGINE.ROLLING" in refused(harness.configure(Collection()), Code.WRONG_PHASE)
 
 
 def test_the_latest_configuration_wins() -> None:
-    desk = Desk()
-    desk.configure(Collection(batch_size=7))
-    desk.configure(Collection(batch_size=9))
-    desk.say(inbox.Start(id="s", engine=ENGINE))
-    assert desk.engine.collection.batch_size == 9
+    harness = CoreHarness()
+    harness.configure(Collection(batch_size=7))
+    harness.configure(Collection(batch_size=9))
+    harness.send(inbox.Start(id="s", engine=ENGINE))
+    assert harness.engine.collection.batch_size == 9
 
 
 def test_starting_without_a_configuration_is_refused() -> None:
-    assert "sync_train_config" in refused(Desk().ask(inbox.Start(id="s", engine=ENGINE)), Code.NO_CONFIG)
+    assert "sync_train_config" in refused(CoreHarness().request(inbox.Start(id="s", engine=ENGINE)), Code.NO_CONFIG)
 
 
-def test_the_same_start_command_is_answered_the_same_even_after_a_recovery(desk: Desk) -> None:
+def test_the_same_start_command_gets_the_same_answer_even_after_a_recovery(harness: CoreHarness) -> None:
     start = inbox.Start(id="again", engine=ENGINE)
-    desk.say(inbox.Stop(id=desk.id(), engine=ENGINE))
-    first = desk.ask(start)
-    desk.core.live.answers.clear()
-    assert desk.ask(start) == first
-    assert desk.engine.run == 2
+    harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
+    first = harness.request(start)
+    harness.core.live.answers.clear()
+    assert harness.request(start) == first
+    assert harness.engine.run == 2
 
 
-def test_commands_that_are_repeated_under_another_leader_change_nothing_and_get_their_own_answers(desk: Desk) -> None:
+def test_commands_repeated_under_another_leader_change_nothing_and_get_their_original_answers(
+    harness: CoreHarness,
+) -> None:
     configure = inbox.Configure(
         id="c", engine=ENGINE, config="{}", config_digest="d", collection=Collection(), model="tiny"
     )
     stop, start = inbox.Stop(id="first stop", engine=ENGINE), inbox.Start(id="second start", engine=ENGINE)
-    said = [desk.ask(message) for message in (stop, configure, start)]
-    desk.core.live.answers.clear()
-    log = list(desk.log)
-    assert [desk.ask(message) for message in (stop, configure, start)] == said
-    assert desk.log == log, "the second run goes on"
-    assert said == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
+    answers = [harness.request(message) for message in (stop, configure, start)]
+    harness.core.live.answers.clear()
+    log = list(harness.log)
+    assert [harness.request(message) for message in (stop, configure, start)] == answers
+    assert harness.log == log, "the second run continues"
+    assert answers == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
 
 
-def test_a_trainers_opening_that_is_repeated_under_another_leader_takes_the_run_from_nobody(desk: Desk) -> None:
+def test_a_trainers_opening_repeated_under_another_leader_does_not_supersede_anybody(harness: CoreHarness) -> None:
     first = inbox.TrainerOpens(id="first", engine=ENGINE, run=1, trainer="t1")
-    opened = desk.ask(first)
-    desk.ask(inbox.TrainerOpens(id="second", engine=ENGINE, run=1, trainer="t2"))
-    desk.core.live.answers.clear()
-    assert desk.ask(first) == opened
-    assert desk.engine.trainer == "t2"
+    opened = harness.request(first)
+    harness.request(inbox.TrainerOpens(id="second", engine=ENGINE, run=1, trainer="t2"))
+    harness.core.live.answers.clear()
+    assert harness.request(first) == opened
+    assert harness.engine.trainer == "t2"
 
 
 def test_booting_names_its_stage_and_fails_when_it_takes_too_long() -> None:
-    desk = Desk()
-    desk.configure(Collection(boot_s=60))
-    desk.say(inbox.Start(id="s", engine=ENGINE))
-    assert "trainer" in desk.engine.stage
-    desk.say(inbox.StageReached(id="x", engine=ENGINE, run=1, stage="loading the model"))
-    assert desk.engine.stage == "loading the model"
-    failed = only(desk.tick(after_s=61), ev.EngineFailed)
+    harness = CoreHarness()
+    harness.configure(Collection(boot_s=60))
+    harness.send(inbox.Start(id="s", engine=ENGINE))
+    assert "trainer" in harness.engine.stage
+    harness.send(inbox.StageReached(id="x", engine=ENGINE, run=1, stage="loading the model"))
+    assert harness.engine.stage == "loading the model"
+    failed = only(harness.tick(after_s=61), ev.EngineFailed)
     assert isinstance(failed, ev.EngineFailed)
     assert "loading the model" in failed.reason
-    assert desk.engine.phase == Phase.OFFLINE
+    assert harness.phase() == Phase.OFFLINE
 
 
-def test_stopping_aborts_what_is_open_in_the_same_decision(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    aborted, stopped = desk.say(inbox.Stop(id="s", engine=ENGINE))
+def test_stopping_aborts_open_episodes_in_the_same_decision(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    aborted, stopped = harness.send(inbox.Stop(id="s", engine=ENGINE))
     assert aborted == ev.EpisodeAborted(
-        at_ns=desk.now_ns, engine=ENGINE, run=1, episodes=(episode,), reason=AbortReason.ENGINE_STOPPED
+        at_ns=harness.now_ns, engine=ENGINE, run=1, episodes=(episode,), reason=AbortReason.ENGINE_STOPPED
     )
     assert isinstance(stopped, ev.EngineStopped)
 
 
-def test_a_new_run_starts_with_an_empty_pool_and_ignores_facts_of_the_old_one(desk: Desk) -> None:
-    desk.play("t1")
-    desk.say(inbox.Stop(id="stop", engine=ENGINE))
-    desk.say(inbox.Start(id="start", engine=ENGINE))
-    assert desk.engine.pool == {}
-    assert desk.engine.version == -1
+def test_a_new_run_starts_with_an_empty_pool_and_ignores_facts_of_the_old_one(harness: CoreHarness) -> None:
+    harness.play("t1")
+    harness.send(inbox.Stop(id="stop", engine=ENGINE))
+    harness.send(inbox.Start(id="start", engine=ENGINE))
+    assert harness.engine.pool == {}
+    assert harness.engine.version == -1
     old = inbox.WeightsSaved(id="w", engine=ENGINE, run=1, step=0, trainer_epoch=1, weights=ev.Weights(where="/old"))
-    assert desk.say(old) == []
+    assert harness.send(old) == []
 
 
-def test_a_broken_engine_goes_offline_with_the_reason(desk: Desk) -> None:
-    desk.say(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the model's folder has no config.json"))
-    assert desk.engine.phase == Phase.OFFLINE
-    assert "config.json" in refused(desk.ask(desk.claim_message()), Code.WRONG_PHASE)
+def test_a_broken_engine_goes_offline_with_the_reason(harness: CoreHarness) -> None:
+    harness.send(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the model's folder has no config.json"))
+    assert harness.phase() == Phase.OFFLINE
+    assert "config.json" in refused(harness.request(harness.claim_message()), Code.WRONG_PHASE)
 
 
 # ---- claims ----
 
 
-def test_a_claim_is_granted_with_a_fresh_id_each_time(desk: Desk) -> None:
-    (first,) = desk.claim()
-    desk.say(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(first,)))
-    (second,) = desk.claim()
+def test_a_claim_is_granted_with_a_fresh_id_each_time(harness: CoreHarness) -> None:
+    (first,) = harness.claim()
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(first,)))
+    (second,) = harness.claim()
     assert first != second
 
 
-def test_the_same_claim_gets_the_same_episode(desk: Desk) -> None:
-    first = desk.ask(desk.claim_message(claim="k"))
-    assert desk.ask(desk.claim_message(claim="k")) == first
-    assert len(desk.engine.open) == 1
+def test_the_same_claim_gets_the_same_episode(harness: CoreHarness) -> None:
+    first = harness.request(harness.claim_message(claim="k"))
+    assert harness.request(harness.claim_message(claim="k")) == first
+    assert len(harness.engine.open) == 1
 
 
-def test_a_claim_id_whose_episodes_are_over_is_refused(desk: Desk) -> None:
-    (episode,) = desk.claim(claim="k")
-    desk.end(episode)
-    refused(desk.ask(desk.claim_message(claim="k")), Code.OTHER_CLAIM)
+def test_a_claim_id_whose_episodes_are_over_is_refused(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(claim="k")
+    harness.end(episode)
+    refused(harness.request(harness.claim_message(claim="k")), Code.OTHER_CLAIM)
 
 
-def test_another_clients_claim_id_is_refused(desk: Desk) -> None:
-    desk.claim(client="c1", claim="k")
-    refused(desk.ask(desk.claim_message(client="c2", claim="k")), Code.OTHER_CLAIM)
+def test_another_clients_claim_id_is_refused(harness: CoreHarness) -> None:
+    harness.claim(client="c1", claim="k")
+    refused(harness.request(harness.claim_message(client="c2", claim="k")), Code.OTHER_CLAIM)
 
 
-def test_a_group_is_claimed_whole_or_not_at_all() -> None:
-    desk = Desk()
-    desk.boot(max_open_claims=4)
-    assert len(desk.claim(count=3)) == 3
-    assert "No available episodes to claim." in refused(desk.ask(desk.claim_message(count=2)), Code.NO_EPISODES)
-    assert len(desk.engine.open) == 3
-    refused(desk.ask(desk.claim_message(count=5)), Code.MALFORMED)
+def test_a_group_is_claimed_as_a_whole_or_not_at_all() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=4)
+    assert len(harness.claim(count=3)) == 3
+    assert "No available episodes to claim." in refused(
+        harness.request(harness.claim_message(count=2)), Code.NO_EPISODES
+    )
+    assert len(harness.engine.open) == 3
+    refused(harness.request(harness.claim_message(count=5)), Code.MALFORMED)
 
 
 def test_a_waiting_claim_is_granted_when_room_appears() -> None:
-    desk = Desk()
-    desk.boot(max_open_claims=1)
-    (episode,) = desk.claim()
-    waiting = desk.claim_message(client="c2", wait_s=2)
-    desk.say(waiting)
-    assert waiting.id not in desk.answers
-    desk.call(episode)
-    desk.end(episode)
-    assert isinstance(desk.answers[waiting.id], Granted)
+    harness = CoreHarness()
+    harness.boot(max_open_claims=1)
+    (episode,) = harness.claim()
+    waiting = harness.claim_message(client="c2", wait_s=2)
+    harness.send(waiting)
+    assert waiting.id not in harness.answers
+    harness.call(episode)
+    harness.end(episode)
+    assert isinstance(harness.answers[waiting.id], Granted)
 
 
 def test_a_waiting_claim_is_refused_when_its_slice_is_over() -> None:
-    desk = Desk()
-    desk.boot(max_open_claims=1)
-    desk.claim()
-    waiting = desk.claim_message(wait_s=2)
-    desk.say(waiting)
-    desk.tick(after_s=1)
-    assert waiting.id not in desk.answers
-    desk.tick(after_s=1)
-    refused(desk.answers[waiting.id], Code.NO_EPISODES)
+    harness = CoreHarness()
+    harness.boot(max_open_claims=1)
+    harness.claim()
+    waiting = harness.claim_message(wait_s=2)
+    harness.send(waiting)
+    harness.tick(after_s=1)
+    assert waiting.id not in harness.answers
+    harness.tick(after_s=1)
+    refused(harness.answers[waiting.id], Code.NO_EPISODES)
 
 
-def test_claims_are_fair_between_a_greedy_client_and_a_modest_one() -> None:
-    desk = Desk()
-    desk.boot(max_open_claims=2)
-    episodes = desk.claim("greedy", count=2)
-    greedy = [desk.claim_message("greedy", wait_s=10) for _ in range(3)]
-    modest = desk.claim_message("modest", wait_s=10)
+def test_r13_claims_are_fair_between_a_greedy_client_and_a_modest_one() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=2)
+    episodes = harness.claim("greedy", count=2)
+    greedy = [harness.claim_message("greedy", wait_s=10) for _ in range(3)]
+    modest = harness.claim_message("modest", wait_s=10)
     for message in [*greedy, modest]:
-        desk.say(message)
-    desk.say(inbox.Abort(id="a", engine=ENGINE, client="greedy", episodes=episodes[:1]))
-    assert isinstance(desk.answers[modest.id], Granted)
-    assert not any(message.id in desk.answers for message in greedy)
+        harness.send(message)
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="greedy", episodes=episodes[:1]))
+    assert isinstance(harness.answers[modest.id], Granted)
+    assert not any(message.id in harness.answers for message in greedy)
 
 
-def test_among_equals_the_first_asked_goes_first_even_over_several_slices() -> None:
-    desk = Desk()
-    desk.boot(max_open_claims=1)
-    (episode,) = desk.claim("c0")
-    late = desk.claim_message("late", wait_s=10, first_asked_ns=desk.now_ns)
-    early = desk.claim_message("early", wait_s=10, first_asked_ns=desk.now_ns - 60 * SECOND)
-    desk.say(late)
-    desk.say(early)
-    desk.say(inbox.Abort(id="a", engine=ENGINE, client="c0", episodes=(episode,)))
-    assert isinstance(desk.answers[early.id], Granted)
-    assert late.id not in desk.answers
+def test_among_equal_claims_the_oldest_is_granted_first_even_over_several_slices() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=1)
+    (episode,) = harness.claim("c0")
+    late = harness.claim_message("late", wait_s=10, first_asked_ns=harness.now_ns)
+    early = harness.claim_message("early", wait_s=10, first_asked_ns=harness.now_ns - 60 * SECOND)
+    harness.send(late)
+    harness.send(early)
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="c0", episodes=(episode,)))
+    assert isinstance(harness.answers[early.id], Granted)
+    assert late.id not in harness.answers
 
 
 @pytest.mark.parametrize(
@@ -235,531 +240,544 @@ def test_among_equals_the_first_asked_goes_first_even_over_several_slices() -> N
         (Phase.OFFLINE, "start_engine"),
     ],
 )
-def test_a_claim_out_of_phase_is_refused_in_the_contracts_words(phase: Phase, words: str) -> None:
-    why = refused(at(phase).ask(at(phase).claim_message()), Code.WRONG_PHASE)
+def test_a_claim_out_of_phase_is_refused_with_the_contracts_sentences(phase: Phase, words: str) -> None:
+    why = refused(at(phase).request(at(phase).claim_message()), Code.WRONG_PHASE)
     assert words in why
 
 
-def at(phase: Phase) -> Desk:
-    """A desk whose engine has come to `phase` by the usual course of things."""
-    desk = Desk()
+def at(phase: Phase) -> CoreHarness:
+    """Return a harness whose engine has reached `phase` in the usual way."""
+    harness = CoreHarness()
     if phase == Phase.OFFLINE:
-        return desk
+        return harness
     if phase == Phase.BOOTING:
-        desk.configure(Collection())
-        desk.say(inbox.Start(id=desk.id(), engine=ENGINE))
-        return desk
-    desk.boot(batch_size=1, num_repeat=1)
+        harness.configure(Collection())
+        harness.send(inbox.Start(id=harness.id(), engine=ENGINE))
+        return harness
+    harness.boot(batch_size=1, num_repeat=1)
     if phase == Phase.ROLLING_POST:
-        desk.claim("straggler")
-    desk.play("a")
-    assert desk.engine.phase == phase
-    return desk
+        harness.claim("straggler")
+    harness.play("a")
+    assert harness.phase() == phase
+    return harness
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan, math.inf, 1e9])
-def test_a_senseless_discard_timeout_is_refused(desk: Desk, timeout_s: float) -> None:
-    refused(desk.ask(desk.claim_message(discard_timeout_s=timeout_s)), Code.MALFORMED)
+def test_an_invalid_discard_timeout_is_refused(harness: CoreHarness, timeout_s: float) -> None:
+    refused(harness.request(harness.claim_message(discard_timeout_s=timeout_s)), Code.MALFORMED)
 
 
-def test_a_grant_that_reaches_nobody_goes_back_after_five_seconds(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    assert aborts(desk.tick(after_s=4)) == []
-    assert aborts(desk.tick(after_s=1)) == [((episode,), AbortReason.UNCONFIRMED)]
+def test_r13_an_unconfirmed_grant_is_taken_back_after_five_seconds(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    assert aborts(harness.tick(after_s=4)) == []
+    assert aborts(harness.tick(after_s=1)) == [((episode,), AbortReason.UNCONFIRMED)]
 
 
-def test_a_confirmed_grant_stays_until_its_idle_limit(desk: Desk) -> None:
-    (episode,) = desk.claim(claim="k", discard_timeout_s=240)
-    desk.say(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
-    assert aborts(desk.tick(after_s=239)) == []
-    assert aborts(desk.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
+def test_a_confirmed_grant_stays_until_its_idle_limit(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(claim="k", discard_timeout_s=240)
+    harness.send(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
+    assert aborts(harness.tick(after_s=239)) == []
+    assert aborts(harness.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
 
 
-def test_a_touch_keeps_an_episode_alive(desk: Desk) -> None:
-    (episode,) = desk.claim(claim="k", discard_timeout_s=240)
-    desk.say(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
-    desk.say(inbox.Touch(id="t2", engine=ENGINE, episodes=(episode,)), after_s=200)
-    assert aborts(desk.tick(after_s=239)) == []
-    assert aborts(desk.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
+def test_a_touch_keeps_an_episode_alive(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(claim="k", discard_timeout_s=240)
+    harness.send(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
+    harness.send(inbox.Touch(id="t2", engine=ENGINE, episodes=(episode,)), after_s=200)
+    assert aborts(harness.tick(after_s=239)) == []
+    assert aborts(harness.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
 
 
-def test_deadlines_start_again_when_an_epoch_opens(desk: Desk) -> None:
-    (episode,) = desk.claim(claim="k", discard_timeout_s=240)
-    desk.say(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
-    desk.tick(after_s=239)
-    desk.core.open_epoch("another")
-    assert aborts(desk.tick(after_s=239)) == []
-    assert aborts(desk.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
+def test_deadlines_start_again_when_an_epoch_opens(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(claim="k", discard_timeout_s=240)
+    harness.send(inbox.Touch(id="t", engine=ENGINE, confirmed=("k",)))
+    harness.tick(after_s=239)
+    harness.core.open_epoch("another")
+    assert aborts(harness.tick(after_s=239)) == []
+    assert aborts(harness.tick(after_s=1)) == [((episode,), AbortReason.IDLE)]
 
 
 # ---- ending ----
 
 
-def test_an_ended_episode_lists_its_calls_and_a_later_call_is_late(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    desk.call(episode, name="first")
-    ended = only(desk.say(desk.end_message(episode)), ev.EpisodeEnded)
+def test_an_ended_episode_lists_its_calls_and_a_later_call_is_late(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    harness.call(episode, name="first")
+    ended = only(harness.send(harness.end_message(episode)), ev.EpisodeEnded)
     assert isinstance(ended, ev.EpisodeEnded)
     assert [ref.id for ref in ended.outcomes[0].calls] == ["first"]
-    noted = only(desk.call(episode, name="second"), ev.CallsNoted)
+    noted = only(harness.call(episode, name="second"), ev.CallsNoted)
     assert isinstance(noted, ev.CallsNoted)
     assert noted.calls[0].late
-    assert [ref.id for ref in desk.engine.pool[episode].calls] == ["first"]
+    assert [ref.id for ref in harness.engine.pool[episode].calls] == ["first"]
 
 
-def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    noted = ev.NotedCall(episode, ev.CallRef(1, "cut", b"d"), 5, 2, 0, 0, status=ev.CallStatus.CUT_OFF)
-    desk.say(inbox.CallRecorded(id="x", engine=ENGINE, run=1, call=noted))
-    desk.end(episode)
-    assert desk.engine.pool[episode].calls == ()
+def test_a_cut_off_call_is_noted_but_never_belongs_to_the_outcome(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    noted = NotedCall(episode, CallRef(1, "cut", b"d"), 5, 2, 0, 0, status=CallStatus.CUT_OFF)
+    harness.send(inbox.CallRecorded(id="x", engine=ENGINE, run=1, call=noted))
+    harness.end(episode)
+    assert harness.engine.pool[episode].calls == ()
 
 
-def test_ending_twice_with_the_same_outcome_is_answered_the_same(desk: Desk) -> None:
-    episode = desk.play("t1", 1.0)
-    desk.core.live.answers.clear()
-    assert isinstance(desk.end(episode, "t1", 1.0), Done)
-    assert desk.engine.counters.ended == 1
+def test_ending_twice_with_the_same_outcome_gets_the_same_answer(harness: CoreHarness) -> None:
+    episode = harness.play("t1", 1.0)
+    harness.core.live.answers.clear()
+    assert isinstance(harness.end(episode, "t1", 1.0), Done)
+    assert harness.engine.counters.ended == 1
 
 
-def test_a_second_different_outcome_is_a_conflict(desk: Desk) -> None:
-    episode = desk.play("t1", 1.0)
-    refused(desk.end(episode, "t1", 0.5), Code.OTHER_OUTCOME)
+def test_a_second_different_outcome_is_a_conflict(harness: CoreHarness) -> None:
+    episode = harness.play("t1", 1.0)
+    refused(harness.end(episode, "t1", 0.5), Code.OTHER_OUTCOME)
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None])
-def test_a_reward_that_is_no_finite_number_is_refused_and_loses_nothing(desk: Desk, reward: float | None) -> None:
-    (episode,) = desk.claim()
-    refused(desk.end(episode, reward=reward), Code.BAD_REWARD)
-    assert isinstance(desk.end(episode, reward=1.0), Done)
+def test_a_reward_that_is_not_a_finite_number_is_refused_and_the_episode_stays_open(
+    harness: CoreHarness, reward: float | None
+) -> None:
+    (episode,) = harness.claim()
+    refused(harness.end(episode, reward=reward), Code.BAD_REWARD)
+    assert isinstance(harness.end(episode, reward=1.0), Done)
 
 
-def test_rewards_for_each_call_must_be_as_many_as_the_calls(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    desk.call(episode)
-    desk.call(episode)
-    refused(desk.end(episode, reward=None, call_rewards=(1.0,)), Code.BAD_REWARD)
-    assert isinstance(desk.end(episode, reward=None, call_rewards=(1.0, 0.0)), Done)
-    assert desk.engine.pool[episode].reward == 0.5
+def test_there_must_be_as_many_call_rewards_as_calls(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    harness.call(episode)
+    harness.call(episode)
+    refused(harness.end(episode, reward=None, call_rewards=(1.0,)), Code.BAD_REWARD)
+    assert isinstance(harness.end(episode, reward=None, call_rewards=(1.0, 0.0)), Done)
+    assert harness.engine.pool[episode].reward == 0.5
 
 
-def test_a_strangers_episode_cannot_be_ended_or_aborted(desk: Desk) -> None:
-    (episode,) = desk.claim("c1")
-    refused(desk.end(episode, client="c2"), Code.NOT_YOUR_EPISODE)
-    refused(desk.ask(inbox.Abort(id="a", engine=ENGINE, client="c2", episodes=(episode,))), Code.NOT_YOUR_EPISODE)
-    assert episode in desk.engine.open
+def test_another_clients_episode_cannot_be_ended_or_aborted(harness: CoreHarness) -> None:
+    (episode,) = harness.claim("c1")
+    refused(harness.end(episode, client="c2"), Code.NOT_YOUR_EPISODE)
+    refused(
+        harness.request(inbox.Abort(id="a", engine=ENGINE, client="c2", episodes=(episode,))), Code.NOT_YOUR_EPISODE
+    )
+    assert episode in harness.engine.open
 
 
-def test_an_unknown_or_aborted_episode_is_not_in_claimed_status(desk: Desk) -> None:
-    refused(desk.end("main-1-999"), Code.UNKNOWN_EPISODE)
-    (episode,) = desk.claim()
-    desk.say(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode,)))
-    assert "is not in claimed status" in refused(desk.end(episode), Code.UNKNOWN_EPISODE)
+def test_an_unknown_or_aborted_episode_is_not_in_claimed_status(harness: CoreHarness) -> None:
+    refused(harness.end("main-1-999"), Code.UNKNOWN_EPISODE)
+    (episode,) = harness.claim()
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode,)))
+    assert "is not in claimed status" in refused(harness.end(episode), Code.UNKNOWN_EPISODE)
 
 
-def test_a_group_ends_whole_or_not_at_all(desk: Desk) -> None:
-    first, second = desk.claim(count=2)
+def test_a_group_ends_as_a_whole_or_not_at_all(harness: CoreHarness) -> None:
+    first, second = harness.claim(count=2)
     good = inbox.EpisodeResult(episode=first, task="t1", reward=1.0)
     bad = inbox.EpisodeResult(episode=second, task="t1", reward=math.nan)
-    refused(desk.ask(inbox.End(id="e", engine=ENGINE, client="c1", results=(good, bad))), Code.BAD_REWARD)
-    assert set(desk.engine.open) == {first, second}
+    refused(harness.request(inbox.End(id="e", engine=ENGINE, client="c1", results=(good, bad))), Code.BAD_REWARD)
+    assert set(harness.engine.open) == {first, second}
 
 
 def test_ending_is_refused_while_syncing_and_the_status_is_named() -> None:
-    desk = at(Phase.WEIGHT_SYNCING)
-    assert "WEIGHT_SYNCING" in refused(desk.end("main-1-99"), Code.WRONG_PHASE)
+    harness = at(Phase.WEIGHT_SYNCING)
+    assert "WEIGHT_SYNCING" in refused(harness.end("main-1-99"), Code.WRONG_PHASE)
 
 
-def test_aborting_what_is_over_already_succeeds(desk: Desk) -> None:
-    episode = desk.play("t1")
-    assert isinstance(desk.ask(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode, "nonsense"))), Done)
+def test_aborting_a_closed_episode_succeeds(harness: CoreHarness) -> None:
+    episode = harness.play("t1")
+    assert isinstance(
+        harness.request(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode, "nonsense"))), Done
+    )
 
 
-def test_an_infra_abort_leaves_its_groups_statistics_alone(desk: Desk) -> None:
-    (episode,) = desk.claim()
+def test_an_infra_abort_leaves_its_groups_statistics_alone(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
     gone = only(
-        desk.say(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode,), infra=True)), ev.EpisodeAborted
+        harness.send(inbox.Abort(id="a", engine=ENGINE, client="c1", episodes=(episode,), infra=True)),
+        ev.EpisodeAborted,
     )
     assert isinstance(gone, ev.EpisodeAborted)
     assert gone.reason == AbortReason.INFRA
-    assert desk.engine.pool == {}
+    assert harness.engine.pool == {}
 
 
-def test_a_lookup_gives_an_open_episodes_calls(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    desk.call(episode, name="a")
-    found = desk.ask(inbox.Lookup(id="l", engine=ENGINE, episode=episode))
+def test_a_lookup_returns_the_calls_of_an_open_episode(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    harness.call(episode, name="a")
+    found = harness.request(inbox.Lookup(id="l", engine=ENGINE, episode=episode))
     assert isinstance(found, Found)
     assert [call.ref.id for call in found.calls] == ["a"]
-    desk.end(episode)
-    refused(desk.ask(inbox.Lookup(id="l2", engine=ENGINE, episode=episode)), Code.EPISODE_OVER)
+    harness.end(episode)
+    refused(harness.request(inbox.Lookup(id="l2", engine=ENGINE, episode=episode)), Code.EPISODE_OVER)
 
 
-def test_a_call_that_is_reported_twice_counts_once(desk: Desk) -> None:
-    (episode,) = desk.claim()
-    desk.call(episode, name="same")
-    assert desk.call(episode, name="same") == []
-    assert desk.engine.counters.calls == 1
+def test_a_call_that_is_reported_twice_counts_once(harness: CoreHarness) -> None:
+    (episode,) = harness.claim()
+    harness.call(episode, name="same")
+    assert harness.call(episode, name="same") == []
+    assert harness.engine.counters.calls == 1
 
 
 # ---- batches ----
 
 
-def test_enough_tasks_seals_exactly_the_groups_it_asks_for_and_keeps_the_rest() -> None:
-    desk = Desk()
-    desk.boot(batch_size=2, num_repeat=2, max_open_claims=16)
-    open_ = desk.claim(count=6)
+def test_enough_tasks_seals_exactly_the_required_groups_and_keeps_the_rest() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=2, num_repeat=2, max_open_claims=16)
+    open_ = harness.claim(count=6)
     for episode, task in zip(open_, ["a", "a", "a", "b", "c", "b"]):
-        desk.end(episode, task)
-    batch = desk.engine.batch
+        harness.end(episode, task)
+    batch = harness.engine.batch
     assert batch is not None
     assert [(group.task, len(group.episodes)) for group in batch.groups] == [("a", 2), ("b", 2)]
-    assert set(desk.engine.by_task) == {"a", "c"}
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
+    assert set(harness.engine.by_task) == {"a", "c"}
+    assert harness.phase() == Phase.WEIGHT_SYNCING
 
 
-def test_enough_episodes_counts_episodes_whatever_their_task() -> None:
-    desk = Desk()
-    desk.boot(Method.ENOUGH_EPISODES, batch_size=2, num_repeat=2)
+def test_enough_episodes_counts_episodes_of_any_task() -> None:
+    harness = CoreHarness()
+    harness.boot(Method.ENOUGH_EPISODES, batch_size=2, num_repeat=2)
     for task in ["a", "b", "c", "d"]:
-        desk.play(task)
-    assert desk.engine.batch is not None
-    assert [group.task for group in desk.engine.batch.groups] == ["a", "b", "c", "d"]
+        harness.play(task)
+    assert harness.engine.batch is not None
+    assert [group.task for group in harness.engine.batch.groups] == ["a", "b", "c", "d"]
 
 
 def test_tasks_whose_rewards_are_all_equal_do_not_count_and_are_dropped_with_the_reason() -> None:
-    desk = Desk()
-    desk.boot(Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2)
-    desk.play("dull", 1.0)
-    desk.play("dull", 1.0)
-    assert desk.engine.phase == Phase.ROLLING
-    desk.play("lively", 1.0)
-    desk.play("lively", 0.0)
-    assert desk.engine.batch is not None
-    assert [group.task for group in desk.engine.batch.groups] == ["lively"]
-    (dropped,) = [event for event in desk.log if isinstance(event, ev.GroupDropped)]
+    harness = CoreHarness()
+    harness.boot(Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2)
+    harness.play("dull", 1.0)
+    harness.play("dull", 1.0)
+    assert harness.phase() == Phase.ROLLING
+    harness.play("lively", 1.0)
+    harness.play("lively", 0.0)
+    assert harness.engine.batch is not None
+    assert [group.task for group in harness.engine.batch.groups] == ["lively"]
+    (dropped,) = [event for event in harness.log if isinstance(event, ev.GroupDropped)]
     assert (dropped.reason, dropped.tasks) == (DropReason.NO_SIGNAL, ("dull",))
 
 
 def test_a_surplus_episode_that_gives_a_group_its_signal_is_taken_into_it() -> None:
-    desk = Desk()
-    desk.boot(Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2)
+    harness = CoreHarness()
+    harness.boot(Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2)
     for reward in [1.0, 1.0, 0.0]:
-        desk.play("a", reward)
-    assert desk.engine.batch is not None
-    assert [episode.reward for episode in desk.engine.batch.groups[0].episodes] == [1.0, 0.0]
+        harness.play("a", reward)
+    assert harness.engine.batch is not None
+    assert [episode.reward for episode in harness.engine.batch.groups[0].episodes] == [1.0, 0.0]
 
 
-def test_any_client_may_call_for_the_sync() -> None:
-    desk = Desk()
-    desk.boot(Method.ANY_CLIENT_AGREES)
-    desk.play("a", client="c1")
-    desk.play("b", client="c2")
-    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c2"))
-    assert desk.engine.batch is not None
-    assert len(desk.engine.batch.groups) == 2
+def test_any_client_may_request_the_sync() -> None:
+    harness = CoreHarness()
+    harness.boot(Method.ANY_CLIENT_AGREES)
+    harness.play("a", client="c1")
+    harness.play("b", client="c2")
+    harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c2"))
+    assert harness.engine.batch is not None
+    assert len(harness.engine.batch.groups) == 2
 
 
-def test_all_active_clients_must_agree_and_who_was_silent_for_ten_minutes_is_not_active() -> None:
-    desk = Desk()
-    desk.boot(Method.ALL_CLIENTS_AGREE)
-    desk.play("a", client="gone")
-    desk.say(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"), after_s=595)
-    desk.play("b", client="here")
-    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="here"))
-    assert desk.engine.phase == Phase.ROLLING
-    desk.say(inbox.Tick(id="t"), after_s=6)
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
+def test_all_active_clients_must_agree_and_ten_minutes_of_silence_make_a_client_inactive() -> None:
+    harness = CoreHarness()
+    harness.boot(Method.ALL_CLIENTS_AGREE)
+    harness.play("a", client="gone")
+    harness.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"), after_s=595)
+    harness.play("b", client="here")
+    harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="here"))
+    assert harness.phase() == Phase.ROLLING
+    harness.send(inbox.Tick(id="t"), after_s=6)
+    assert harness.phase() == Phase.WEIGHT_SYNCING
 
 
 def test_agreeing_out_of_phase_is_refused() -> None:
-    refused(Desk().ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c")), Code.WRONG_PHASE)
+    refused(CoreHarness().request(inbox.AgreeSync(id="x", engine=ENGINE, client="c")), Code.WRONG_PHASE)
 
 
-def test_only_a_client_that_has_ended_an_episode_lately_can_agree() -> None:
-    desk = Desk()
-    desk.boot(Method.ANY_CLIENT_AGREES)
-    refused(desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="idler")), Code.NOT_ACTIVE)
-    desk.play("a", client="worker")
-    assert desk.engine.phase == Phase.ROLLING
+def test_only_a_client_that_has_ended_an_episode_recently_can_agree() -> None:
+    harness = CoreHarness()
+    harness.boot(Method.ANY_CLIENT_AGREES)
+    refused(harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="idler")), Code.NOT_ACTIVE)
+    harness.play("a", client="worker")
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_a_vote_while_its_batch_is_trained_does_not_count_for_the_next_one() -> None:
-    desk = Desk()
-    desk.boot(Method.ANY_CLIENT_AGREES, agreed_sync_s=0.0)
-    desk.play("a", client="c1")
-    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
-    assert isinstance(desk.ask(inbox.AgreeSync(id="y", engine=ENGINE, client="c1")), Done)
-    desk.train()
-    desk.play("b", client="c1")
-    assert desk.engine.phase == Phase.ROLLING
+    harness = CoreHarness()
+    harness.boot(Method.ANY_CLIENT_AGREES, agreed_sync_s=0.0)
+    harness.play("a", client="c1")
+    harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
+    assert isinstance(harness.request(inbox.AgreeSync(id="y", engine=ENGINE, client="c1")), Done)
+    harness.train()
+    harness.play("b", client="c1")
+    assert harness.phase() == Phase.ROLLING
 
 
-def test_clients_that_agreed_have_the_time_to_see_the_sync() -> None:
-    desk = Desk()
-    desk.boot(Method.ANY_CLIENT_AGREES)
-    desk.play("a", client="c1")
-    desk.ask(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
-    desk.train()
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    desk.tick(after_s=7)
-    assert desk.engine.phase == Phase.ROLLING
+def test_clients_that_agreed_have_time_to_see_the_sync() -> None:
+    harness = CoreHarness()
+    harness.boot(Method.ANY_CLIENT_AGREES)
+    harness.play("a", client="c1")
+    harness.request(inbox.AgreeSync(id="x", engine=ENGINE, client="c1"))
+    harness.train()
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    harness.tick(after_s=7)
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_draining_lets_running_episodes_finish_and_aborts_stragglers_at_the_deadline() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, drain_s=30, max_open_claims=8)
-    runner, straggler, first = desk.claim(count=3)
-    desk.call(straggler)
-    desk.end(first, "a")
-    assert desk.engine.phase == Phase.ROLLING_POST
-    assert isinstance(desk.end(runner, "b"), Done)
-    assert aborts(desk.tick(after_s=1)) == []
-    assert aborts(desk.tick(after_s=29)) == [((straggler,), AbortReason.SUPERSEDED)]
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    assert list(desk.engine.by_task) == ["b"]
-    late = desk.end(straggler, "c")
-    assert "ENGINE.WEIGHT_SYNCING" in refused(late, Code.UNKNOWN_EPISODE)  # a contract client passes over such a one
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, drain_s=30, max_open_claims=8)
+    runner, straggler, first = harness.claim(count=3)
+    harness.call(straggler)
+    harness.end(first, "a")
+    assert harness.phase() == Phase.ROLLING_POST
+    assert isinstance(harness.end(runner, "b"), Done)
+    assert aborts(harness.tick(after_s=1)) == []
+    assert aborts(harness.tick(after_s=29)) == [((straggler,), AbortReason.SUPERSEDED)]
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    assert list(harness.engine.by_task) == ["b"]
+    late = harness.end(straggler, "c")
+    assert "ENGINE.WEIGHT_SYNCING" in refused(
+        late, Code.UNKNOWN_EPISODE
+    )  # a client of the swarm contract ignores this refusal
 
 
-def test_the_safety_valve_clears_the_pool_and_says_how_many() -> None:
-    desk = Desk()
-    desk.boot(batch_size=100, num_repeat=1, max_pool_episodes=3)
+def test_the_safety_valve_clears_the_pool_and_counts_the_episodes() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=100, num_repeat=1, max_pool_episodes=3)
     for index in range(4):
-        desk.play(f"t{index}")
-    (cleared,) = [event for event in desk.log if isinstance(event, ev.PoolCleared)]
+        harness.play(f"t{index}")
+    (cleared,) = [event for event in harness.log if isinstance(event, ev.PoolCleared)]
     assert (cleared.episodes, cleared.reason) == (4, DropReason.OVERFLOW)
-    assert desk.engine.pool == {}
-    assert desk.engine.pool_bytes == 0
+    assert harness.engine.pool == {}
+    assert harness.engine.pool_bytes == 0
 
 
-def test_what_is_carried_over_too_long_is_dropped_as_stale() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=2, max_carry_staleness=1)
-    desk.play("left over")
+def test_episodes_carried_over_for_too_long_are_dropped_as_stale() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=2, max_carry_staleness=1)
+    harness.play("left over")
     for _ in range(2):
-        desk.play("a", 1.0)
-        desk.play("a", 0.0)
-        desk.train()
-    assert desk.engine.version == 2
-    (dropped,) = [event for event in desk.log if isinstance(event, ev.GroupDropped)]
+        harness.play("a", 1.0)
+        harness.play("a", 0.0)
+        harness.train()
+    assert harness.engine.version == 2
+    (dropped,) = [event for event in harness.log if isinstance(event, ev.GroupDropped)]
     assert (dropped.reason, dropped.tasks) == (DropReason.STALE, ("left over",))
 
 
-def test_evaluation_takes_no_place_in_a_batch_and_counts_for_the_version_it_ran_on(desk: Desk) -> None:
-    desk.play("held-out", 0.25, type=EpisodeType.EVAL)
-    desk.play("held-out", 0.75, type=EpisodeType.EVAL)
-    assert desk.engine.pool == {}
-    assert desk.engine.evals[0].mean == 0.5
-    assert desk.engine.phase == Phase.ROLLING
+def test_evaluation_is_not_in_batches_and_counts_for_the_version_it_ran_on(harness: CoreHarness) -> None:
+    harness.play("held-out", 0.25, type=EpisodeType.EVAL)
+    harness.play("held-out", 0.75, type=EpisodeType.EVAL)
+    assert harness.engine.pool == {}
+    assert harness.engine.evals[0].mean == 0.5
+    assert harness.phase() == Phase.ROLLING
 
 
 # ---- training and weights ----
 
 
-def sealed() -> Desk:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=2)
-    desk.play("a", 1.0)
-    desk.play("a", 0.0)
-    return desk
+def sealed() -> CoreHarness:
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=2)
+    harness.play("a", 1.0)
+    harness.play("a", 0.0)
+    return harness
 
 
 def test_a_step_becomes_the_next_version_when_its_weights_are_loaded() -> None:
-    desk = sealed()
-    desk.step_done(1)
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    desk.save_weights(1)
-    assert desk.engine.version == 1
-    desk.load(1)
-    assert desk.engine.phase == Phase.ROLLING
+    harness = sealed()
+    harness.step_done(1)
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    harness.save_weights(1)
+    assert harness.engine.version == 1
+    harness.load(1)
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_only_the_first_report_of_a_step_counts() -> None:
-    desk = sealed()
-    assert len(desk.step_done(1, digest="first")) == 1
-    assert desk.step_done(1, digest="second") == []
-    assert desk.engine.step_done is not None
-    assert desk.engine.step_done.checkpoint_digest == "first"
+    harness = sealed()
+    assert len(harness.step_done(1, digest="first")) == 1
+    assert harness.step_done(1, digest="second") == []
+    assert harness.engine.step_done is not None
+    assert harness.engine.step_done.checkpoint_digest == "first"
 
 
-def test_a_trainer_of_an_older_epoch_is_not_listened_to() -> None:
-    desk = sealed()
-    old = desk.engine.trainer_epoch
-    new = desk.open_trainer()
+def test_a_trainer_of_an_older_epoch_is_ignored() -> None:
+    harness = sealed()
+    old = harness.engine.trainer_epoch
+    new = harness.open_trainer()
     assert new > old
-    assert desk.step_done(1, epoch=old) == []
-    assert len(desk.step_done(1, epoch=new)) == 1
-    assert desk.save_weights(1, epoch=old) == []
+    assert harness.step_done(1, epoch=old) == []
+    assert len(harness.step_done(1, epoch=new)) == 1
+    assert harness.save_weights(1, epoch=old) == []
 
 
 def test_weights_without_their_step_on_the_log_are_ignored() -> None:
-    desk = sealed()
-    assert desk.save_weights(1) == []
-    desk.step_done(1)
-    assert len(desk.save_weights(1)) == 1
-    assert desk.save_weights(1) == [], "a version that is not greater is ignored"
+    harness = sealed()
+    assert harness.save_weights(1) == []
+    harness.step_done(1)
+    assert len(harness.save_weights(1)) == 1
+    assert harness.save_weights(1) == [], "a version that is not greater is ignored"
 
 
 def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason_and_keeps_the_batch() -> None:
-    desk = sealed()
+    harness = sealed()
     for _ in range(3):
-        assert desk.engine.phase == Phase.WEIGHT_SYNCING
-        desk.say(inbox.StepBroke(id=desk.id(), engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="loss is NaN"))
-    assert desk.engine.phase == Phase.OFFLINE
-    assert "loss is NaN" in desk.engine.failure
-    assert desk.engine.batch is not None
+        assert harness.phase() == Phase.WEIGHT_SYNCING
+        harness.send(
+            inbox.StepBroke(id=harness.id(), engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="loss is NaN")
+        )
+    assert harness.phase() == Phase.OFFLINE
+    assert "loss is NaN" in harness.engine.failure
+    assert harness.engine.batch is not None
 
 
-def test_rolling_resumes_when_all_live_replicas_have_loaded_or_had_their_time() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=2, sync_s=5)
-    desk.say(inbox.ReplicaAlive(id="x", engine=ENGINE, replica="slow", url="http://slow"))
-    desk.play("a", 1.0)
-    desk.play("a", 0.0)
-    desk.step_done(1)
-    desk.save_weights(1)
-    desk.load(1, "r1")
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    desk.tick(after_s=5)
-    assert desk.engine.phase == Phase.ROLLING
+def test_rolling_resumes_when_all_live_replicas_have_loaded_or_the_sync_timed_out() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=2, sync_s=5)
+    harness.send(inbox.ReplicaAlive(id="x", engine=ENGINE, replica="slow", url="http://slow"))
+    harness.play("a", 1.0)
+    harness.play("a", 0.0)
+    harness.step_done(1)
+    harness.save_weights(1)
+    harness.load(1, "r1")
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    harness.tick(after_s=5)
+    assert harness.phase() == Phase.ROLLING
 
 
 def test_rolling_waits_for_at_least_one_replica() -> None:
-    desk = sealed()
-    desk.say(inbox.ReplicaLeaves(id="x", engine=ENGINE, replica="r1"))
-    desk.step_done(1)
-    desk.save_weights(1)
-    desk.tick(after_s=10_000)
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    desk.say(inbox.ReplicaAlive(id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1))
-    assert desk.engine.phase == Phase.ROLLING
+    harness = sealed()
+    harness.send(inbox.ReplicaLeaves(id="x", engine=ENGINE, replica="r1"))
+    harness.step_done(1)
+    harness.save_weights(1)
+    harness.tick(after_s=10_000)
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    harness.send(inbox.ReplicaAlive(id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1))
+    assert harness.phase() == Phase.ROLLING
 
 
-def test_a_replica_that_is_not_heard_of_leaves() -> None:
-    desk = Desk()
-    desk.boot()
-    left = only(desk.tick(after_s=10), ev.ReplicaLeft)
+def test_a_replica_without_heartbeats_leaves() -> None:
+    harness = CoreHarness()
+    harness.boot()
+    left = only(harness.tick(after_s=10), ev.ReplicaLeft)
     assert isinstance(left, ev.ReplicaLeft)
     assert left.replica == "r1"
 
 
-def test_the_same_command_gets_the_same_answer(desk: Desk) -> None:
-    message = desk.claim_message()
-    first = desk.ask(message)
-    assert desk.ask(message) == first
+def test_the_same_command_gets_the_same_answer(harness: CoreHarness) -> None:
+    message = harness.claim_message()
+    first = harness.request(message)
+    assert harness.request(message) == first
     lookup = inbox.Lookup(id="l", engine=ENGINE, episode="main-1-77")
-    assert desk.ask(lookup) == desk.ask(lookup)
+    assert harness.request(lookup) == harness.request(lookup)
 
 
-def test_calls_of_one_flight_are_noted_in_one_event(desk: Desk) -> None:
-    first, second = desk.claim(count=2)
-    flown = []
+def test_calls_of_one_append_are_noted_in_one_event(harness: CoreHarness) -> None:
+    first, second = harness.claim(count=2)
+    pending = []
     for index, episode in enumerate([first, second, first]):
-        noted = ev.NotedCall(episode, ev.CallRef(index, f"n{index}", b"d"), 5, 2, 0, 0)
+        noted = NotedCall(episode, CallRef(index, f"n{index}", b"d"), 5, 2, 0, 0)
         message = inbox.CallRecorded(id=f"x{index}", engine=ENGINE, run=1, call=noted)
-        flown += list(desk.core.receive(message, 100 + index, desk.now_ns))
-    assert flown == []
-    (flush,) = desk.core.flush()
+        pending += list(harness.core.receive(message, 100 + index, harness.now_ns))
+    assert pending == []
+    (flush,) = harness.core.flush()
     (event,) = flush.decision.events
     assert isinstance(event, ev.CallsNoted)
     assert [call.ref.id for call in event.calls] == ["n0", "n1", "n2"]
     assert flush.answers == 102
 
 
-def test_time_never_goes_backwards(desk: Desk) -> None:
-    before = desk.core.live.now_ns
-    list(desk.core.receive(inbox.Tick(id="t"), 50, before - 5 * SECOND))
-    assert desk.core.live.now_ns == before
+def test_time_never_goes_backwards(harness: CoreHarness) -> None:
+    before = harness.core.live.now_ns
+    list(harness.core.receive(inbox.Tick(id="t"), 50, before - 5 * SECOND))
+    assert harness.core.live.now_ns == before
 
 
-# ---- time that nobody could use ----
+# ---- outages ----
 
 
-def confirmed_later(desk: Desk, answered: int, after_s: float) -> list[ev.AnyEvent]:
-    return desk.say(inbox.Tick(id=desk.id(), answered=answered), after_s)
+def confirmed_later(harness: CoreHarness, answered: int, after_s: float) -> list[ev.AnyEvent]:
+    return harness.send(inbox.Tick(id=harness.id(), answered=answered), after_s)
 
 
-def test_a_claim_has_its_time_to_be_confirmed_from_when_its_answer_left(desk: Desk) -> None:
-    desk.claim(claim="k")
-    before = desk.seq - 1
+def test_the_time_to_confirm_a_claim_starts_when_its_answer_is_sent(harness: CoreHarness) -> None:
+    harness.claim(claim="k")
+    before = harness.seq - 1
     for _ in range(5):
-        assert confirmed_later(desk, before, after_s=1) == [], "its decision has not landed yet"
-    assert confirmed_later(desk, desk.seq, after_s=4) == []
-    assert aborts(confirmed_later(desk, desk.seq, after_s=1)) == [(("main-1-1",), AbortReason.UNCONFIRMED)]
+        assert confirmed_later(harness, before, after_s=1) == [], "its decision is not stored yet"
+    assert confirmed_later(harness, harness.seq, after_s=4) == []
+    assert aborts(confirmed_later(harness, harness.seq, after_s=1)) == [(("main-1-1",), AbortReason.UNCONFIRMED)]
 
 
-def test_the_time_in_which_the_bus_was_away_ends_nothing(desk: Desk) -> None:
-    (episode,) = desk.claim(claim="k", discard_timeout_s=30)
-    confirmed_later(desk, desk.seq, after_s=1)
-    assert confirmed_later(desk, desk.seq, after_s=60) == [], "neither the claim, nor the episode, nor the replica"
-    desk.say(inbox.Touch(id=desk.id(), engine=ENGINE, confirmed=("k",)))
-    desk.say(inbox.ReplicaAlive(id=desk.id(), engine=ENGINE, replica="r1", url="http://r1"), after_s=1)
+def test_deadlines_do_not_run_while_the_bus_is_away(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(claim="k", discard_timeout_s=30)
+    confirmed_later(harness, harness.seq, after_s=1)
+    assert confirmed_later(harness, harness.seq, after_s=60) == [], (
+        "neither the claim, nor the episode, nor the replica"
+    )
+    harness.send(inbox.Touch(id=harness.id(), engine=ENGINE, confirmed=("k",)))
+    harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"), after_s=1)
     for _ in range(28):
-        desk.say(inbox.ReplicaAlive(id=desk.id(), engine=ENGINE, replica="r1", url="http://r1"))
-        assert confirmed_later(desk, desk.seq, after_s=1) == []
-    assert aborts(confirmed_later(desk, desk.seq, after_s=1)) == [((episode,), AbortReason.IDLE)]
+        harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        assert confirmed_later(harness, harness.seq, after_s=1) == []
+    assert aborts(confirmed_later(harness, harness.seq, after_s=1)) == [((episode,), AbortReason.IDLE)]
 
 
 # ---- storage ----
 
 
-def sees(desk: Desk, used: int, what: str = "calls") -> list[ev.AnyEvent]:
-    return desk.say(inbox.StorageSeen(id=desk.id(), what=what, used=used, size=100, reserve=10))
+def sees(harness: CoreHarness, used: int, what: str = "calls") -> list[ev.AnyEvent]:
+    return harness.send(inbox.StorageSeen(id=harness.id(), what=what, used=used, size=100, reserve=10))
 
 
-def test_new_work_is_refused_while_less_than_the_reserve_is_left(desk: Desk) -> None:
-    assert sees(desk, 90) == []
-    filled = only(sees(desk, 91), ev.StorageFilled)
+def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHarness) -> None:
+    assert sees(harness, 90) == []
+    filled = only(sees(harness, 91), ev.StorageFilled)
     assert isinstance(filled, ev.StorageFilled)
     assert "calls" in filled.why
-    assert "calls" in refused(desk.ask(desk.claim_message()), Code.STORAGE_FULL)
-    assert sees(desk, 95) == [], "said once"
+    assert "calls" in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
+    assert sees(harness, 95) == [], "only once"
 
 
-def test_work_is_taken_again_when_half_as_much_more_is_free(desk: Desk) -> None:
-    sees(desk, 91)
-    assert sees(desk, 86) == []
-    assert [ev.kind_of(event) for event in sees(desk, 85)] == ["storage.freed"]
-    assert desk.claim()
+def test_work_is_accepted_again_when_one_and_a_half_reserves_are_free(harness: CoreHarness) -> None:
+    sees(harness, 91)
+    assert sees(harness, 86) == []
+    assert [ev.kind_of(event) for event in sees(harness, 85)] == ["storage.freed"]
+    assert harness.claim()
 
 
-def test_what_is_under_way_goes_on_while_storage_is_full(desk: Desk) -> None:
-    ended, aborted = desk.claim(count=2)
-    desk.play("t1")
-    desk.play("t2")
-    desk.play("t2")
-    sees(desk, 99)
-    desk.call(ended)
-    assert isinstance(desk.end(ended, "t1"), Done)
-    desk.say(inbox.Abort(id=desk.id(), engine=ENGINE, client="c1", episodes=(aborted,)))
-    assert desk.engine.phase == Phase.WEIGHT_SYNCING
-    desk.train()
-    assert desk.engine.version == 1
+def test_work_in_progress_continues_while_storage_is_full(harness: CoreHarness) -> None:
+    ended, aborted = harness.claim(count=2)
+    harness.play("t1")
+    harness.play("t2")
+    harness.play("t2")
+    sees(harness, 99)
+    harness.call(ended)
+    assert isinstance(harness.end(ended, "t1"), Done)
+    harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=(aborted,)))
+    assert harness.phase() == Phase.WEIGHT_SYNCING
+    harness.train()
+    assert harness.engine.version == 1
 
 
-def test_a_claim_that_waits_is_told_that_storage_is_full_and_gets_nothing(desk: Desk) -> None:
-    desk.claim(count=desk.engine.collection.max_open_claims)
-    waiting = desk.claim_message(client="c2", wait_s=1.5)
-    desk.say(waiting)
-    sees(desk, 99)
-    desk.say(inbox.Abort(id=desk.id(), engine=ENGINE, client="c1", episodes=("main-1-1",)))
-    desk.tick(after_s=2)
-    refused(desk.answers[waiting.id], Code.STORAGE_FULL)
+def test_a_waiting_claim_is_refused_when_storage_is_full(harness: CoreHarness) -> None:
+    harness.claim(count=harness.engine.collection.max_open_claims)
+    waiting = harness.claim_message(client="c2", wait_s=1.5)
+    harness.send(waiting)
+    sees(harness, 99)
+    harness.send(inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=("main-1-1",)))
+    harness.tick(after_s=2)
+    refused(harness.answers[waiting.id], Code.STORAGE_FULL)
 
 
-def test_an_engine_is_not_started_while_storage_is_full(desk: Desk) -> None:
-    sees(desk, 99)
-    desk.say(inbox.Stop(id=desk.id(), engine=ENGINE))
-    refused(desk.ask(inbox.Start(id=desk.id(), engine=ENGINE)), Code.STORAGE_FULL)
+def test_an_engine_is_not_started_while_storage_is_full(harness: CoreHarness) -> None:
+    sees(harness, 99)
+    harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
+    refused(harness.request(inbox.Start(id=harness.id(), engine=ENGINE)), Code.STORAGE_FULL)
 
 
-def test_every_place_that_is_full_has_to_be_freed_and_a_recovery_knows_them(desk: Desk) -> None:
-    sees(desk, 99, "calls")
-    sees(desk, 99, "the disk")
-    sees(desk, 0, "calls")
-    after = Desk(Core(desk.core.hive))
-    after.now_ns = desk.now_ns
-    assert "the disk" in refused(after.ask(after.claim_message()), Code.STORAGE_FULL)
+def test_every_full_place_has_to_be_freed_and_a_recovery_remembers_them(harness: CoreHarness) -> None:
+    sees(harness, 99, "calls")
+    sees(harness, 99, "the disk")
+    sees(harness, 0, "calls")
+    after = CoreHarness(Core(harness.core.hive))
+    after.now_ns = harness.now_ns
+    assert "the disk" in refused(after.request(after.claim_message()), Code.STORAGE_FULL)
     sees(after, 0, "the disk")
     assert after.claim()

@@ -1,4 +1,4 @@
-"""What must hold of the coordinator's core whatever is said to it, in whatever order, whenever its leader dies.
+"""Properties of the coordinator's core that hold for any messages in any order, whenever its leader dies.
 
 `BOMBUS_RUNS` sets how many seeds are tried; a failing one is named and `BOMBUS_SEED` runs it alone.
 """
@@ -30,16 +30,18 @@ def run(seed: int, steps: int = STEPS, crashes: bool = True) -> World:
         for _ in range(steps):
             world.step()
         while world.read < len(world.inbox):
-            world.fly()
+            world.decide()
         world.check_nothing_lost()
     except AssertionError as error:
         raise AssertionError(f"BOMBUS_SEED={seed}: {error}") from error
     return world
 
 
-def test_ten_thousand_random_runs_keep_every_promise() -> None:
-    """No episode in two batches, none lost, batches exactly as asked, phases along the arrows, fold equal to live
-    state, whatever crashes: checked by the world as events land. Here: that all of it was really exercised."""
+def test_ten_thousand_random_runs_keep_every_guarantee() -> None:
+    """No episode is lost or in two batches, batches and phases are as required, and the fold equals the live state.
+
+    The world checks this for each stored event, whatever crashes. This test checks that all of it was exercised.
+    """
     seen: Counter[str] = Counter()
     deaths = 0
     for seed in seeds():
@@ -53,18 +55,18 @@ def test_ten_thousand_random_runs_keep_every_promise() -> None:
 
 
 def test_long_runs_go_through_many_steps() -> None:
-    """The same with runs long enough that weights are trained again and again."""
-    versions = [run(100_000 + seed, steps=1500).landed.engine(ENGINE).counters.trained for seed in range(10)]
+    """Run long enough that weights are trained repeatedly."""
+    versions = [run(100_000 + seed, steps=1500).fold.engine(ENGINE).counters.trained for seed in range(10)]
     assert max(versions) > 0
 
 
-def test_a_crash_between_any_two_flights_changes_nothing() -> None:
-    """The same inbox, led once by one leader and once by many: the same decisions, epochs apart."""
+def test_a_crash_between_any_two_appends_changes_nothing() -> None:
+    """Decide the same inbox with one leader and with many: apart from epochs, the decisions are the same."""
     for seed in range(200):
         script = [
             (_without_deadlines(message), at_ns)
             for message, at_ns in run(seed, crashes=False).inbox
-            # A crash may delay what waits: deadlines start again (R5), claims are asked again (R13).
+            # A crash may delay waiting claims: deadlines start again (R5), claims are sent again (R13).
             if not isinstance(message, inbox.Tick) and not (isinstance(message, inbox.Claim) and message.wait_s)
         ]
         script = list({_identity(message): (message, at_ns) for message, at_ns in reversed(script)}.values())[::-1]
@@ -85,7 +87,7 @@ def _identity(message: inbox.AnyMessage) -> str:
 
 
 def _decisions(script: list[tuple[inbox.AnyMessage, int]], crash_every: int) -> list[ev.Event]:
-    """The events that a script leads to when the leader dies behind every `crash_every`-th flight (0: never)."""
+    """Return the events of a script when the leader dies after every `crash_every`-th append (0: never)."""
     log: list[tuple[ev.Event, int]] = []
     core = Core()
     log += [(event, 0) for event in core.open_epoch("x").events]
@@ -93,14 +95,14 @@ def _decisions(script: list[tuple[inbox.AnyMessage, int]], crash_every: int) -> 
     while position < len(script):
         message, at_ns = script[position]
         position += 1
-        for flown in [*core.receive(message, position, at_ns), *core.flush()]:
-            log += [(event, flown.answers) for event in flown.decision.events]
+        for each in [*core.receive(message, position, at_ns), *core.flush()]:
+            log += [(event, each.answers) for event in each.decision.events]
         first_time, reached = position > reached, max(position, reached)
         if crash_every and first_time and position % crash_every == 0:
             hive = Hive()
             for event, _ in log:
                 evolve(hive, event)
-            position = log[-1][1]  # messages behind it made no event, and are decided again
+            position = log[-1][1]  # messages after it made no event and are decided again
             core = Core(hive)
             log += [(event, position) for event in core.open_epoch("y").events]
             log += [(event, position) for decision in core.recover() for event in decision.events]
@@ -119,14 +121,16 @@ def test_every_prefix_of_a_log_folds_to_a_phase_and_a_pool_that_add_up() -> None
         assert set(engine.claims) == {episode.claim for episode in engine.open.values()}
 
 
-def test_from_wherever_an_asynchronous_run_has_come_to_it_goes_on() -> None:
-    """Pacing lets nobody wait for ever: honest clients, a trainer and a replica make further steps of any state."""
+def test_an_asynchronous_run_makes_progress_from_any_state() -> None:
+    """No claim waits for ever: correct clients, a trainer and a replica make further steps from any state."""
     tried = 0
     for seed in range(RUNS // 10):
         world = run(200_000 + seed, steps=120)
-        engine = world.landed.engine(ENGINE)
+        engine = world.fold.engine(ENGINE)
         rules = engine.collection
-        never = rules.method == Method.ENOUGH_NON_DUMMY_TASKS and rules.num_repeat == 1  # one reward never differs
+        never = (
+            rules.method == Method.ENOUGH_NON_DUMMY_TASKS and rules.num_repeat == 1
+        )  # a group of one never has a signal
         if rules.max_staleness == 0 or engine.phase != Phase.ROLLING or never:
             continue
         tried += 1

@@ -1,4 +1,4 @@
-"""Retention of calls (R12): what holds them, that nothing needed ever goes, a run that would overflow without."""
+"""Retention of calls (R12): what keeps them, that no needed call is purged, and a run that would overflow without."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
 from bombus.hive.records import CallRef, digest
 from bombus.hive.state import STEPS_NEEDED, EngineState, Hive, evolve
 from bombus_coordinator.retention import FILL_FOR_REPLAY, Floor, Purge, floor, floors_of, run
-from tests.coordinator.core_in_memory import ENGINE, Desk
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.core_world import World
 from tests.coordinator.test_shell import boot, claim, end, leading
 
@@ -22,28 +22,28 @@ RECORD_BYTES = 100 << 10
 LIMITS = StreamLimits(inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=4 * MB, blobs_bytes_max=MB)
 
 
-def call(desk: Desk, episode: str, seq: int, run: int = 0) -> None:
+def call(harness: CoreHarness, episode: str, seq: int, run: int = 0) -> None:
     noted = NotedCall(episode, CallRef(seq, f"call{seq}", b"d" * 16), 5, 3, 0, 0)
-    desk.say(inbox.CallRecorded(id=f"told{seq}", engine=ENGINE, run=run or desk.engine.run, call=noted))
+    harness.send(inbox.CallRecorded(id=f"reported{seq}", engine=ENGINE, run=run or harness.engine.run, call=noted))
 
 
-def play(desk: Desk, seq: int, task: str = "t1", **more: object) -> None:
-    """An episode of one call."""
-    (episode,) = desk.claim(**more)
-    call(desk, episode, seq)
-    desk.end(episode, task)
+def play(harness: CoreHarness, seq: int, task: str = "t1", **more: object) -> None:
+    """Play an episode of one call."""
+    (episode,) = harness.claim(**more)  # type: ignore[arg-type]
+    call(harness, episode, seq)
+    harness.end(episode, task)
 
 
-def desk(**rules: object) -> Desk:
-    """A step takes two episodes of one task. Nothing is kept for replay unless the rules say so."""
-    desk = Desk()
-    desk.boot(**{"batch_size": 1, "num_repeat": 2, "replay_steps": 0, **rules})  # type: ignore[arg-type]
-    return desk
+def harness(**rules: object) -> CoreHarness:
+    """Boot an engine with steps of two episodes of one task and, by default, without a replay window."""
+    harness = CoreHarness()
+    harness.boot(**{"batch_size": 1, "num_repeat": 2, "replay_steps": 0, **rules})  # type: ignore[arg-type]
+    return harness
 
 
-def settled(**rules: object) -> Desk:
-    """One that has made three steps of the calls 10 to 15; its evaluations reached call 100 since."""
-    given = desk(**rules)
+def settled(**rules: object) -> CoreHarness:
+    """Return one that has made three steps of the calls 10 to 15, and evaluations up to call 100 since."""
+    given = harness(**rules)
     for first in (10, 12, 14):
         play(given, first)
         play(given, first + 1)
@@ -52,13 +52,13 @@ def settled(**rules: object) -> Desk:
     return given
 
 
-def test_an_open_episode_holds_what_was_not_noted_at_its_claim() -> None:
+def test_an_open_episode_keeps_calls_that_were_not_noted_at_its_claim() -> None:
     given = settled()
     for first in (101, 103, 105):  # the steps before are covered by both checkpoints
         play(given, first)
         play(given, first + 1)
         given.train()
-    assert floor(given.engine).needed == 102  # the newest two steps were claimed behind 102 and 104
+    assert floor(given.engine).needed == 102  # the newest two steps were claimed after 102 and 104
     (old,) = given.claim()
     for seq in range(200, 206):
         play(given, seq, type=EpisodeType.EVAL)
@@ -68,8 +68,8 @@ def test_an_open_episode_holds_what_was_not_noted_at_its_claim() -> None:
     assert given.engine.pool[old].calls_from == 106, "the pool holds what the episode held"
 
 
-def test_a_call_that_is_told_late_lies_behind_its_episodes_claim() -> None:
-    """Stored at 101, told after 102 of another gateway."""
+def test_a_call_reported_late_is_after_its_episodes_claim() -> None:
+    """It is stored at 101 and reported after call 102 of another gateway."""
     given = settled()
     slow, quick = given.claim(count=2)
     call(given, quick, 102)
@@ -80,9 +80,9 @@ def test_a_call_that_is_told_late_lies_behind_its_episodes_claim() -> None:
     assert given.engine.open[slow].calls_from == 100
 
 
-def test_the_steps_that_the_older_checkpoint_lacks_are_held_and_the_outstanding_one() -> None:
+def test_steps_that_the_older_checkpoint_lacks_are_kept_and_so_is_the_outstanding_one() -> None:
     given = settled()
-    assert floor(given.engine).needed == 11  # steps 2 and 3; call 11 was the last before step 2's claims
+    assert floor(given.engine).needed == 11  # of steps 2 and 3; call 11 was the last before step 2's claims
     play(given, 101)
     play(given, 102)
     assert given.engine.batch is not None
@@ -104,14 +104,14 @@ def test_calls_of_the_newest_steps_are_kept_for_replay() -> None:
 def test_a_new_run_keeps_the_last_runs_calls_for_replay() -> None:
     given = settled(replay_steps=4)
     before = floor(given.engine)
-    given.say(inbox.Stop(id="stop", engine=ENGINE))
+    given.send(inbox.Stop(id="stop", engine=ENGINE))
     given.configure(Collection(batch_size=1, num_repeat=2, replay_steps=4))
-    given.say(inbox.Start(id="again", engine=ENGINE))
+    given.send(inbox.Start(id="again", engine=ENGINE))
     assert given.engine.run == 2
     assert floor(given.engine) == before
 
 
-def test_late_calls_and_those_of_another_run_move_nothing() -> None:
+def test_late_calls_and_those_of_another_run_do_not_move_the_floor() -> None:
     given = settled()
     before = floor(given.engine)
     call(given, "main-1-1", 3)
@@ -120,39 +120,39 @@ def test_late_calls_and_those_of_another_run_move_nothing() -> None:
     assert floor(given.engine) == before
 
 
-def test_after_a_power_cut_sequences_that_come_again_are_held() -> None:
-    """The stream ended at 100, and begins again behind 90 (R6)."""
+def test_after_a_power_cut_reused_sequences_are_kept() -> None:
+    """The stream ended at 100 and continues after 90 (R6)."""
     given = settled()
     (episode,) = given.claim()
     call(given, episode, 91)
     assert given.engine.open[episode].calls_from == 91
-    assert given.engine.newest_call == 91, "who is claimed now lies behind the end that the stream has now"
+    assert given.engine.newest_call == 91, "calls of new claims come after the current end of the stream"
 
 
-def test_an_engine_without_calls_holds_up_nobody() -> None:
+def test_an_engine_without_calls_does_not_hold_up_others() -> None:
     hive = Hive(engines={"a": EngineState(name="a", newest_call=9), "b": EngineState(name="b")})
     assert floors_of(hive) == {"a": Floor(kept=0, needed=9)}
 
 
 class Gateways(World):
-    """Calls get their sequence when they are stored, and are told in any order, some of them much later."""
+    """Calls get their sequence when they are stored and are reported in any order, some of them much later."""
 
     def __init__(self, seed: int) -> None:
         self.stored = 0
-        self.untold: list[inbox.CallRecorded] = []
+        self.unreported: list[inbox.CallRecorded] = []
         super().__init__(seed)
 
     def _record(self, engine: EngineState, episode: str) -> None:
         self.stored += 1
         ref = CallRef(self.stored, f"call{self.stored}", b"d" * 16)
         call = NotedCall(episode, ref, 5, 3, engine.version, engine.version)
-        self.untold.append(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
-        while self.untold and self.random.random() < 0.6:
-            self._say(self.untold.pop(self.random.randrange(len(self.untold))))
+        self.unreported.append(inbox.CallRecorded(id=self._id(), engine=ENGINE, run=engine.run, call=call))
+        while self.unreported and self.random.random() < 0.6:
+            self._send(self.unreported.pop(self.random.randrange(len(self.unreported))))
 
 
 def needed(engine: EngineState, steps: Sequence[ev.BatchReady]) -> set[int]:
-    """The calls that somebody may read: of open episodes, of the pool, of the steps that a restart may make again."""
+    """Return the calls that may be read: of open episodes, the pool, and the steps that a restart may repeat."""
     found = {noted.ref.seq for episode in engine.open.values() for noted in episode.calls}
     found |= {ref.seq for completed in engine.pool.values() for ref in completed.calls}
     done = engine.step_done.step if engine.step_done is not None else 0
@@ -167,8 +167,8 @@ def needed(engine: EngineState, steps: Sequence[ev.BatchReady]) -> set[int]:
     return found
 
 
-def test_no_call_is_ever_needed_that_lay_below_a_floor_before() -> None:
-    """Purge at every position of random logs, with crashes, stops and calls that are told late."""
+def test_r12_no_call_below_an_earlier_floor_is_ever_needed() -> None:
+    """Purge at every position of random logs, with crashes, stops and calls that are reported late."""
     purged = most = 0
     for seed in range(150):
         world = Gateways(seed)
@@ -181,22 +181,24 @@ def test_no_call_is_ever_needed_that_lay_below_a_floor_before() -> None:
             if isinstance(logged.event, ev.BatchReady):
                 steps.append(logged.event)
             lost = {seq for seq in needed(engine, steps[-STEPS_NEEDED:]) if seq < gone}
-            assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} went below {gone}"
+            assert not lost, f"seed {seed}, event {position}: calls {sorted(lost)} were purged below {gone}"
             assert floor(engine).kept <= floor(engine).needed
             gone = max(gone, floor(engine).needed)
         purged += gone
         most += world.stored
-    assert purged > most / 4, "and a good part of them did go"
+    assert purged > most / 4, "and many of them were purged"
 
 
 async def fill(bus: Bus, engine: str, count: int, size: int = 64 << 10) -> int:
-    """Store calls of an engine; returns the last one's sequence."""
+    """Store calls of an engine and return the sequence of the last one."""
     for number in range(count):
-        ack = await bus.publish(bus.subjects.call(engine, "e"), b"x" * size, msg_id=f"{engine}-{size}-{number}")
+        ack = await bus.publisher.publish(
+            bus.subjects.call(engine, "e"), b"x" * size, msg_id=f"{engine}-{size}-{number}"
+        )
     return ack.seq
 
 
-async def test_what_only_replay_wants_goes_when_the_stream_is_over_half_full(bus: Bus) -> None:
+async def test_r12_calls_kept_only_for_replay_are_purged_when_the_stream_is_over_half_full(bus: Bus) -> None:
     await bus.ensure_streams(LIMITS)
     stream = bus.subjects.calls_stream
     await fill(bus, "a", 24)
@@ -204,7 +206,7 @@ async def test_what_only_replay_wants_goes_when_the_stream_is_over_half_full(bus
     await purge.below({"a": Floor(kept=0, needed=20)})
     assert (await bus.state(stream)).first_seq == 1, "there is room"
     await purge.below({"a": Floor(kept=3, needed=20)})
-    assert (await bus.state(stream)).first_seq == 3, "out of the window is gone in any case"
+    assert (await bus.state(stream)).first_seq == 3, "calls outside the window are purged in any case"
     last = await fill(bus, "a", 24, size=65 << 10)
     for _ in range(40):
         await purge.below({"a": Floor(kept=3, needed=last)})
@@ -213,10 +215,10 @@ async def test_what_only_replay_wants_goes_when_the_stream_is_over_half_full(bus
     await fill(bus, "a", 30, size=66 << 10)
     for _ in range(40):
         await purge.below({"a": Floor(kept=3, needed=last)})
-    assert (await bus.state(stream)).first_seq == last, "what is needed stays, however full it is"
+    assert (await bus.state(stream)).first_seq == last, "needed calls stay, however full the stream is"
 
 
-async def test_an_engine_that_rests_holds_only_its_own_calls(bus: Bus) -> None:
+async def test_an_idle_engine_keeps_only_its_own_calls(bus: Bus) -> None:
     await bus.ensure_streams(LIMITS)
     rested = await fill(bus, "resting", 2)
     last = await fill(bus, "busy", 40)
@@ -231,31 +233,31 @@ async def test_an_engine_that_rests_holds_only_its_own_calls(bus: Bus) -> None:
         await bus.get(bus.subjects.calls_stream, rested + 1)
 
 
-async def test_nothing_is_purged_of_a_stream_that_has_lost_its_end(bus: Bus) -> None:
+async def test_nothing_is_purged_from_a_stream_that_has_lost_its_end(bus: Bus) -> None:
     last = await fill(bus, "a", 8)
     await Purge(bus).below({"a": Floor(kept=last + 1, needed=last + 1)})
     assert (await bus.state(bus.subjects.calls_stream)).messages == 8
 
 
-async def test_a_state_that_has_not_landed_purges_nothing(bus: Bus) -> None:
+async def test_a_state_that_is_not_stored_purges_nothing(bus: Bus) -> None:
     last = await fill(bus, "a", 8)
     hive = Hive(engines={"a": EngineState(name="a", newest_call=last, steps_from=[last] * 1000)})
     looks = 0
     looked = asyncio.Event()
     position = 5
 
-    def landed() -> int:
+    def stored() -> int:
         nonlocal looks
         looks += 1
         if looks == 10:
             looked.set()
         return position
 
-    task = asyncio.create_task(run(bus, lambda: hive, landed, period_s=0.01))
+    task = asyncio.create_task(run(bus, lambda: hive, stored, period_s=0.01))
     async with asyncio.timeout(10):
         await looked.wait()
         assert (await bus.state(bus.subjects.calls_stream)).first_seq == 1
-        position = 6  # the flight has landed
+        position = 6  # the append is stored
         while (await bus.state(bus.subjects.calls_stream)).first_seq != last:
             await asyncio.sleep(0.01)
     task.cancel()
@@ -263,22 +265,22 @@ async def test_a_state_that_has_not_landed_purges_nothing(bus: Bus) -> None:
 
 
 async def episode(bus: Bus, name: str) -> None:
-    """What a client and a gateway do for one episode of two calls of 100 KB."""
-    granted = await bus.ask(claim(name, wait_s=5))
+    """Do what a client and a gateway do for one episode of two calls of 100 KB."""
+    granted = await bus.inbox.request(claim(name, wait_s=5))
     assert isinstance(granted, inbox.Granted)
     for turn in range(2):
         call_id = f"{name}.{turn}"
         body = call_id.encode() * (RECORD_BYTES // len(call_id))
-        while await bus.stream_fill(bus.subjects.calls_stream) > 0.9:  # gateways refuse
+        while (await bus.state(bus.subjects.calls_stream)).fill > 0.9:  # gateways refuse
             await asyncio.sleep(0.01)
-        ack = await bus.publish(bus.subjects.call(ENGINE, granted.episodes[0]), body, msg_id=call_id)
+        ack = await bus.publisher.publish(bus.subjects.call(ENGINE, granted.episodes[0]), body, msg_id=call_id)
         noted = NotedCall(granted.episodes[0], CallRef(ack.seq, call_id, digest(body)), 5, 3, 0, 0)
-        await bus.send(inbox.CallRecorded(id=call_id, engine=ENGINE, run=1, call=noted))
-    await bus.ask(end(granted.episodes[0], 1.0))
+        await bus.inbox.send(inbox.CallRecorded(id=call_id, engine=ENGINE, run=1, call=noted))
+    await bus.inbox.request(end(granted.episodes[0], 1.0))
 
 
 async def train(bus: Bus, batch: ev.BatchReady) -> None:
-    """What a trainer and a replica do for one step: the batch's calls are read back."""
+    """Do what a trainer and a replica do for one step, which reads the batch's calls back."""
     refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
     stored = await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in refs])
     assert [digest(each.data) for each in stored] == [ref.digest for ref in refs]
@@ -293,11 +295,11 @@ async def train(bus: Bus, batch: ev.BatchReady) -> None:
         inbox.WeightsLoadedFact(id=f"loaded{step}", engine=ENGINE, run=1, version=step, replica="r1"),
     )
     for fact in facts:
-        await bus.send(fact)
+        await bus.inbox.send(fact)
 
 
-async def test_a_run_whose_calls_would_overfill_the_stream_goes_on(bus: Bus) -> None:
-    """Thirty steps make three times what the stream takes, and all of it is inside the replay window."""
+async def test_a_run_whose_calls_would_overfill_the_stream_continues(bus: Bus) -> None:
+    """Thirty steps make three times as much as the stream takes, all of it inside the replay window."""
     await bus.ensure_streams(LIMITS)
     async with leading(bus, trim_s=0.02) as coordinator, asyncio.timeout(60):
         await boot(bus)
@@ -314,20 +316,20 @@ async def test_a_run_whose_calls_would_overfill_the_stream_goes_on(bus: Bus) -> 
 
 
 async def test_a_server_that_refuses_the_purge_does_not_stop_the_coordinator(bus: Bus) -> None:
-    """Somebody has taken the stream of calls away: who trims it must not fall over that."""
-    await bus.requests.ask(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
+    """The stream of calls was deleted, which must not stop the task that trims it."""
+    await bus.requests.request(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
     hive = Hive(engines={"a": EngineState(name="a", newest_call=5)})
     position = 0
     looked = asyncio.Event()
 
-    def landed() -> int:
+    def stored() -> int:
         nonlocal position
         position += 1
         if position == 7:
             looked.set()
         return position
 
-    task = asyncio.create_task(run(bus, lambda: hive, landed, period_s=0.001))
+    task = asyncio.create_task(run(bus, lambda: hive, stored, period_s=0.001))
     async with asyncio.timeout(10):
         await looked.wait()
     assert not task.done()

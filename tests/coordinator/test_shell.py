@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from bombus.bus import EPOCH, INBOX, Bus, Outgoing, Reader, Stored, fly
+from bombus.bus import EPOCH, INBOX, Bus, Outgoing, Reader, Stored, append
 from bombus.bus.follow import Follower
 from bombus.errors import Code, Deposed, Refused
 from bombus.hive import events as ev
@@ -15,15 +15,15 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, EpisodeType, NotedCall, Weights
 from bombus.hive.records import CallRef
 from bombus.hive.state import Phase
-from bombus_coordinator.shell import Coordinator
+from bombus_coordinator.shell import Coordinator, Housekeeping
 
 ENGINE = "main"
 
 
 @asynccontextmanager
 async def leading(bus: Bus, trim_s: float = 10.0) -> AsyncIterator[Coordinator]:
-    """A coordinator that leads for the length of the block, and is then cut off without a word, as by a crash."""
-    coordinator = Coordinator(bus, trim_s=trim_s)
+    """Lead for the length of the block, then stop without cleaning up, as in a crash."""
+    coordinator = Coordinator(bus, housekeeping=Housekeeping(trim_s=trim_s))
     task = asyncio.create_task(coordinator.lead())
     ready = asyncio.create_task(coordinator.leading.wait())
     await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -38,18 +38,18 @@ async def leading(bus: Bus, trim_s: float = 10.0) -> AsyncIterator[Coordinator]:
 
 async def boot(bus: Bus, batch_size: int = 1, num_repeat: int = 2) -> None:
     rules = Collection(batch_size=batch_size, num_repeat=num_repeat)
-    await bus.ask(
+    await bus.inbox.request(
         inbox.Configure(id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny")
     )
-    await bus.ask(inbox.Start(id="start", engine=ENGINE))
-    await bus.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
-    opened = await bus.ask(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
+    await bus.inbox.request(inbox.Start(id="start", engine=ENGINE))
+    await bus.inbox.send(inbox.ReplicaAlive(id="alive", engine=ENGINE, replica="r1", url="http://r1"))
+    opened = await bus.inbox.request(inbox.TrainerOpens(id="opens", engine=ENGINE, run=1, trainer="t"))
     assert isinstance(opened, inbox.Done)
     weights = Weights(where="/w/0")
-    await bus.send(
+    await bus.inbox.send(
         inbox.WeightsSaved(id="saved", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
     )
-    await bus.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
+    await bus.inbox.send(inbox.WeightsLoadedFact(id="loaded", engine=ENGINE, run=1, version=0, replica="r1"))
 
 
 def claim(claim: str, client: str = "c1", **more: object) -> inbox.Claim:
@@ -75,7 +75,7 @@ async def log_of(bus: Bus) -> list[Stored]:
 async def test_r1_one_author_reads_the_inbox_in_order_and_writes_the_events(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
-        granted = await bus.ask(claim("k"))
+        granted = await bus.inbox.request(claim("k"))
         assert isinstance(granted, inbox.Granted)
     stored = await log_of(bus)
     kinds = [ev.kind_of(ev.decode_event(each.data)) for each in stored]
@@ -86,13 +86,13 @@ async def test_r1_one_author_reads_the_inbox_in_order_and_writes_the_events(bus:
     assert {each.headers[EPOCH] for each in stored} == {"1"}
 
 
-async def test_r2_recovery_goes_on_behind_the_message_that_the_last_event_answers(bus: Bus) -> None:
+async def test_r2_recovery_continues_after_the_message_that_the_last_event_answers(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
-        granted = await bus.ask(claim("k"))
+        granted = await bus.inbox.request(claim("k"))
         assert isinstance(granted, inbox.Granted)
-    # Nobody leads: what is said meanwhile waits in the inbox.
-    waiting = asyncio.create_task(bus.ask(end(granted.episodes[0], 1.0), timeout_s=30))
+    # Nobody leads: messages wait in the inbox.
+    waiting = asyncio.create_task(bus.inbox.request(end(granted.episodes[0], 1.0), timeout_s=30))
     async with leading(bus) as second:
         assert isinstance(await waiting, inbox.Done)
         engine = second.core.hive.engine(ENGINE)
@@ -101,15 +101,15 @@ async def test_r2_recovery_goes_on_behind_the_message_that_the_last_event_answer
 
 
 async def test_r2_every_message_is_answered_by_one_decision_whoever_leads(bus: Bus) -> None:
-    """Leaders die while clients go on asking: each command is carried out once."""
+    """Leaders die while clients repeat their commands: each command is carried out once."""
     done: list[str] = []
 
     async def client(name: str) -> None:
         for number in range(6):
-            granted = await bus.ask(claim(f"{name}-{number}", name, wait_s=2), timeout_s=60)
+            granted = await bus.inbox.request(claim(f"{name}-{number}", name, wait_s=2), timeout_s=60)
             assert isinstance(granted, inbox.Granted)
             (episode,) = granted.episodes
-            assert isinstance(await bus.ask(end(episode, float(number), name), timeout_s=60), inbox.Done)
+            assert isinstance(await bus.inbox.request(end(episode, float(number), name), timeout_s=60), inbox.Done)
             done.append(episode)
 
     async with leading(bus):
@@ -137,13 +137,13 @@ async def test_r3_a_refusal_is_checked_against_the_log_and_the_same_command_gets
     async with leading(bus):
         await boot(bus)
         with pytest.raises(Refused) as refused:
-            await bus.ask(end("main-1-99", 1.0))
+            await bus.inbox.request(end("main-1-99", 1.0))
         assert refused.value.code == Code.UNKNOWN_EPISODE
-        granted = await bus.ask(claim("k"))
-        assert await bus.ask(claim("k")) == granted
+        granted = await bus.inbox.request(claim("k"))
+        assert await bus.inbox.request(claim("k")) == granted
 
 
-async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_a_word(bus: Bus) -> None:
+async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_replying(bus: Bus) -> None:
     coordinator = Coordinator(bus)
     task = asyncio.create_task(coordinator.lead())
     await coordinator.leading.wait()
@@ -155,10 +155,10 @@ async def test_r3_a_leader_whose_log_has_moved_on_leaves_without_a_word(bus: Bus
         msg_id="2.1",
         headers={EPOCH: "2", INBOX: "0"},
     )
-    await fly(bus, [[usurper]], newest.seq)
+    await append(bus, [[usurper]], newest.seq)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(1.5):
-            await bus.ask(end("main-1-99", 1.0))
+            await bus.inbox.request(end("main-1-99", 1.0))
     with pytest.raises(ExceptionGroup) as group:
         await task
     assert group.group_contains(Deposed)
@@ -168,17 +168,17 @@ async def test_r4_a_second_leader_deposes_the_first_by_the_fence(bus: Bus) -> No
     async with leading(bus) as first:
         await boot(bus)
         async with leading(bus) as second:
-            granted = await bus.ask(claim("k"), timeout_s=20)
+            granted = await bus.inbox.request(claim("k"), timeout_s=20)
             assert isinstance(granted, inbox.Granted)
             assert (first.core.hive.epoch, second.core.hive.epoch) == (1, 2)
     epochs = [int(stored.headers[EPOCH]) for stored in await log_of(bus)]
-    assert epochs == sorted(epochs), "nothing of the first epoch lands behind the second's opening"
+    assert epochs == sorted(epochs), "no event of the first epoch is stored after the second one is opened"
 
 
 async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_it(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
-        granted = await bus.ask(claim("k", discard_timeout_s=0.5))
+        granted = await bus.inbox.request(claim("k", discard_timeout_s=0.5))
         assert isinstance(granted, inbox.Granted)
         follower = Follower(bus)
         following = asyncio.create_task(follower.run())
@@ -191,11 +191,11 @@ async def test_r5_the_leader_puts_time_into_the_log_and_idle_episodes_expire_by_
 async def test_r5_a_touch_keeps_a_long_generation_alive(bus: Bus) -> None:
     async with leading(bus) as coordinator:
         await boot(bus)
-        granted = await bus.ask(claim("k", discard_timeout_s=1.5))
+        granted = await bus.inbox.request(claim("k", discard_timeout_s=1.5))
         assert isinstance(granted, inbox.Granted)
         for number in range(8):
-            await bus.send(inbox.Touch(id=f"touch{number}", engine=ENGINE, episodes=granted.episodes))
-            newest = await bus.send(inbox.Tick(id=f"mine{number}"))
+            await bus.inbox.send(inbox.Touch(id=f"touch{number}", engine=ENGINE, episodes=granted.episodes))
+            newest = await bus.inbox.send(inbox.Tick(id=f"mine{number}"))
             async with asyncio.timeout(10):
                 while coordinator._consumed < newest:
                     await asyncio.sleep(0.01)
@@ -206,13 +206,13 @@ async def test_r5_a_touch_keeps_a_long_generation_alive(bus: Bus) -> None:
 async def test_r7_membership_is_frozen_and_a_late_call_is_never_trained(bus: Bus) -> None:
     async with leading(bus) as coordinator:
         await boot(bus)
-        granted = await bus.ask(claim("k", type=EpisodeType.TRAIN))
+        granted = await bus.inbox.request(claim("k", type=EpisodeType.TRAIN))
         assert isinstance(granted, inbox.Granted)
         (episode,) = granted.episodes
         for name in ("in-time", "late"):
             noted = NotedCall(episode, CallRef(1, name, b"d" * 16), 5, 3, 0, 0)
-            await bus.send(inbox.CallRecorded(id=name, engine=ENGINE, run=1, call=noted))
-            await bus.ask(end(episode, 1.0))
+            await bus.inbox.send(inbox.CallRecorded(id=name, engine=ENGINE, run=1, call=noted))
+            await bus.inbox.request(end(episode, 1.0))
         engine = coordinator.core.hive.engine(ENGINE)
         assert [ref.id for ref in engine.pool[episode].calls] == ["in-time"]
         assert engine.counters.calls_late == 1
@@ -221,11 +221,11 @@ async def test_r7_membership_is_frozen_and_a_late_call_is_never_trained(bus: Bus
 async def test_r8_facts_of_another_run_are_ignored(bus: Bus) -> None:
     async with leading(bus) as coordinator:
         await boot(bus)
-        await bus.ask(inbox.Stop(id="stop", engine=ENGINE))
-        await bus.ask(inbox.Start(id="start-2", engine=ENGINE))
-        await bus.send(inbox.EngineBroke(id="old", engine=ENGINE, run=1, reason="an old complaint"))
+        await bus.inbox.request(inbox.Stop(id="stop", engine=ENGINE))
+        await bus.inbox.request(inbox.Start(id="start-2", engine=ENGINE))
+        await bus.inbox.send(inbox.EngineBroke(id="old", engine=ENGINE, run=1, reason="an old complaint"))
         with pytest.raises(Refused):
-            await bus.ask(inbox.TrainerOpens(id="old-trainer", engine=ENGINE, run=1, trainer="t"))
+            await bus.inbox.request(inbox.TrainerOpens(id="old-trainer", engine=ENGINE, run=1, trainer="t"))
         engine = coordinator.core.hive.engine(ENGINE)
         assert (engine.run, engine.phase, engine.version) == (2, Phase.BOOTING, -1)
 
@@ -233,32 +233,32 @@ async def test_r8_facts_of_another_run_are_ignored(bus: Bus) -> None:
 async def test_r13_a_claim_waits_its_slice_and_is_granted_when_room_appears(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus, batch_size=100)
-        first = await bus.ask(claim("all", count=128))
+        first = await bus.inbox.request(claim("all", count=128))
         assert isinstance(first, inbox.Granted)
-        waiting = asyncio.create_task(bus.ask(claim("next", "c2", wait_s=5)))
-        await bus.ask(inbox.Abort(id="abort", engine=ENGINE, client="c1", episodes=first.episodes[:1]))
+        waiting = asyncio.create_task(bus.inbox.request(claim("next", "c2", wait_s=5)))
+        await bus.inbox.request(inbox.Abort(id="abort", engine=ENGINE, client="c1", episodes=first.episodes[:1]))
         assert isinstance(await waiting, inbox.Granted)
 
 
-async def test_r19_two_hives_share_a_server_without_meeting(bus: Bus, nats_url: str, hive: str) -> None:
+async def test_r19_two_hives_share_a_server_and_stay_separate(bus: Bus, nats_url: str, hive: str) -> None:
     async with await Bus.connect(nats_url, f"{hive}-b", name="test") as other, leading(bus) as mine:
         await other.ensure_streams()
         async with leading(other) as theirs:
             await boot(bus)
             await boot(other)
-            await bus.ask(claim("k"))
+            await bus.inbox.request(claim("k"))
             assert len(mine.core.hive.engine(ENGINE).open) == 1
             assert len(theirs.core.hive.engine(ENGINE).open) == 0
 
 
 async def test_nonsense_in_the_inbox_does_not_stop_the_hive(bus: Bus) -> None:
     async with leading(bus):
-        await bus.publish(bus.subjects.inbox("claim"), b"\xff nonsense", msg_id="nonsense")
+        await bus.publisher.publish(bus.subjects.inbox("claim"), b"\xff nonsense", msg_id="nonsense")
         await boot(bus)
-        assert isinstance(await bus.ask(claim("k")), inbox.Granted)
+        assert isinstance(await bus.inbox.request(claim("k")), inbox.Granted)
 
 
-async def test_the_inbox_is_trimmed_behind_what_is_decided(bus: Bus) -> None:
+async def test_the_inbox_is_trimmed_up_to_what_is_decided(bus: Bus) -> None:
     async with leading(bus, trim_s=0.05):
         await boot(bus)
         async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""The same facts under other rules."""
+"""`bombus replay what-if`: the same facts under other rules."""
 
 from collections.abc import AsyncGenerator, Sequence
 
@@ -19,7 +19,7 @@ SECOND = 1_000_000_000
 
 
 class Given(Source):
-    """A log that a test has written down."""
+    """A log given by a test."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.title, self.hive, self._events = "a log", "h", list(events)
@@ -38,11 +38,11 @@ class Given(Source):
         return [None for _ in refs]
 
     async def blob(self, name: str) -> bytes:
-        raise AssertionError(f"nobody needs {name}")
+        raise AssertionError(f"{name} is not needed")
 
 
-def story(rewards: Sequence[tuple[str, float]], **rules: object) -> list[Event]:
-    """A run in which one episode after the other is claimed and ended, one a second: (task, reward)."""
+def run_of(rewards: Sequence[tuple[str, float]], **rules: object) -> list[Event]:
+    """Return a run in which one episode per second is claimed and ended; `rewards` has (task, reward) of each."""
     collection = Collection(**{"batch_size": 1, "num_repeat": 2, **rules})  # type: ignore[arg-type]
     events: list[Event] = [
         ev.EpochOpened(epoch=1, leader="x"),
@@ -59,23 +59,23 @@ def story(rewards: Sequence[tuple[str, float]], **rules: object) -> list[Event]:
 
 
 async def test_other_sizes_make_other_batches_of_the_same_episodes() -> None:
-    log = Given(story([("a", 0.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]))
-    whole = (await compare(log, ENGINE, None, {"batch_size": 2})).would_be
-    assert [(batch.step, batch.position, batch.tasks, batch.episodes) for batch in whole.batches] == [(1, 12, 2, 4)]
+    log = Given(run_of([("a", 0.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]))
+    larger = (await compare(log, ENGINE, None, {"batch_size": 2})).would_be
+    assert [(batch.step, batch.position, batch.tasks, batch.episodes) for batch in larger.batches] == [(1, 12, 2, 4)]
     halves = (await compare(log, ENGINE, None, {})).would_be
     assert [(batch.step, batch.position, batch.reward) for batch in halves.batches] == [(1, 8, 0.5), (2, 12, 0.5)]
 
 
 async def test_another_method_leaves_out_tasks_without_signal() -> None:
-    log = Given(story([("a", 1.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]))
+    log = Given(run_of([("a", 1.0), ("a", 1.0), ("b", 0.0), ("b", 1.0)]))
     tried = (await compare(log, ENGINE, 1, {"method": Method.ENOUGH_NON_DUMMY_TASKS})).would_be
     assert [batch.position for batch in tried.batches] == [12]
     assert tried.dropped == {DropReason.NO_SIGNAL: 2}
     assert (tried.ended, tried.left) == (4, 0)
 
 
-async def test_what_waits_too_long_is_dropped_by_the_age_that_it_would_have_had() -> None:
-    log = Given(story([("old", 1.0), *(("a", float(n % 2)) for n in range(8))]))
+async def test_an_episode_that_waits_too_long_is_dropped_by_its_simulated_age() -> None:
+    log = Given(run_of([("old", 1.0), *(("a", float(n % 2)) for n in range(8))]))
     patient = (await compare(log, ENGINE, 1, {"max_carry_staleness": 9})).would_be
     assert (patient.left, patient.dropped) == (1, {})
     strict = (await compare(log, ENGINE, 1, {"max_carry_staleness": 1})).would_be
@@ -83,46 +83,52 @@ async def test_what_waits_too_long_is_dropped_by_the_age_that_it_would_have_had(
     assert len(strict.batches) == 4
 
 
-async def test_an_asynchronous_run_is_tried_while_it_rolls_and_so_is_one_that_was_not() -> None:
+async def test_synchronous_and_asynchronous_runs_can_be_compared() -> None:
     rewards = [("old", 1.0), *(("a", float(n % 2)) for n in range(8))]
     for was in (0, 2):
-        log = Given(story(rewards, max_staleness=was))
+        log = Given(run_of(rewards, max_staleness=was))
         strict = (await compare(log, ENGINE, 1, {"max_staleness": 1})).would_be
         assert (len(strict.batches), strict.left, strict.dropped) == (4, 0, {DropReason.STALE: 1})
         patient = (await compare(log, ENGINE, 1, {"max_staleness": 9})).would_be
         assert (len(patient.batches), patient.left, patient.dropped) == (4, 1, {})
 
 
-async def test_rules_that_no_engine_takes_are_refused() -> None:
-    log = Given(story([("a", 0.0)], max_staleness=1))
+async def test_rules_that_no_engine_accepts_are_refused() -> None:
+    log = Given(run_of([("a", 0.0)], max_staleness=1))
     with pytest.raises(BadUsage, match="--max-staleness 0"):
         await compare(log, ENGINE, 1, {"method": Method.ANY_CLIENT_AGREES})
 
 
-async def test_votes_that_are_on_the_log_count() -> None:
-    events = story([("a", 0.0), ("b", 1.0)], method=Method.ANY_CLIENT_AGREES)
+async def test_votes_on_the_log_count() -> None:
+    events = run_of([("a", 0.0), ("b", 1.0)], method=Method.ANY_CLIENT_AGREES)
     events.append(ev.SyncAgreed(at_ns=3 * SECOND, engine=ENGINE, run=1, client="c"))
     tried = (await compare(Given(events), ENGINE, 1, {})).would_be
     assert [(batch.position, batch.episodes) for batch in tried.batches] == [(9, 2)]
 
 
 async def test_every_ended_episode_of_a_random_run_is_in_a_batch_dropped_or_left() -> None:
-    """Of what was, and of what would have been, whatever the rules."""
+    """This holds for the run as it was and as it would have been, under any rules."""
     tried = 0
     for seed in range(40):
         log = Given([logged.event for logged in random_run(seed, steps=400).log])
-        for changes in ({}, {"method": Method.ENOUGH_EPISODES}, {"num_repeat": 3}, {"max_carry_staleness": 0}):
+        variants: tuple[dict[str, object], ...] = (
+            {},
+            {"method": Method.ENOUGH_EPISODES},
+            {"num_repeat": 3},
+            {"max_carry_staleness": 0},
+        )
+        for changes in variants:
             compared = await compare(log, ENGINE, None, changes)
-            for told in (compared.was, compared.would_be):
-                used = sum(batch.episodes for batch in told.batches)
-                assert told.ended == used + told.left + sum(told.dropped.values())
+            for result in (compared.was, compared.would_be):
+                used = sum(batch.episodes for batch in result.batches)
+                assert result.ended == used + result.left + sum(result.dropped.values())
             tried += len(compared.would_be.batches)
             assert f"run {compared.run} of engine main" in "\n".join(render(compared))
     assert tried > 40
 
 
-async def test_a_run_that_is_not_on_the_log_is_told_so() -> None:
+async def test_a_run_that_is_not_on_the_log_is_reported() -> None:
     with pytest.raises(NotOnLog, match="run 7"):
-        await compare(Given(story([])), ENGINE, 7, {})
+        await compare(Given(run_of([])), ENGINE, 7, {})
     with pytest.raises(NotOnLog, match="never been started"):
-        await compare(Given(story([])), "other", None, {})
+        await compare(Given(run_of([])), "other", None, {})

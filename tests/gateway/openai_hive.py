@@ -15,7 +15,7 @@ import msgspec
 from openai import AsyncOpenAI
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.follow import Follower
 from bombus.config.documents import parse_job
 from bombus.hive import inbox
@@ -206,14 +206,16 @@ class GatewayHive:
             collection=config.to_collection(),
             model=config.model.path,
         )
-        await self.bus.ask(configure)
-        await self.bus.ask(inbox.Start(id=new_id(), engine=ENGINE))
+        await self.bus.inbox.request(configure)
+        await self.bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
         await self.until(lambda engine: engine.run > 0)
-        answer = await self.bus.ask(inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=self.engine.run, trainer="t1"))
+        answer = await self.bus.inbox.request(
+            inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=self.engine.run, trainer="t1")
+        )
         assert isinstance(answer, inbox.Done)
         self.epoch = answer.epoch
-        await self.bus.put_blob("tokenizer-1", msgspec.msgpack.encode(FILES))
-        await self.bus.send(
+        await Blobs(self.bus).put("tokenizer-1", msgspec.msgpack.encode(FILES))
+        await self.bus.inbox.send(
             inbox.WeightsSaved(
                 id=new_id(),
                 engine=ENGINE,
@@ -232,7 +234,7 @@ class GatewayHive:
         message = inbox.ReplicaAlive(
             id=new_id(), engine=ENGINE, replica=name, url=replica.url, run=run, version=version
         )
-        await self.bus.send(message)
+        await self.bus.inbox.send(message)
         await self.until(lambda engine: name in engine.replicas and engine.replicas[name].version == version)
 
     async def stop_coordinator(self) -> None:
@@ -251,15 +253,15 @@ class GatewayHive:
     async def claim(self, kind: EpisodeType = EpisodeType.TRAIN) -> tuple[str, str]:
         """Claim an episode; return it and its key."""
         claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", type=kind, wait_s=5.0)
-        granted = await self.bus.ask(claim)
+        granted = await self.bus.inbox.request(claim)
         assert isinstance(granted, inbox.Granted)
         episode = granted.episodes[0]
-        await self.bus.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
+        await self.bus.inbox.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
         return episode, Keys(SECRET).sign(ENGINE, granted.run, episode, granted.claimed_ns + 3600 * 10**9)
 
     async def end(self, episode: str, reward: float = 1.0) -> None:
         result = inbox.EpisodeResult(episode=episode, task="t1", reward=reward)
-        await self.bus.ask(inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,)))
+        await self.bus.inbox.request(inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,)))
         await self.until(lambda engine: episode not in engine.open)
 
     def client(self, key: str, base_url: str = "", **more: Any) -> AsyncOpenAI:

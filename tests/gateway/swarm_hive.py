@@ -68,7 +68,7 @@ class PlayedHive:
         await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, 10)
 
     async def send(self, message: inbox.Message) -> None:
-        await self.bus.send(message)
+        await self.bus.inbox.send(message)
 
     async def until_received(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
         """Wait until the inbox has had such a message."""
@@ -81,7 +81,7 @@ class PlayedHive:
     async def boot(self) -> None:
         """Open the run, and report the loaded model as ready and served."""
         run = self.engine.run
-        answer = await self.bus.ask(inbox.TrainerOpens(id=_id(), engine=ENGINE, run=run, trainer="trainer-1"))
+        answer = await self.bus.inbox.request(inbox.TrainerOpens(id=_id(), engine=ENGINE, run=run, trainer="trainer-1"))
         assert isinstance(answer, inbox.Done)
         self.epoch = answer.epoch
         await self.weights(0)
@@ -142,7 +142,7 @@ class PlayedHive:
             messages=messages,
         )
         body = encode_record(record)
-        ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+        ack = await self.bus.publisher.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
         ref = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, ref, 2, 1, self.engine.version, self.engine.version, CallStatus.COMPLETE)
         await self.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))

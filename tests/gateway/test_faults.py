@@ -240,7 +240,7 @@ async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
             await says(" fox")(request, send)
 
         hive.replica.scripts.append(waits)
-        await bus.requests.ask(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
+        await bus.requests.request(f"$JS.API.STREAM.DELETE.{bus.subjects.calls_stream}")
         stream = await hive.client(key).chat.completions.create(model=MODEL, messages=USER, stream=True)
         chunks = []
 
@@ -257,9 +257,9 @@ async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
 async def _move_inbox(bus: Bus, subject: str) -> None:
     """Let the inbox's stream take messages on `subject` alone."""
     name = bus.subjects.inbox_stream
-    found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{name}")).data)
+    found = json.loads((await bus.requests.request(f"$JS.API.STREAM.INFO.{name}")).data)
     config = found["config"] | {"subjects": [subject]}
-    answer = await bus.requests.ask(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
+    answer = await bus.requests.request(f"$JS.API.STREAM.UPDATE.{name}", json.dumps(config).encode())
     assert "error" not in json.loads(answer.data), answer.data
 
 

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 from openai import AsyncOpenAI
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.follow import Follower
 from bombus.config.documents import parse_job
 from bombus.hive import inbox
@@ -59,17 +59,17 @@ async def boot(bus: Bus, follower: Follower, model: Path) -> int:
         collection=job.to_collection(),
         model=job.model.path,
     )
-    await bus.ask(configure)
-    done = await bus.ask(inbox.Start(id=new_id(), engine=ENGINE))
+    await bus.inbox.request(configure)
+    done = await bus.inbox.request(inbox.Start(id=new_id(), engine=ENGINE))
     assert isinstance(done, inbox.Done)
-    opened = await bus.ask(inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=done.run, trainer="t1"))
+    opened = await bus.inbox.request(inbox.TrainerOpens(id=new_id(), engine=ENGINE, run=done.run, trainer="t1"))
     assert isinstance(opened, inbox.Done)
-    await bus.put_blob("tokenizer-1", msgspec.msgpack.encode(load_tokenizer_files(model)))
+    await Blobs(bus).put("tokenizer-1", msgspec.msgpack.encode(load_tokenizer_files(model)))
     body = (model / "model.safetensors").read_bytes()
     weights = Weights(
         where=str(model), bytes=len(body), sha256=hashlib.sha256(body).hexdigest(), tokenizer="tokenizer-1"
     )
-    await bus.send(
+    await bus.inbox.send(
         inbox.WeightsSaved(
             id=new_id(), engine=ENGINE, run=done.run, step=0, trainer_epoch=opened.epoch, weights=weights
         )
@@ -123,10 +123,10 @@ async def played(settings: GatewaySettings, model: Path, turns: int, edited: boo
             url = f"http://127.0.0.1:{settings.port}"
             await ready(url)
             claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", wait_s=5.0)
-            granted = await bus.ask(claim)
+            granted = await bus.inbox.request(claim)
             assert isinstance(granted, inbox.Granted)
             (episode,) = granted.episodes
-            await bus.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
+            await bus.inbox.send(inbox.Touch(id=new_id(), engine=ENGINE, confirmed=(claim.claim,)))
             key = Keys(await bus.secret(SECRET_NAME)).sign(ENGINE, run, episode, 2**62)
             messages: Any = [{"role": "user", "content": "1=2 and so on"}]
             async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:

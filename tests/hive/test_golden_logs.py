@@ -32,12 +32,12 @@ def test_there_is_a_golden_log_and_all_of_them_are_small() -> None:
     assert sum(path.stat().st_size for path in GOLDEN) < 300_000
 
 
-async def test_it_folds_to_what_it_folded_to_when_it_was_recorded(golden: FileSource) -> None:
+async def test_it_folds_to_the_same_state_as_when_it_was_recorded(golden: FileSource) -> None:
     expected = recorded(Path(golden.title))
     found = json.loads(json.dumps(await facts_of(golden)))
     for engine, facts in found["engines"].items():  # a later version may count more things
-        known = expected["engines"][engine]["counters"]
-        facts["counters"] = {name: count for name, count in facts["counters"].items() if name in known}
+        recorded_counters = expected["engines"][engine]["counters"]
+        facts["counters"] = {name: count for name, count in facts["counters"].items() if name in recorded_counters}
     assert found == expected
 
 
@@ -50,7 +50,7 @@ async def test_every_event_keeps_its_meaning_when_it_is_written_again(golden: Fi
 
 
 def keeps(again: Any, written: Any) -> bool:
-    """Whether everything that was written is still there; a later version may have added to it."""
+    """Return whether everything that was written is still there; a later version may have added to it."""
     if isinstance(written, dict):
         return all(name in again and keeps(again[name], value) for name, value in written.items())
     if isinstance(written, list):
@@ -58,13 +58,13 @@ def keeps(again: Any, written: Any) -> bool:
     return bool(again == written)
 
 
-def test_what_is_lost_is_noticed() -> None:
+def test_a_lost_field_is_detected() -> None:
     assert keeps({"a": [1, [2, 3]], "new": 0}, {"a": [1, [2]]})
     for lost in ({}, {"a": [1]}, {"a": [1, [4]]}):
         assert not keeps(lost, {"a": [1, [2]]})
 
 
-async def test_every_call_is_there_and_is_the_one_that_was_referenced(golden: FileSource) -> None:
+async def test_every_referenced_call_is_there_and_matches_its_reference(golden: FileSource) -> None:
     refs = [ref for stored in await messages(golden) for ref in calls_of(decode_event(stored.data))]
     records = await golden.records(refs)  # raises when a digest differs
     assert [record.id for record in records] == [ref.id for ref in refs]
@@ -73,7 +73,7 @@ async def test_every_call_is_there_and_is_the_one_that_was_referenced(golden: Fi
         assert record.messages
 
 
-def test_the_first_one_has_a_little_of_everything() -> None:
+def test_the_first_golden_log_has_a_little_of_everything() -> None:
     facts = recorded(TINY)
     kinds = facts["kinds"]
     assert kinds["episode.aborted"] >= 3

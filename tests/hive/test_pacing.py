@@ -10,7 +10,7 @@ from bombus.hive.collection import enough, select
 from bombus.hive.events import Collection, EpisodeType, Method
 from bombus.hive.pacing import fitting, most_batches, pace
 from bombus.hive.state import Completed, EngineState, Episode, Hive, Phase, evolve
-from tests.coordinator.core_in_memory import ENGINE, Desk
+from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 from tests.coordinator.steady_clients import Steady
 
 
@@ -21,7 +21,7 @@ def completed(name: str, task: str, reward: float) -> Completed:
 
 
 def engine(rules: Collection, pool: dict[str, int], opened: dict[str, int]) -> EngineState:
-    """Rolling, with so many episodes of each task in the pool and open; "" are open episodes of unnamed tasks."""
+    """Return a rolling engine with these numbers of pooled and open episodes by task; "" is for unnamed tasks."""
     configured = ev.EngineConfigured(config="{}", config_digest="d", collection=rules, model="tiny")
     state = EngineState(name=ENGINE, phase=Phase.ROLLING, run=1, version=0, configured=configured, active=configured)
     for task, count in pool.items():
@@ -53,23 +53,23 @@ TASKS = Method.ENOUGH_TASKS
         (TASKS, {"a": 4, "b": 2}, {}, 1),
         (TASKS, {"a": 4, "b": 2, "c": 2}, {}, 2),
         (TASKS, {"a": 1, "b": 1, "c": 1}, {}, 0),
-        (TASKS, {"a": 1, "b": 1}, {"": 2}, 1),  # where they help most
-        (TASKS, {"a": 1, "b": 1}, {"c": 2}, 0),  # what was named is not guessed
+        (TASKS, {"a": 1, "b": 1}, {"": 2}, 1),  # counted where they help most
+        (TASKS, {"a": 1, "b": 1}, {"c": 2}, 0),  # a named task is taken as it is
         (TASKS, {"a": 1, "b": 1}, {"a": 1, "b": 1}, 1),
         (TASKS, {"a": 2}, {"": 1}, 0),
-        (TASKS, {"a": 2}, {"": 2}, 1),  # a group that is not begun yet
+        (TASKS, {"a": 2}, {"": 2}, 1),  # a group that has not begun yet
         (TASKS, {}, {"": 7}, 1),
         (TASKS, {}, {"": 8}, 2),
     ],
 )
-def test_what_pool_and_open_episodes_can_make_at_most(
+def test_how_many_batches_the_pool_and_open_episodes_can_make(
     method: Method, pool: dict[str, int], opened: dict[str, int], batches: int
 ) -> None:
     rules = Collection(method=method, batch_size=2, num_repeat=2, max_staleness=1)
     assert most_batches(engine(rules, pool, opened)) == batches
 
 
-def test_full_groups_without_signal_do_not_count_where_they_are_not_trained() -> None:
+def test_full_groups_without_signal_do_not_count_when_they_are_not_trained() -> None:
     rules = Collection(method=Method.ENOUGH_NON_DUMMY_TASKS, batch_size=1, num_repeat=2, max_staleness=1)
     state = engine(rules, {"dull": 2, "lively": 2}, {})
     assert most_batches(state) == 2
@@ -78,8 +78,8 @@ def test_full_groups_without_signal_do_not_count_where_they_are_not_trained() ->
     assert most_batches(state) == 1
 
 
-def test_nothing_open_means_that_what_counts_can_be_sealed() -> None:
-    """Why pacing cannot deadlock: of the pool alone `most_batches` says one or more only where a batch is complete."""
+def test_without_open_episodes_every_counted_batch_can_be_sealed() -> None:
+    """Pacing cannot deadlock: for the pool alone `most_batches` is above zero only when a batch is complete."""
     pick = random.Random(0)
     some = 0
     for _ in range(3000):
@@ -108,10 +108,10 @@ def test_nothing_open_means_that_what_counts_can_be_sealed() -> None:
 
 
 def test_a_synchronous_run_is_not_paced() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_open_claims=9)
-    desk.claim(count=9)
-    assert pace(desk.engine) is None
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_open_claims=9)
+    harness.claim(count=9)
+    assert pace(harness.engine) is None
 
 
 # ---- steady clients -----------------------------------------------------------------------------------------------
@@ -119,10 +119,10 @@ def test_a_synchronous_run_is_not_paced() -> None:
 
 @pytest.mark.parametrize("method", [Method.ENOUGH_EPISODES, TASKS])
 @pytest.mark.parametrize(("max_staleness", "episode_s"), [(1, (1.0, 10.0)), (1, (4.0, 6.0)), (2, (10.0, 20.0))])
-def test_steady_clients_lose_next_to_nothing_and_keep_the_trainer_busy(
+def test_steady_clients_lose_almost_nothing_and_keep_the_trainer_busy(
     method: Method, max_staleness: int, episode_s: tuple[float, float]
 ) -> None:
-    """Steps of 10 s; as many clients as it takes to be faster than the trainer."""
+    """Steps take 10 s, and there are enough clients to be faster than the trainer."""
     clients = int(2.5 * 32 * episode_s[1] / 10)
     steady = Steady(0, clients, episode_s, 10.0, method=method, batch_size=8, num_repeat=4, max_staleness=max_staleness)
     steady.run(400)
@@ -133,7 +133,7 @@ def test_steady_clients_lose_next_to_nothing_and_keep_the_trainer_busy(
 
 @pytest.mark.parametrize("method", [Method.ENOUGH_EPISODES, TASKS])
 def test_episodes_longer_than_several_steps_are_waited_for_and_not_dropped(method: Method) -> None:
-    """Every claim is granted at the bound, so whoever is overtaken by a single batch would be too old."""
+    """Every claim is granted at the bound, so an episode overtaken by a single batch would be too old."""
     steady = Steady(0, 96, (30.0, 60.0), 10.0, method=method, batch_size=8, num_repeat=4, max_staleness=2)
     steady.run(500)
     assert steady.trained > 500
@@ -143,49 +143,49 @@ def test_episodes_longer_than_several_steps_are_waited_for_and_not_dropped(metho
 # ---- replicas -----------------------------------------------------------------------------------------------------
 
 
-def lagging() -> Desk:
-    """Version 1 is ready; r1 serves it, r2 serves version 0."""
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_staleness=1, max_open_claims=9)
-    desk.say(inbox.ReplicaAlive(id="r2", engine=ENGINE, replica="r2", url="http://r2", run=1, version=0))
-    desk.play("a")
-    desk.step_done(1)
-    desk.save_weights(1)
-    desk.load(1, "r1")
-    return desk
+def lagging() -> CoreHarness:
+    """Return an engine whose version 1 is ready: r1 serves it, r2 serves version 0."""
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_staleness=1, max_open_claims=9)
+    harness.send(inbox.ReplicaAlive(id="r2", engine=ENGINE, replica="r2", url="http://r2", run=1, version=0))
+    harness.play("a")
+    harness.step_done(1)
+    harness.save_weights(1)
+    harness.load(1, "r1")
+    return harness
 
 
-def test_calls_go_to_replicas_within_the_bound_and_never_back_behind_their_episodes_claim() -> None:
-    desk = lagging()
-    assert set(fitting(desk.engine)) == {"r1", "r2"}
-    (early,) = desk.claim()
-    desk.load(1, "r2")
-    desk.say(inbox.ReplicaAlive(id="r3", engine=ENGINE, replica="r3", url="http://r3"))
-    (late,) = desk.claim()
-    desk.engine.replicas["r1"].version = 0  # as if it had been started again
-    assert set(fitting(desk.engine, early)) == {"r1", "r2"}
-    assert set(fitting(desk.engine, late)) == {"r2"}
+def test_calls_go_to_replicas_within_the_bound_and_never_before_the_version_of_their_claim() -> None:
+    harness = lagging()
+    assert set(fitting(harness.engine)) == {"r1", "r2"}
+    (early,) = harness.claim()
+    harness.load(1, "r2")
+    harness.send(inbox.ReplicaAlive(id="r3", engine=ENGINE, replica="r3", url="http://r3"))
+    (late,) = harness.claim()
+    harness.engine.replicas["r1"].version = 0  # as if it had been restarted
+    assert set(fitting(harness.engine, early)) == {"r1", "r2"}
+    assert set(fitting(harness.engine, late)) == {"r2"}
 
 
 def test_a_claim_is_granted_at_the_version_that_every_replica_can_answer_with() -> None:
-    desk = lagging()
-    (episode,) = desk.claim()
-    assert desk.engine.open[episode].version == 0
-    desk.load(1, "r2")
-    (episode,) = desk.claim()
-    assert desk.engine.open[episode].version == 1
+    harness = lagging()
+    (episode,) = harness.claim()
+    assert harness.engine.open[episode].version == 0
+    harness.load(1, "r2")
+    (episode,) = harness.claim()
+    assert harness.engine.open[episode].version == 1
 
 
 def test_weights_that_a_replica_loads_while_newer_ones_appear_count() -> None:
-    desk = Desk()
-    desk.boot(batch_size=1, num_repeat=1, max_staleness=2, max_open_claims=9)
+    harness = CoreHarness()
+    harness.boot(batch_size=1, num_repeat=1, max_staleness=2, max_open_claims=9)
     for step in (1, 2):
-        desk.play("a")
-        desk.step_done(step)
-        desk.save_weights(step)
-    desk.load(1, "r1")
-    assert desk.engine.replicas["r1"].version == 1
-    assert desk.load(1, "r1") == []
-    assert desk.load(0, "r1") == [], "nor does it go back"
-    desk.load(2, "r1")
-    assert desk.engine.loaded == {"r1"}
+        harness.play("a")
+        harness.step_done(step)
+        harness.save_weights(step)
+    harness.load(1, "r1")
+    assert harness.engine.replicas["r1"].version == 1
+    assert harness.load(1, "r1") == []
+    assert harness.load(0, "r1") == [], "nor does it go back"
+    harness.load(2, "r1")
+    assert harness.engine.loaded == {"r1"}

@@ -28,7 +28,7 @@ def hive() -> Hive:
     return hive_of(rolling(4))
 
 
-def test_the_text_says_where_the_engine_is(hive: Hive) -> None:
+def test_the_text_shows_the_state_of_the_engine(hive: Hive) -> None:
     text = render_status(hive, ENGINE)
     assert text.startswith("engine main: ROLLING for ")
     assert "step 4, policy version 4" in text
@@ -40,7 +40,7 @@ def test_the_text_says_where_the_engine_is(hive: Hive) -> None:
     assert text.endswith("\n")
 
 
-def test_a_failure_is_given_with_its_reason() -> None:
+def test_a_failure_is_shown_with_its_reason() -> None:
     text = render_status(hive_of(failed()))
     assert "engine main: OFFLINE for 0.0 s (the last run failed)" in text
     assert "failure: replica-a could not load version 0" in text
@@ -61,7 +61,7 @@ def test_the_data_is_plain_json(hive: Hive) -> None:
     assert engine["last_step"]["metrics"]["merged_share"] == 0.93
 
 
-def test_a_figure_that_is_no_number_is_null_in_json() -> None:
+def test_a_number_that_is_not_finite_is_null_in_json() -> None:
     story = Story()
     story.boot()
     story.publish(0)
@@ -94,41 +94,41 @@ def test_the_measure_that_the_method_waits_for_is_marked(method: Method, decides
 def test_each_phase_says_what_it_waits_for() -> None:
     story = Story()
     hive = Hive()
-    said: dict[Phase, str] = {}
+    details: dict[Phase, str] = {}
 
     def fold_all() -> None:
         for event in story.events:
             evolve(hive, event)
             engine = hive.engines.get(ENGINE)
             if engine is not None:
-                said[engine.phase] = engine_status(engine, story.now_ns).detail
+                details[engine.phase] = engine_status(engine, story.now_ns).detail
         story.events.clear()
 
     story.configure()
     fold_all()
-    assert said[Phase.OFFLINE] == "configured, waiting for start"
+    assert details[Phase.OFFLINE] == "configured, waiting for start"
     story.boot()
     fold_all()
-    assert said[Phase.BOOTING] == "replicas load"
+    assert details[Phase.BOOTING] == "replicas load"
     story.publish(0)
     story.claim(0, "t")
     fold_all()
-    assert said[Phase.ROLLING] == "0 of 8 tasks"
+    assert details[Phase.ROLLING] == "0 of 8 tasks"
     story.tell(ev.RollingClosed(at_ns=story.now_ns, engine=ENGINE, run=1))
     fold_all()
-    assert said[Phase.ROLLING_POST] == "waiting for 1 running episodes to finish"
+    assert details[Phase.ROLLING_POST] == "waiting for 1 running episodes to finish"
     story.tell(ev.SyncingStarted(at_ns=story.now_ns, engine=ENGINE, run=1))
     fold_all()
-    assert said[Phase.WEIGHT_SYNCING] == "loading version 0: 2 of 2 replicas"
+    assert details[Phase.WEIGHT_SYNCING] == "loading version 0: 2 of 2 replicas"
 
 
-def test_time_is_that_of_the_reader_and_never_before_the_newest_event(hive: Hive) -> None:
+def test_the_time_is_the_callers_and_never_before_the_newest_event(hive: Hive) -> None:
     later = status_dict(hive, hive.now_ns + 10 * SECOND)
     assert later["now_ns"] == hive.now_ns + 10 * SECOND
     assert status_dict(hive, 0)["now_ns"] == hive.now_ns
 
 
-def test_lengths_and_sizes_are_for_people() -> None:
+def test_durations_and_sizes_are_readable() -> None:
     assert [duration(s) for s in (0.04, 9.96, 59.6, 185, 25_920, 273_600)] == [
         "0.0 s", "10 s", "1 m 00 s", "3 m 05 s", "7 h 12 m", "3 d 04 h",
     ]  # fmt: skip
@@ -147,8 +147,8 @@ def test_the_status_needs_no_terminal_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
-def test_who_names_no_bus_is_told_where_its_address_is() -> None:
+def test_without_a_bus_the_error_says_where_its_address_is() -> None:
     assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ""
-    told = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
-    assert "give --nats" in told
-    assert "`nats-url` in its data folder" in told
+    hint = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
+    assert "pass --nats" in hint
+    assert "`nats-url` in its data folder" in hint

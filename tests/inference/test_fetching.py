@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import Code, EngineFault
 from bombus.hive.events import OBJECTS, Weights, WeightsReady
@@ -76,7 +76,7 @@ async def into_store(given: Given, version: int) -> None:
     """Copy a version's files to the object store, as the trainer would."""
     place = Path(given.made[version].where)
     for file in place.iterdir():
-        await given.bus.put_blob(f"weights/main/run-1/v{version}/{file.name}", file.read_bytes())
+        await Blobs(given.bus).put(f"weights/main/run-1/v{version}/{file.name}", file.read_bytes())
 
 
 @asynccontextmanager

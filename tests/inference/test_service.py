@@ -47,7 +47,7 @@ class FakeCoordinator:
         for event in events:
             self._count += 1
             subject = self.bus.subjects.event("main", ev.kind_of(event))
-            await self.bus.publish(subject, ev.encode_event(event), msg_id=f"event-{self._count}")
+            await self.bus.publisher.publish(subject, ev.encode_event(event), msg_id=f"event-{self._count}")
 
     async def receive(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
         """Return the next message of this kind for which `holds` is true, skipping others."""

@@ -1,1 +1,1 @@
-"""Real logs of every released shape, which must fold for ever. How the next version records its own: `record.py`."""
+"""Real logs of every released version, which must always fold. `record.py` records that of the next one."""

@@ -1,4 +1,4 @@
-"""What a golden log says, in facts that mean the same for any version that can read it."""
+"""The content of a golden log as facts that are the same for every version that can read it."""
 
 import json
 from collections import Counter
@@ -18,13 +18,13 @@ TINY = FOLDER / "0.1.0-tiny.bombuslog"
 
 
 def recorded(path: Path) -> dict[str, Any]:
-    """What `facts_of` said when the log was recorded."""
+    """Return the result of `facts_of` when the log was recorded."""
     facts: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
     return facts
 
 
 async def facts_of(source: Source) -> dict[str, Any]:
-    """Everything that a later version may not see otherwise. Fields that it adds to the state are not in here."""
+    """Return everything that must be the same in a later version, which may add other fields to the state."""
     hive, _ = await source.base()
     kinds: Counter[str] = Counter()
     batches: list[Any] = []

@@ -1,5 +1,5 @@
 """Record this version's golden log: `python -m tests.logs.record` (half a minute) writes `<version>-tiny.bombuslog`
-and the facts that every later version must find in it. Run it once before a release; never record over an old one.
+and the facts that every later version must find in it. Run it once before a release; never overwrite an old one.
 
 A real hive plays a little of everything: two clients, several turns, a branch, two replies to one call, rewards for
 calls, a group without signal, an evaluation, aborts of three kinds, a leader that hangs and is deposed, a second run.
@@ -69,7 +69,7 @@ def chat(credentials: Credentials, messages: list[dict[str, str]], **more: objec
 
 
 class Player:
-    """Rewards are given in turn, not earned: what matters is that a group has different ones, or equal ones."""
+    """A player that gives rewards in turn: it only matters whether those of a group are equal or different."""
 
     def __init__(self, *rewards: float | list[float]) -> None:
         self._rewards = rewards
@@ -84,12 +84,12 @@ class Player:
         return self._outcome()
 
     def branching(self, task: Task, credentials: Credentials) -> WorkflowOutput:
-        """Two turns, and then one on a history that was rewritten."""
-        asked = {"role": "user", "content": task.main_query}
-        said = chat(credentials, [asked])
+        """Play two turns, and then one on a rewritten history."""
+        question = {"role": "user", "content": task.main_query}
+        answer = chat(credentials, [question])
         more = {"role": "user", "content": "and b="}
-        chat(credentials, [asked, {"role": "assistant", "content": said}, more])
-        chat(credentials, [asked, {"role": "assistant", "content": "z"}, more])
+        chat(credentials, [question, {"role": "assistant", "content": answer}, more])
+        chat(credentials, [question, {"role": "assistant", "content": "z"}, more])
         return self._outcome()
 
 
@@ -120,7 +120,7 @@ def play(url: str, nats: str, up: psutil.Process) -> None:
 
 
 async def depose_the_leader(nats: str, up: psutil.Process) -> None:
-    """Stop it in its tracks until the other one has opened its epoch; then it wakes up, and has to go."""
+    """Suspend the leader until the other coordinator has opened its epoch, then resume it: it is deposed."""
     leaders: list[str] = []
 
     def note(_: int, event: AnyEvent) -> None:

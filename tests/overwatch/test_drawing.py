@@ -74,7 +74,7 @@ def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> Non
     run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(12)
     view = HiveView()
-    for position, event in enumerate(run.desk.log, 1):
+    for position, event in enumerate(run.harness.log, 1):
         fold(view, position, event)
-    lines = CollectionPanel().lines(screen_data(view, run.desk.now_ns, "main"), 70, 10)
+    lines = CollectionPanel().lines(screen_data(view, run.harness.now_ns, "main"), 70, 10)
     assert lines[-1].plain == "  ahead of training 1 + 1 batches, bound 1, new episodes wait"

@@ -95,7 +95,7 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
     run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(100)
     view, paced = HiveView(), 0
-    for position, event in enumerate(run.desk.log, 1):
+    for position, event in enumerate(run.harness.log, 1):
         fold(view, position, event)
         screen = screen_data(view, event.at_ns, ENGINE)
         assert screen.status is not None or position == 1

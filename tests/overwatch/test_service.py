@@ -16,7 +16,9 @@ WAIT_S = 20.0
 
 async def publish(bus: Bus, events: list[Event], start: int = 1) -> None:
     acks = [
-        bus.publish(bus.subjects.event(event.engine, kind_of(event)), encode_event(event), msg_id=f"e{number}")
+        bus.publisher.publish(
+            bus.subjects.event(event.engine, kind_of(event)), encode_event(event), msg_id=f"e{number}"
+        )
         for number, event in enumerate(events, start)
     ]
     await asyncio.gather(*acks)

@@ -48,11 +48,11 @@ async def record_call(bus: Bus, episode: str, name: str, parent: CallRef | None 
         sampling=SamplingParams(),
     )
     body = encode_record(record)
-    ack = await bus.publish(bus.subjects.call(ENGINE, episode), body, msg_id=name)
+    ack = await bus.publisher.publish(bus.subjects.call(ENGINE, episode), body, msg_id=name)
     ref = CallRef(ack.seq, name, digest(body))
     if note:
         call = NotedCall(episode, ref, 2, 1, 0, 0)
-        await bus.send(inbox.CallRecorded(id=f"recorded-{name}", engine=ENGINE, run=1, call=call))
+        await bus.inbox.send(inbox.CallRecorded(id=f"recorded-{name}", engine=ENGINE, run=1, call=call))
     return ref
 
 
@@ -60,14 +60,14 @@ async def one_episode(bus: Bus) -> list[CallRef]:
     """Play an episode of two noted calls to its end, and leave another one open. Returns the calls."""
     async with leading(bus):
         await boot(bus, batch_size=100)
-        granted = await bus.ask(claim("k"))
+        granted = await bus.inbox.request(claim("k"))
         assert isinstance(granted, inbox.Granted)
         (episode,) = granted.episodes
         unheard = await record_call(bus, episode, "unheard", note=False)
         refs = [await record_call(bus, episode, "one", unheard)]
         refs.append(await record_call(bus, episode, "two", refs[0]))
-        await bus.ask(end(episode, 1.0))
-        await bus.ask(claim("open"))
+        await bus.inbox.request(end(episode, 1.0))
+        await bus.inbox.request(claim("open"))
     return [unheard, *refs]
 
 

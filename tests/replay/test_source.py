@@ -16,7 +16,7 @@ from bombus.hive.state import Hive
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
-from tests.conftest import SMALL_STREAMS
+from tests.conftest import SMALL_STREAMS, kill
 from tests.coordinator.test_shell import boot, leading, log_of
 from tests.logs.facts import TINY, recorded
 from tests.replay.test_archive import one_episode
@@ -123,7 +123,7 @@ async def test_the_folder_of_a_stopped_hive_is_served_while_it_is_read(
     folder, server = data
     async with opened("--data", str(folder)) as source:
         running = await state_at(source, (await source.end()).seq)
-    server.kill()  # its address stays in the folder, as after a crash
+    kill(server)  # its address is left behind, as by a crash
     async with opened("--data", str(folder)) as source:
         assert await state_at(source, (await source.end()).seq) == running
         assert source.title == f"the log in {folder}"

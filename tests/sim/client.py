@@ -1,4 +1,4 @@
-"""Clients and an operator: they ask some gateway until they are answered, and keep a ledger of what they were told."""
+"""Clients and an operator: they send requests to the gateways until they are answered, and record the answers."""
 
 import random
 from collections.abc import Callable, Coroutine
@@ -17,7 +17,7 @@ from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, Referee
 
 T = TypeVar("T")
-Ask = Callable[[Gateway], Coroutine[Any, Any, T]]
+Request = Callable[[Gateway], Coroutine[Any, Any, T]]
 
 TASKS = ("t1", "t2", "t3")
 CALL_ATTEMPTS = 5
@@ -25,36 +25,41 @@ OPERATOR_S = 2.0
 
 
 class Mood:
-    """What everybody outside does now: `playing` begins episodes, `meddling` stops engines and forgets episodes."""
+    """How clients and the operator behave now, and the `faults` that strike them.
 
-    playing = True
-    meddling = True
+    While `playing` they begin episodes; while `meddling` they stop engines and forget episodes.
+    """
+
+    def __init__(self, faults: Faults) -> None:
+        self.faults = faults
+        self.playing = True
+        self.meddling = True
 
 
 class Caller(Process):
-    """`asking` names the command that is not answered yet."""
+    """A sender of commands. `pending` names the command that is not answered yet."""
 
     def __init__(self, name: str, gateways: list[Gateway], pick: random.Random) -> None:
         super().__init__(gateways[0].loop, name)
-        self.asking = ""
+        self.pending = ""
         self._gateways = gateways
         self._pick = pick
         self._numbers = 0
 
     def kill(self) -> None:
         super().kill()
-        self.asking = ""
+        self.pending = ""
 
     def fresh(self, what: str) -> str:
         self._numbers += 1
         return f"{self.name}-{what}-{self._numbers}"
 
-    async def insist(self, what: str, ask: Ask[T]) -> T | Refused:
-        """Ask one gateway after the other until there is an answer."""
-        self.asking = what
+    async def request_until_answered(self, what: str, send: Request[T]) -> T | Refused:
+        """Send a request to one gateway after another until there is an answer."""
+        self.pending = what
         while True:
             try:
-                answer: T | Refused = await self._pick.choice(self._gateways).request(self, ask)
+                answer: T | Refused = await self._pick.choice(self._gateways).request(self, send)
                 break
             except Refused as refused:
                 if refused.code not in GatewayFault:
@@ -63,17 +68,14 @@ class Caller(Process):
             except (Hangup, BusUnavailable):
                 pass
             await self.sleep(self._pick.random() * 0.5)
-        self.asking = ""
+        self.pending = ""
         return answer
 
 
 class Client(Caller):
-    def __init__(
-        self, name: str, gateways: list[Gateway], referee: Referee, faults: Faults, mood: Mood, pick: random.Random
-    ) -> None:
+    def __init__(self, name: str, gateways: list[Gateway], referee: Referee, mood: Mood, pick: random.Random) -> None:
         super().__init__(name, gateways, pick)
         self._referee = referee
-        self._faults = faults
         self._mood = mood
         self._rewards = pick.choice(((0.0, 1.0), (0.0, 1.0, 0.5), (0.0, 1.0, float("nan"))))
         self._pace = pick.choice((2.0, 8.0))
@@ -96,10 +98,12 @@ class Client(Caller):
             discard_timeout_s=pick.choice((2.0, 10.0, 40.0)),
         )
         wait_s = pick.choice((0.0, 2.0, 5.0))
-        granted = await self.insist(f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s))
+        granted = await self.request_until_answered(
+            f"claim {claim.claim}", lambda gateway: gateway.claim(claim, wait_s)
+        )
         if not isinstance(granted, Granted):
             return
-        self._referee.told_grant(claim.claim, granted)
+        self._referee.acknowledged_grant(claim.claim, granted)
         task = pick.choice(TASKS)
         results = []
         for episode in granted.episodes:
@@ -107,7 +111,7 @@ class Client(Caller):
             roll = pick.random()
             if not alive or roll < 0.05:
                 await self._abort(episode, infra=not alive)
-            elif roll > 0.07 or not self._mood.meddling:  # else it is forgotten, and goes idle
+            elif roll > 0.07 or not self._mood.meddling:  # otherwise it is forgotten and becomes idle
                 results.append(EpisodeResult(episode=episode, task=task, reward=pick.choice(self._rewards)))
         if pick.random() < 0.5:
             await self._end(results, granted.run)
@@ -116,16 +120,16 @@ class Client(Caller):
                 await self._end([result], granted.run)
         if pick.random() < 0.5:
             vote = inbox.AgreeSync(id=self.fresh("vote"), engine=ENGINE, client=self.name)
-            await self.insist("a vote", lambda gateway: gateway.command(vote))
+            await self.request_until_answered("a vote", lambda gateway: gateway.command(vote))
 
     def _claim_id(self) -> str:
-        """A fresh one, or one of few that clash: with its own past, or with what it forgot."""
+        """Return a new id, or one of a few that clash with the client's earlier claims."""
         if self._pick.random() < 0.15:
             return f"{self.name}-claim-again-{self._pick.randint(1, 8)}"
         return f"{self.fresh('claim')}-{self.lives}"
 
     async def _run_episode(self, episode: str, run: int) -> bool:
-        """A few calls. False when one could not be had."""
+        """Make a few calls. Return False when one failed."""
         pick = self._pick
         for _ in range(pick.choice((0, 1, 1, 2, 3))):
             if not await self._call(episode, run):
@@ -133,7 +137,7 @@ class Client(Caller):
         if pick.random() < 0.1:
             self.spawn(self._call(episode, run))  # still running when the episode ends
         if pick.random() < 0.1:
-            await self.insist("a heartbeat", lambda gateway: _touched(gateway, episode))
+            await self.request_until_answered("a heartbeat", lambda gateway: _touched(gateway, episode))
         return True
 
     async def _call(self, episode: str, run: int) -> bool:
@@ -150,7 +154,7 @@ class Client(Caller):
                 pass
             else:
                 if not cut_off:
-                    self._referee.told_call(episode, call)
+                    self._referee.acknowledged_call(episode, call)
                 return True
             await self.sleep(self._pick.random() * 0.3)
         return False
@@ -161,44 +165,43 @@ class Client(Caller):
         for result in results:
             self._referee.ends(result)
         command = inbox.End(id=self.fresh("end"), engine=ENGINE, client=self.name, results=tuple(results))
-        answer = await self.insist(f"{command.id}", lambda gateway: gateway.command(command))
+        answer = await self.request_until_answered(f"{command.id}", lambda gateway: gateway.command(command))
         if isinstance(answer, Refused) and answer.code == Code.BAD_REWARD:
             await self._end([msgspec.structs.replace(result, reward=0.0) for result in results], run)
             return
         if not isinstance(answer, Done):
             return
         for result in results:
-            self._referee.told_end(result)
-        if self._faults.strikes(Fault.REPEAT):
-            again = await self.insist(f"{command.id} again", lambda gateway: gateway.command(command))
+            self._referee.acknowledged_end(result)
+        if self._mood.faults.strikes(Fault.REPEAT):
+            again = await self.request_until_answered(f"{command.id} again", lambda gateway: gateway.command(command))
             same_run = self._referee.hive.engine(ENGINE).run == run
-            assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; asked again: {again}"
+            assert isinstance(again, Done) or not same_run, f"{command.id} was accepted; when repeated: {again}"
         if self._pick.random() < 0.05:
             await self._call(results[0].episode, run)  # too late
 
     async def _abort(self, episode: str, infra: bool) -> None:
         command = inbox.Abort(id=self.fresh("abort"), engine=ENGINE, client=self.name, episodes=(episode,), infra=infra)
-        if isinstance(await self.insist(command.id, lambda gateway: gateway.command(command)), Done):
-            self._referee.told_aborted(episode)
+        if isinstance(await self.request_until_answered(command.id, lambda gateway: gateway.command(command)), Done):
+            self._referee.acknowledged_aborted(episode)
 
 
 class Operator(Caller):
-    """Configures and starts the engine whenever it is offline; now and then stops it."""
+    """Configures and starts the engine whenever it is offline, and sometimes stops it."""
 
-    def __init__(self, gateways: list[Gateway], faults: Faults, mood: Mood, pick: random.Random) -> None:
+    def __init__(self, gateways: list[Gateway], mood: Mood, pick: random.Random) -> None:
         super().__init__("operator", gateways, pick)
-        self._faults = faults
         self._mood = mood
         self._stops = pick.choice((0.0, 0.0, 0.15))
 
     async def main(self) -> None:
         stopped: inbox.Stop | None = None
         while True:
-            phase = await self.insist("the phase", _phase)
+            phase = await self.request_until_answered("the phase", _phase)
             if phase == Phase.OFFLINE:
                 await self._command(self._configure())
                 await self._command(inbox.Start(id=self.fresh("start"), engine=ENGINE))
-                if stopped is not None and self._faults.strikes(Fault.REPEAT):
+                if stopped is not None and self._mood.faults.strikes(Fault.REPEAT):
                     await self.sleep(self._pick.random() * 5)
                     await self._command(stopped)
             elif self._mood.meddling and self._pick.random() < self._stops:
@@ -207,7 +210,7 @@ class Operator(Caller):
             await self.sleep(OPERATOR_S)
 
     async def _command(self, command: inbox.AnyMessage) -> None:
-        await self.insist(command.id, lambda gateway: gateway.command(command))
+        await self.request_until_answered(command.id, lambda gateway: gateway.command(command))
 
     def _configure(self) -> inbox.Configure:
         return inbox.Configure(
@@ -224,7 +227,7 @@ class Operator(Caller):
         batch_size, num_repeat = pick.randint(1, 2), pick.randint(1, 3)
         method = pick.choice(list(Method))
         if method == Method.ENOUGH_NON_DUMMY_TASKS:
-            num_repeat = max(num_repeat, 2)  # one episode alone never differs
+            num_repeat = max(num_repeat, 2)  # a single episode never gives a signal
         staleness = 0 if method.is_by_agreement else pick.choice((0, 1, 2))
         waiting = (staleness + 1) * batch_size * num_repeat
         return Collection(

@@ -1,22 +1,22 @@
-"""The coordinator's shell around the real core: stand by, lead, decide in flights, snapshot, trim, watch for room."""
+"""The coordinator's shell around the real core: stand by, lead, decide, append, snapshot, trim, watch storage."""
 
 from collections.abc import Sequence
 
 import msgspec
 
 from bombus.bus import snapshots
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.bus.headers import EPOCH, INBOX, REPLY
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.state import FOLD
-from bombus_coordinator.core import Core
-from bombus_coordinator.decision import Decision, Reply
+from bombus_coordinator.core import Core, PendingDecision
+from bombus_coordinator.decision import CommandReply
 from bombus_coordinator.retention import floors_of
 from bombus_coordinator.storage import is_full
-from tests.sim.flight import fly
+from tests.sim.append import append
 from tests.sim.fold import RETRY_S, Fold
 from tests.sim.lease import RENEW_S, Lease
 from tests.sim.link import Link, Net, Reader
@@ -31,11 +31,9 @@ TRIM_S = 3.0
 WATCH_S = 2.0
 GROUPS = (1, 8, 512)
 
-Flight = list[tuple[Decision, int]]
-
 
 class Coordinator(Process):
-    """One process: stands by, leads, and when deposed stands by again."""
+    """One process: stands by, leads, and stands by again when deposed."""
 
     link: Link
     lease: Lease
@@ -71,13 +69,13 @@ class Coordinator(Process):
             self._referee.count("began at a snapshot")
 
         async def ask() -> None:
-            while not await self.lease.take():
+            while not await self.lease.acquire():
                 await self.sleep(ASK_S)
 
         async def follow() -> None:
             reader = Reader(self.link, EVENTS_STREAM, fold.position + 1)
             while True:
-                fold.take(await reader.read())
+                fold.apply(await reader.read())
 
         await self.together(ask(), follow())
         return fold
@@ -88,19 +86,21 @@ class Coordinator(Process):
         await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self._watch(), self.lease.keep())
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. False when the old leader wrote in between."""
+        """Fold to the log's end and open the next epoch. Return False when the old leader wrote in between."""
         self._snapshot_at = fold.snapshot
         await fold.catch_up(self.link)
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = self._read = fold.answered
         self.core = Core(fold.hive)
         self._reply_to: dict[str, str] = {}
-        self._asked: dict[str, inbox.AnyMessage] = {}
+        self._commands: dict[str, inbox.AnyMessage] = {}
         epoch = self.core.hive.epoch + 1
         try:
-            await self._land([(self.core.open_epoch(self.name), self._answered)])
+            await self._append([PendingDecision(self.core.open_epoch(self.name), self._answered)])
             self._epoch = epoch
-            await self._land([(decision, self._answered) for decision in self.core.recover()], {RECOVERED: "1"})
+            await self._append(
+                [PendingDecision(decision, self._answered) for decision in self.core.recover()], {RECOVERED: "1"}
+            )
         except Deposed:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) >= epoch:
@@ -128,7 +128,7 @@ class Coordinator(Process):
                 self._take_snapshot()
 
     async def _may_decide(self) -> None:
-        """A lost lease pauses; only a higher epoch on the log deposes (R4)."""
+        """Wait while the lease is lost. Raises `Deposed` only for a higher epoch on the log (R4)."""
         while not self.lease.held:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) > self._epoch:
@@ -136,47 +136,46 @@ class Coordinator(Process):
             await self.sleep(RENEW_S)
 
     async def _decide(self, group: Sequence[Message]) -> None:
-        flight: Flight = []
+        pending: list[PendingDecision] = []
         for message in group:
-            said = message.said
+            command = message.message
             if reply := message.headers.get(REPLY):
-                self._reply_to[said.id] = reply
-                self._asked[said.id] = said
-            if self._variant == Variant.OLD_TRAINER and isinstance(said, inbox.StepDone):
-                epoch = self.core.hive.engine(said.engine).trainer_epoch
-                said = msgspec.structs.replace(said, trainer_epoch=epoch)
-            for flown in self.core.receive(said, message.seq, message.time_ns):
-                flight.append((flown.decision, flown.answers))
-        flight += [(flown.decision, flown.answers) for flown in self.core.flush()]
-        replies = [reply for decision, _ in flight for reply in decision.replies]
+                self._reply_to[command.id] = reply
+                self._commands[command.id] = command
+            if self._variant == Variant.OLD_TRAINER and isinstance(command, inbox.StepDone):
+                epoch = self.core.hive.engine(command.engine).trainer_epoch
+                command = msgspec.structs.replace(command, trainer_epoch=epoch)
+            pending += self.core.receive(command, message.seq, message.time_ns)
+        pending += self.core.flush()
+        replies = [reply for each in pending for reply in each.decision.replies]
         if self._variant == Variant.REPLY_EARLY:
             self._reply(replies)
         if self._variant == Variant.SNAPSHOT_EARLY:
             self._take_snapshot()
-        await self._land(flight)
+        await self._append(pending)
         self._consumed = group[-1].seq
         self._referee.leader_state(self.core.hive, self._last)
         self._reply(replies)
 
-    async def _land(self, flight: Flight, more: dict[str, str] | None = None) -> None:
-        """Append what was decided. While the bus is away or full this waits: the flight is kept, nothing is lost."""
+    async def _append(self, pending: Sequence[PendingDecision], more: dict[str, str] | None = None) -> None:
+        """Append what was decided. While the bus is away or full this waits and retries: nothing is lost."""
         outgoing: list[list[Outgoing]] = []
         seq = self._last
-        for decision, answers in flight:
-            landing: list[Outgoing] = []
-            for event in decision.events:
+        for each in pending:
+            events: list[Outgoing] = []
+            for event in each.decision.events:
                 seq += 1
-                landing.append(self._outgoing(event, seq, {INBOX: str(answers), **(more or {})}))
-                self._answered = answers
-            if landing:
-                outgoing.append(landing)
+                events.append(self._outgoing(event, seq, {INBOX: str(each.answers), **(more or {})}))
+                self._answered = each.answers
+            if events:
+                outgoing.append(events)
         if not outgoing:
-            if any(decision.replies for decision, _ in flight):
-                await self._still_leading()
+            if any(each.decision.replies for each in pending):
+                await self._check_leading()
             return
         while True:
             try:
-                self._last = await fly(self.link, outgoing, self._last, self._variant)
+                self._last = await append(self.link, outgoing, self._last, self._variant)
                 self._event_id = outgoing[-1][-1].msg_id
                 return
             except BusUnavailable:
@@ -187,7 +186,7 @@ class Coordinator(Process):
         headers[EPOCH] = str(epoch)
         return Outgoing(ev.kind_of(event), ev.encode_event(event), f"{self.link.token}.{epoch}.{seq}", headers)
 
-    async def _still_leading(self) -> None:
+    async def _check_leading(self) -> None:
         newest = await self._newest()
         if newest is None or newest.seq != self._last:
             raise Deposed("the log does not end at our event")
@@ -199,15 +198,15 @@ class Coordinator(Process):
             except BusUnavailable:
                 await self.sleep(RETRY_S)
 
-    def _reply(self, replies: Sequence[Reply]) -> None:
+    def _reply(self, replies: Sequence[CommandReply]) -> None:
         for reply in replies:
             to = self._reply_to.pop(reply.command, "")
             if to:
                 answer = msgspec.structs.replace(reply.answer, position=self._last)
-                self._referee.replied(self._asked.pop(reply.command), answer)
+                self._referee.replied(self._commands.pop(reply.command), answer)
                 self.link.reply(to, answer)
 
-    # ---- beside it ----
+    # ---- in the background ----
 
     async def _tick(self) -> None:
         number = 0
@@ -217,7 +216,7 @@ class Coordinator(Process):
             try:
                 await self.link.send(inbox.Tick(id=f"tick-{self._epoch}-{number}", answered=self._consumed))
             except BusUnavailable:
-                pass  # the next one is as good
+                pass  # the next one will do
             await self.sleep(TICK_S)
 
     async def _trim(self) -> None:
@@ -231,7 +230,7 @@ class Coordinator(Process):
                 pass  # the next one covers this one
 
     async def _retain(self) -> None:
-        """Purge calls that nobody needs (R12): by a state that was on the log a period ago, as retention.py does."""
+        """Purge calls that are not needed (R12), by a state that was on the log a period ago, as in retention.py."""
         calls = self.link.server.streams[CALLS_STREAM]
         while True:
             floors = floors_of(self.core.hive)
@@ -250,7 +249,7 @@ class Coordinator(Process):
                 pass  # the next one covers this one
 
     async def _watch(self) -> None:
-        """Say what is nearly full, and what has room again, as storage.py does."""
+        """Report what is nearly full and what has room again, as storage.py does."""
         number = 0
         while True:
             for name, stream in self.link.server.streams.items():
@@ -267,7 +266,7 @@ class Coordinator(Process):
             await self.sleep(WATCH_S)
 
     def _take_snapshot(self) -> None:
-        """Encoded now, before the state goes on; stored in the background."""
+        """Encode a snapshot now, before the state changes, and store it in the background."""
         position, self._snapshot_at = self._last, self._last
         body = snapshots.encode(
             Snapshot(

@@ -1,4 +1,4 @@
-"""What can go wrong, how often, and how often it did. Each seed draws which faults it has at all (swarm testing)."""
+"""The faults, their rates and their counts. Each seed draws which faults it has at all (swarm testing)."""
 
 import random
 from collections import Counter
@@ -9,7 +9,7 @@ class Fault(StrEnum):
     KILL = "a process is killed"
     STOP = "a process is stopped for a while"
     PARTITION = "a process is cut off from the bus"
-    OUTAGE = "the bus is away"
+    OUTAGE = "the bus is down"
     LOST_REQUEST = "a message never reaches the bus"
     LOST_ACK = "a message is stored, its acknowledgement is lost"
     LATE = "a message reaches the bus long after its sender gave up"
@@ -20,19 +20,19 @@ class Fault(StrEnum):
     SLOW = "a reader falls behind"
     FULL = "a stream is full"
     DAMAGE = "a snapshot is damaged"
-    REPEAT = "a client repeats what was answered"
+    REPEAT = "a client repeats an answered request"
     VANISH = "a client forgets everything"
     ZOMBIE = "a second trainer takes the run"
     BROKEN_STEP = "a step fails"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}
-PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP}  # drawn where somebody does something that can go this way
+PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP}  # drawn at each act that can fail in this way
 SCHEDULED = tuple(fault for fault in Fault if fault not in PER_MESSAGE | PER_ACT)
 
 
 class Faults:
-    """`rates`: chance for each message or act, or times a second for what is scheduled; 0 is off."""
+    """`rates` are probabilities per message or act, or for scheduled faults times per second; 0 is off."""
 
     def __init__(self, pick: random.Random) -> None:
         self.on = True
@@ -48,7 +48,7 @@ class Faults:
         return self._random.choice((0.05, 0.1, 0.3))
 
     def strikes(self, fault: Fault) -> bool:
-        """Whether this message or act is struck."""
+        """Return whether this message or act fails."""
         rate = self.rates[fault]
         if not rate or not self.on or self._random.random() >= rate:
             return False

@@ -1,4 +1,4 @@
-"""What everybody knows: the fold of the log, from the newest good snapshot on (follow.py, recovery.py)."""
+"""The fold of the log, from the newest good snapshot on (follow.py, recovery.py)."""
 
 from collections.abc import Callable, Sequence
 
@@ -43,10 +43,10 @@ class Fold:
             except BusUnavailable:
                 await link.process.sleep(RETRY_S)
 
-    def take(self, group: Sequence[Message]) -> None:
+    def apply(self, group: Sequence[Message]) -> None:
         for message in group:
             if message.seq != self.position + 1:
-                raise LogCorrupted(f"the log goes on at {message.seq} behind {self.position}")
+                raise LogCorrupted(f"the log continues at {message.seq} after {self.position}")
             evolve(self.hive, message.event)
             self.position = message.seq
         self.event_id = group[-1].msg_id
@@ -57,7 +57,7 @@ class Fold:
         newest = await link.last(EVENTS_STREAM)
         reader = Reader(link, EVENTS_STREAM, self.position + 1)
         while newest is not None and self.position < newest.seq:
-            self.take(await reader.read())
+            self.apply(await reader.read())
 
 
 class Follower:
@@ -94,7 +94,7 @@ class Follower:
                 self._waiting.append((holds, future))
 
     async def wait_for(self, holds: Callable[[], bool], timeout_s: float = 0.0) -> None:
-        """Return once `holds()`. Raises `TimeoutError`."""
+        """Return once `holds()` is true. Raises `TimeoutError`."""
         if holds():
             return
         future: Future[None] = Future(self._link.net.loop)
@@ -104,7 +104,7 @@ class Follower:
         await future
 
     async def caught_up(self) -> None:
-        """Return once the fold holds what was on the log when this was called. A bus that is away is waited for."""
+        """Return once the fold has everything that is on the log now. Wait for as long as the bus is away."""
         while True:
             try:
                 newest = await self._link.last(EVENTS_STREAM)

@@ -1,11 +1,11 @@
-"""Gateways: commands through the inbox, calls recorded before they are told (call/, swarm/claims.py)."""
+"""Gateways: commands go through the inbox, calls are recorded before they are acknowledged (call/, swarm/claims.py)."""
 
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
@@ -25,14 +25,14 @@ CLAIM_SLICE_S = 2.0
 CLAIM_ANSWER_S = 10.0
 COMMAND_S = 15.0
 POSITION_S = 5.0
-UNHEARD_S = 2.0
+UNSEEN_S = 2.0
 RECORD_S = 5.0
 TOUCH_S = 1.0
 CONFIRM_S = 0.2
 RESPONSE_S = 20.0
 
 T = TypeVar("T")
-GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client asks again
+GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client tries again
 
 
 class Hangup(Exception):
@@ -40,7 +40,7 @@ class Hangup(Exception):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A call record, as far as it matters here."""
+    """The relevant parts of a call record."""
 
     id: str
     episode: str
@@ -67,10 +67,10 @@ class Gateway(Process):
         self._open: dict[str, int] = {}  # episodes with an open call
         self._seen: set[str] = set()
         self._confirmed: list[str] = []
-        self._untold: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, while the coordinator may not know
+        self._unreported: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
         self.spawn(self.follower.run())
         await self.follower.caught_up()
-        await self._touches()
+        await self._send_touches()
 
     def kill(self) -> None:
         super().kill()
@@ -83,7 +83,7 @@ class Gateway(Process):
         return self.follower.hive.engine(ENGINE)
 
     async def request(self, client: Process, handle: Callable[["Gateway"], Coroutine[Any, Any, T]]) -> T:
-        """A client's request. Raises `Hangup`, `Refused`, `BusUnavailable` (a 503)."""
+        """Serve a client's request. Raises `Hangup`, `Refused`, `BusUnavailable` (a 503)."""
         response: Future[T] = Future(self.loop)
         await client.sleep(self._net.pick.random() * 0.01)
         if not self.alive:
@@ -101,7 +101,7 @@ class Gateway(Process):
     # ---- commands ----
 
     async def command(self, message: inbox.AnyMessage, timeout_s: float = COMMAND_S) -> AnyAnswer:
-        answer = await self.link.ask(message, timeout_s)
+        answer = await self.link.request(message, timeout_s)
         try:
             await self.follower.wait_for(lambda: self.follower.position >= answer.position, POSITION_S)
         except TimeoutError:
@@ -109,20 +109,20 @@ class Gateway(Process):
         return answer
 
     async def claim(self, claim: inbox.Claim, wait_s: float) -> Granted:
-        """In slices under one claim id until it is granted or the time is over (R13)."""
+        """Claim in slices under one claim id until it is granted or the time is over (R13)."""
         deadline_s = self.loop.now_s + wait_s
-        asking = self._net.fresh("asking")
+        request_id = self._net.fresh("asking")
         claim = msgspec.structs.replace(claim, first_asked_ns=self.link.server.now_ns)
         number = 0
         while True:
-            asked_s = self.loop.now_s
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - asked_s))
-            message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
+            sent_s = self.loop.now_s
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline_s - sent_s))
+            message = msgspec.structs.replace(claim, id=f"{request_id}.{number}", wait_s=slice_s)
             number += 1
             try:
                 answer = await self.command(message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
-                waited = self.loop.now_s - asked_s >= slice_s / 2
+                waited = self.loop.now_s - sent_s >= slice_s / 2
                 if refused.code in (Code.NO_EPISODES, Code.WRONG_PHASE) and waited and self.loop.now_s < deadline_s:
                     continue
                 raise
@@ -135,7 +135,7 @@ class Gateway(Process):
     # ---- calls ----
 
     async def call(self, episode: str, run: int, request: str, retried: bool, cut_off: bool) -> str:
-        """One model call; its id once it is recorded and the coordinator was told (R9)."""
+        """Make one model call. Return its id once it is recorded and reported to the coordinator (R9)."""
         await self._check_open(episode, run)
         if retried and (found := await self._recorded(episode, request)):
             return found
@@ -151,9 +151,9 @@ class Gateway(Process):
             stored = await self.link.publish(CALLS_STREAM, Outgoing("call", body, record.id, {}), RECORD_S)
             ref = CallRef(stored.seq, record.id, digest(body))
             if self._variant == Variant.TOLD_EARLY:
-                self.spawn(self._tell_later(ref, record))
+                self.spawn(self._report_later(ref, record))
             else:
-                await self._tell(ref, record)
+                await self._report(ref, record)
             return record.id
         finally:
             self._open[episode] -= 1
@@ -161,50 +161,50 @@ class Gateway(Process):
                 del self._open[episode]
 
     def _version_of(self, episode: str) -> int:
-        """What the replica serves that answers. Of a synchronous run all that answer serve the same."""
+        """Return the version of the replica that answers. In a synchronous run all of them serve the same."""
         engine = self.engine
         if engine.collection.max_staleness == 0:
             return engine.version
         versions = sorted({replica.version for replica in fitting(engine, episode).values()})
         if not versions:
-            raise Refused(Code.NO_REPLICA, f"nobody serves version {engine.version}")
+            raise Refused(Code.NO_REPLICA, f"no replica serves version {engine.version}")
         return self._net.pick.choice(versions)
 
     async def _check_open(self, episode: str, run: int) -> None:
-        def heard_of() -> bool:
+        def is_on_the_log() -> bool:
             engine = self.engine
             return engine.run > run or (engine.run == run and engine.next_episode > int(episode.rpartition("-")[2]))
 
         try:
-            await self.follower.wait_for(heard_of, UNHEARD_S)
+            await self.follower.wait_for(is_on_the_log, UNSEEN_S)
         except TimeoutError:
-            raise Refused(Code.BUS_DOWN, f"{episode} was not heard of yet") from None
+            raise Refused(Code.BUS_DOWN, f"{episode} is not on the log yet") from None
         if self.engine.run != run or self.engine.phase == Phase.OFFLINE or self.engine.is_over(episode):
             raise Refused(Code.EPISODE_OVER, f"{episode} is over")
 
-    async def _tell(self, ref: CallRef, record: Record) -> None:
+    async def _report(self, ref: CallRef, record: Record) -> None:
         call = NotedCall(record.episode, ref, 5, 3, record.oldest, record.newest, record.status)
         noted = inbox.CallRecorded(id=record.id, engine=ENGINE, run=record.run, call=call)
         key = record.episode, record.request
         if record.status == CallStatus.COMPLETE:
-            self._untold[key] = ref, record
+            self._unreported[key] = ref, record
         await self.link.send(noted, RECORD_S)
-        self._untold.pop(key, None)
+        self._unreported.pop(key, None)
 
-    async def _tell_later(self, ref: CallRef, record: Record) -> None:
+    async def _report_later(self, ref: CallRef, record: Record) -> None:
         try:
-            await self._tell(ref, record)
+            await self._report(ref, record)
         except BusUnavailable:
             pass  # the mistake of this variant
 
     async def _recorded(self, episode: str, request: str) -> str:
-        """The record of this very request, when the harness asks again."""
-        untold = self._untold.get((episode, request))
-        if untold is not None:
-            await self._tell(*untold)
-            return untold[1].id
+        """Return the record of this request, when the harness sends it again."""
+        unreported = self._unreported.get((episode, request))
+        if unreported is not None:
+            await self._report(*unreported)
+            return unreported[1].id
         lookup = inbox.Lookup(id=self._net.fresh("lookup"), engine=ENGINE, episode=episode)
-        found = await self.link.ask(lookup, COMMAND_S)
+        found = await self.link.request(lookup, COMMAND_S)
         assert isinstance(found, Found)
         calls = self.link.server.streams[CALLS_STREAM]
         for call in found.calls:
@@ -213,17 +213,17 @@ class Gateway(Process):
                 return record.id
         return ""
 
-    # ---- signs of life ----
+    # ---- activity ----
 
     def touch(self, episode: str) -> None:
         self._seen.add(episode)
 
-    async def _touches(self) -> None:
-        beat = 0
+    async def _send_touches(self) -> None:
+        count = 0
         while True:
             await self.sleep(CONFIRM_S)
-            beat += 1
-            if beat % round(TOUCH_S / CONFIRM_S) and not self._confirmed:
+            count += 1
+            if count % round(TOUCH_S / CONFIRM_S) and not self._confirmed:
                 continue
             seen, self._seen = self._seen.union(self._open), set()
             confirmed, self._confirmed = tuple(self._confirmed), []
@@ -235,7 +235,7 @@ class Gateway(Process):
             try:
                 await self.link.send(message, 3.0)
             except BusUnavailable:
-                pass  # open calls are touched again; a claim that stays unconfirmed goes back
+                pass  # open calls are touched again; an unconfirmed claim is taken back
 
 
 def read_record(body: bytes, ref: CallRef) -> Record:

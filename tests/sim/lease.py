@@ -1,4 +1,4 @@
-"""The leader's lease as lease.py holds it. For liveness alone: what keeps two leaders apart is the fence."""
+"""The leader's lease, as in lease.py. It serves liveness only: the fence keeps two leaders apart."""
 
 from bombus.bus.wire import WrongSequence
 from bombus.errors import BusUnavailable
@@ -10,7 +10,7 @@ REQUEST_S = 1.0
 
 
 class Lease:
-    """The holder counts from before it asked, so its lease ends here first."""
+    """The holder counts from before its request, so its lease ends before the server's entry does."""
 
     def __init__(self, link: Link, holder: str) -> None:
         self._link = link
@@ -22,9 +22,9 @@ class Lease:
     def held(self) -> bool:
         return self._link.net.loop.now_s < self._until_s
 
-    async def take(self) -> bool:
-        """Take or renew it; False when another has it or the server does not answer."""
-        server, asked_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
+    async def acquire(self) -> bool:
+        """Take or renew the lease. Return False when another has it or the server does not answer."""
+        server, requested_s, mine = self._link.server, self._link.net.loop.now_s, self._seq if self.held else None
 
         def write() -> int:
             expected = mine
@@ -42,10 +42,10 @@ class Lease:
             return False
         except BusUnavailable:
             return False
-        self._until_s = asked_s + LEASE_S
+        self._until_s = requested_s + LEASE_S
         return True
 
     async def keep(self) -> None:
         while True:
-            await self.take()
+            await self.acquire()
             await self._link.process.sleep(RENEW_S)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import TypeVar
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.bus.headers import REPLY
 from bombus.bus.wire import AckLost, NotNow, PubAck
 from bombus.errors import BombusError, BusUnavailable, Refused
@@ -18,7 +18,7 @@ from tests.sim.server import INBOX_STREAM, Message, Server
 T = TypeVar("T")
 ACK_S = 3.0
 AGAIN_S = 1.0
-ASK_AGAIN_S = 3.0
+RETRY_S = 3.0
 LATE_S_MAX = 6.0
 LAG_S = 0.02
 READ_LAGS_S = (0.01, 0.1)
@@ -26,7 +26,7 @@ SLOW_S_MAX = (1.0, 4.0, 15.0)
 
 
 class Net:
-    """What all connections share."""
+    """The network, which all connections share."""
 
     def __init__(self, loop: Loop, server: Server, faults: Faults, pick: random.Random) -> None:
         self.loop = loop
@@ -38,12 +38,12 @@ class Net:
         self.outage = False
 
     def fresh(self, what: str) -> str:
-        """A name that nobody else has, as a uuid would be."""
+        """Return a unique name, as a uuid would be."""
         return f"{what}{next(self.numbers)}"
 
 
 class Link:
-    """The connection of one life of a process; `token` is its name on the log. `cut` while it is partitioned."""
+    """The connection of one life of a process. `token` is its name on the log; `cut` means partitioned."""
 
     def __init__(self, process: Process, net: Net) -> None:
         self.process = process
@@ -53,9 +53,9 @@ class Link:
         before: Link | None = net.links.get(process.name)
         self.cut: bool = before is not None and before.cut
         self.slow: bool = before.slow if before is not None else net.pick.random() < 0.4  # whether SLOW can strike it
-        self.ground: tuple[int, int] | None = None  # epoch, and where it was opened: flight.py
-        self._arrived_s = 0.0  # when the message before this one reaches the server: they stay in order
-        self._asking: dict[str, Future[Answer]] = {}
+        self.epoch_fence: tuple[int, int] | None = None  # epoch, and where it was opened: append.py
+        self._arrived_s = 0.0  # when the previous message reaches the server: messages stay in order
+        self._pending: dict[str, Future[Answer]] = {}
         net.links[process.name] = self
 
     @property
@@ -63,9 +63,9 @@ class Link:
         return self.cut or self.net.outage
 
     def call(self, operation: Callable[[], T], timeout_s: float = ACK_S, outlives: bool = False) -> Future[T]:
-        """Have the server do something. Fails with what it says, or with `AckLost` after `timeout_s`.
+        """Run an operation on the server. It fails with the server's error, or with `AckLost` after `timeout_s`.
 
-        What a dead process has sent may still arrive, but not once its next life is connected; `outlives` lifts that.
+        A message of a dead process may still arrive until its next life is connected, and with `outlives` even later.
         """
         net = self.net
         answer: Future[T] = Future(net.loop)
@@ -91,16 +91,16 @@ class Link:
         if not self.down and not self.net.faults.strikes(Fault.LOST_ACK):
             self.net.loop.after(lag_s, answer.set, value)
 
-    # ---- publishing and asking, as publisher.py and asks.py do ----
+    # ---- publishing and requests, as publisher.py and inbox_client.py do them ----
 
     def submit(
         self, stream: str, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None
     ) -> Future[PubAck]:
-        """Once, without a repeat: what belongs to a flight. Its fences hold whenever it arrives."""
+        """Send once, without a repeat, as an append does. Its fences hold whenever it arrives."""
         return self.call(lambda: self.server.streams[stream].append(puts, last, opened), outlives=True)
 
     async def publish(self, stream: str, put: Outgoing, timeout_s: float = 10.0) -> PubAck:
-        """Again and again under one message id. Raises `BusUnavailable` when time is up."""
+        """Publish repeatedly under one message id. Raises `BusUnavailable` when time is up."""
         deadline_s = self.net.loop.now_s + timeout_s
         while True:
             try:
@@ -114,7 +114,7 @@ class Link:
         """Put a fact into the inbox, once for its id."""
         return await self.publish(INBOX_STREAM, _outgoing(message, message.id, ""), timeout_s)
 
-    async def ask(self, message: inbox.AnyMessage, timeout_s: float) -> AnyAnswer:
+    async def request(self, message: inbox.AnyMessage, timeout_s: float) -> AnyAnswer:
         """Put a command into the inbox until it is answered. Raises `Refused`, `BusUnavailable`."""
         reply = self.net.fresh(f"{self.process.name}/{self.token}/")
         deadline_s = self.net.loop.now_s + timeout_s
@@ -122,12 +122,12 @@ class Link:
         try:
             while self.net.loop.now_s < deadline_s:
                 answered: Future[Answer] = Future(self.net.loop)
-                self._asking[reply] = answered
+                self._pending[reply] = answered
                 await self.publish(
                     INBOX_STREAM, _outgoing(message, f"{message.id}@{reply}.{attempt}", reply), timeout_s
                 )
                 attempt += 1
-                answered.fail_after(ASK_AGAIN_S, AckLost("no answer"))
+                answered.fail_after(RETRY_S, AckLost("no answer"))
                 try:
                     answer = await answered
                 except AckLost:
@@ -137,28 +137,28 @@ class Link:
                 assert isinstance(answer, AnyAnswer)
                 return answer
         finally:
-            self._asking.pop(reply, None)
+            self._pending.pop(reply, None)
         raise BusUnavailable(f"no coordinator answered {message.id}")
 
     def reply(self, to: str, answer: Answer) -> None:
-        """On core NATS: at most once, to whoever is there."""
+        """Send an answer on core NATS, which delivers it at most once."""
         if self.down or self.net.faults.strikes(Fault.LOST_REPLY):
             return
         link = self.net.links[to.split("/")[0]]
         self.net.loop.after(self.net.pick.random() * LAG_S, link.receive, to, answer)
 
     def receive(self, to: str, answer: Answer) -> None:
-        asked = self._asking.get(to)
-        if asked is not None and not self.down:
-            asked.set(answer)
+        pending = self._pending.get(to)
+        if pending is not None and not self.down:
+            pending.set(answer)
 
     async def last(self, stream: str, subject: str = "") -> Message | None:
-        """A leader read. Raises `BusUnavailable`."""
+        """Read from the leader. Raises `BusUnavailable`."""
         return await self.call(lambda: self.server.streams[stream].last(subject))
 
 
 class Reader:
-    """Reads a stream in order, behind by a little, or by a lot."""
+    """Reads a stream in order, with a small or a large delay."""
 
     def __init__(self, link: Link, stream: str, start_seq: int) -> None:
         self._link = link
@@ -167,15 +167,15 @@ class Reader:
         self._lag_s = link.net.pick.choice(READ_LAGS_S)
 
     async def read(self, count_max: int = 10_000) -> list[Message]:
-        """What has come, at least one message. Begins behind what was purged."""
+        """Return what has arrived, at least one message, starting after what was purged."""
         link, stream = self._link, self._stream
         while True:
             if stream.last_seq < self._next:
                 grown: Future[None] = Future(link.net.loop)
                 stream.waiting.append(grown)
                 await grown
-            arrived = stream.last_seq  # what comes while we sleep, or are stopped, is for the next time
-            slow = link.slow and link.net.faults.strikes(Fault.SLOW)  # and then takes a part of it
+            arrived = stream.last_seq  # what arrives while we sleep or are stopped is for the next read
+            slow = link.slow and link.net.faults.strikes(Fault.SLOW)  # a slow reader takes only a part
             await link.process.sleep(link.net.pick.random() * self._lag_s)
             if slow:
                 await self._fall_behind()

@@ -1,4 +1,4 @@
-"""Virtual time: coroutines that sleep and wait, in processes that are killed or stopped. One seed gives one order."""
+"""Virtual time: coroutines that sleep and wait, in processes that may be killed or stopped. A seed gives one order."""
 
 import heapq
 from collections import deque
@@ -11,7 +11,7 @@ Work = Coroutine[Any, Any, Any]
 
 
 class Loop:
-    """Runs what is due, in order of time and then of asking."""
+    """Runs callbacks in order of their time, then of scheduling."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -28,7 +28,7 @@ class Loop:
         heapq.heappush(self._later, (self.now_s + seconds, self._number, callback, args))
 
     def run(self, until_s: float, goal: Callable[[], bool] | None = None) -> bool:
-        """Until `goal` holds (True) or it is `until_s` (False)."""
+        """Run until `goal` holds and return True, or until `until_s` and return False."""
         ready, later = self._ready, self._later
         while True:
             while ready:
@@ -46,7 +46,7 @@ class Loop:
 
 
 class Future(Generic[T]):
-    """A value or an error to come. What is set second is dropped: an answer after its time."""
+    """A value or an error to come. A second one is dropped, as an answer that comes too late is."""
 
     __slots__ = ("_callbacks", "_error", "_loop", "_value", "done")
 
@@ -90,7 +90,7 @@ class Future(Generic[T]):
 
 
 class Task:
-    """A coroutine of a process. `over` has its result; an error that nobody takes there ends the simulation."""
+    """A coroutine of a process. `over` has its result; an error that is not taken from there ends the simulation."""
 
     def __init__(self, process: "Process", work: Work, over: Future[Any] | None) -> None:
         self._process = process
@@ -127,7 +127,7 @@ class Task:
 
 
 class Process:
-    """What is killed (SIGKILL: its memory is gone) and stopped (SIGSTOP: it goes on later, with what it believed)."""
+    """A process that can be killed, losing its memory, and stopped, resuming later with its old state."""
 
     def __init__(self, loop: Loop, name: str) -> None:
         self.loop = loop
@@ -157,7 +157,7 @@ class Process:
     def stop(self) -> None:
         self.stopped = self.alive
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.stopped = False
         held, self.held = self.held, []
         for callback in held:

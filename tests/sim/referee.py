@@ -1,4 +1,4 @@
-"""Sees everything as it is stored, and what clients were told; says at once what must not be."""
+"""Sees everything that is stored and every answer to a client, and fails at once at what must not happen."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,18 +11,19 @@ from bombus.hive import inbox
 from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
-from bombus.hive.state import ARROWS, EngineState, Hive, Phase, evolve
+from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time
+from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
-SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # told by the fold (decision 6)
+SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # the fold has their answers
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A step attempt on disk. `model` stands for its tensors: what was trained on what, hashed."""
+    """A step attempt on disk. `model` stands for its tensors: a hash of the model before and the batch."""
 
     run: int
     step: int
@@ -32,7 +33,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 class Referee:
-    """`disk` and `weights` are the trainers' folder: what is in them is durable."""
+    """`disk` and `weights` are the trainers' folder, whose contents are durable."""
 
     def __init__(self) -> None:
         self.hive = Hive()  # the fold of the log
@@ -41,20 +42,20 @@ class Referee:
         self.weights: dict[str, tuple[int, int]] = {}  # path: run and version
         self.seen: Counter[str] = Counter()
         self.batches: dict[tuple[int, int], ev.BatchReady] = {}
-        self.models: dict[tuple[int, int], bytes] = {}  # what each completed step left, by run and step
+        self.models: dict[tuple[int, int], bytes] = {}  # the model after each completed step, by run and step
         self.ended: dict[str, bytes] = {}  # episode: digest of the outcome that is on the log
         self.training: set[str] = set()  # ended training episodes
         self.batched: set[str] = set()
-        self.gone: set[str] = set()  # left the pool with a reason, or with their run
-        self.noted: set[str] = set()  # calls
-        self.sampled: dict[str, int] = {}  # with the version of their oldest token
+        self.gone: set[str] = set()  # dropped from the pool, or with their run
+        self.noted: set[str] = set()  # ids of calls
+        self.sampled: dict[str, int] = {}  # call: the version of its oldest token
         self.runs: set[int] = set()
-        self.commands: set[str] = set()  # of the operator, carried out
+        self.commands: set[str] = set()  # of the operator that were carried out
         self.claimed: dict[str, str] = {}  # episode: its claim
-        # what clients were told
-        self.told_calls: dict[str, list[str]] = {}  # episode: ids of acknowledged calls
-        self.sealed: dict[str, frozenset[str]] = {}  # and those that were, when its end was first sent
-        self.told_ended: dict[str, bytes] = {}
+        # The answers to clients:
+        self.acknowledged_calls: dict[str, list[str]] = {}  # episode: ids of acknowledged calls
+        self.sealed: dict[str, frozenset[str]] = {}  # those that were acknowledged when its end was first sent
+        self.acknowledged_ended: dict[str, bytes] = {}
         self._answers: dict[str, tuple[Answer, int]] = {}
         self._authors: dict[int, str] = {}
         self._answered = 0
@@ -77,16 +78,16 @@ class Referee:
             engine = self.hive.engine(ENGINE)
             self._check_files(engine)
             after = engine.phase
-            assert after == before or after in ARROWS[before], f"{before} -> {after} is no arrow"
+            assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
             self.seen[ev.kind_of(event)] += 1
 
     def _check_order(self, message: Message, event: Event) -> None:
         epoch, answers = int(message.headers[EPOCH]), int(message.headers[INBOX])
         author = message.msg_id.split(".")[0]
-        assert event.at_ns >= self.hive.now_ns, "time does not go backwards"
-        assert answers >= self._answered, f"event {message.seq} answers {answers} behind {self._answered}"
+        assert event.at_ns >= self.hive.now_ns, "time never decreases"
+        assert answers >= self._answered, f"event {message.seq} answers {answers} after {self._answered}"
         if isinstance(event, ev.EpochOpened):
-            assert event.epoch == epoch > self.hive.epoch, "epochs go up"
+            assert event.epoch == epoch > self.hive.epoch, "epochs increase"
             self._authors[epoch] = author
             self._answered_at_opening = answers
             assert answers == self._answered, "an epoch begins where the last one ended"
@@ -120,6 +121,11 @@ class Referee:
                     self.seen["dropped while rolling"] += len(event.episodes)
             case ev.PoolCleared():
                 self.gone |= set(engine.pool)
+            case _:
+                self._check_run(event, engine)
+
+    def _check_run(self, event: Event, engine: EngineState) -> None:
+        match event:
             case ev.EngineConfigured() | ev.EngineStopped():
                 self._once(event.command)
             case ev.EngineStarted():
@@ -133,12 +139,12 @@ class Referee:
             case ev.StepCompleted():
                 self._check_step(event, engine)
             case ev.WeightsReady():
-                assert event.version == engine.version + 1, "versions go up by one"
+                assert event.version == engine.version + 1, "versions increase by one"
                 assert event.version == 0 or (event.run, event.version) in self.models
                 assert self.weights.get(event.weights.where) == (event.run, event.version), "weights are durable"
 
     def _check_files(self, engine: EngineState) -> None:
-        """What the log names is on disk."""
+        """Check that the files that the log names are on disk."""
         done, weights = engine.step_done, engine.weights
         assert done is None or done.checkpoint in self.disk, f"checkpoint {done.checkpoint} is gone"
         assert weights is None or weights.weights.where in self.weights, f"weights {weights.weights.where} are gone"
@@ -177,7 +183,7 @@ class Referee:
         self._check_ages(batch, engine)
 
     def _check_ages(self, batch: ev.BatchReady, engine: EngineState) -> None:
-        """By the versions that the calls were noted with, which no pool and no outcome has copied."""
+        """Check the ages, by the versions in the notes of the calls themselves."""
         bound = engine.collection.max_staleness
         if not bound:
             return
@@ -207,17 +213,17 @@ class Referee:
     # ---- leaders ----
 
     def leader_state(self, hive: Hive, position: int) -> None:
-        """A leader says what it believes once its flight has landed, or after it has taken over."""
+        """Check a leader's state, which it reports after each append and after it has taken over."""
         if position == self.position:
             assert hive == self.hive, "the live state is the fold of the log"
             self.seen["states compared"] += 1
 
     def replied(self, message: inbox.AnyMessage, answer: Answer) -> None:
-        """The same command gets the same answer, where the fold can tell and as long as its run lasts."""
+        """Check that the same command gets the same answer, where the fold has it and as long as its run lasts."""
         if not isinstance(message, SURE) or isinstance(answer, inbox.Refusal):
             return
         if isinstance(message, inbox.Stop) and message.id not in self.commands:
-            return  # it found the engine stopped, which leaves no trace
+            return  # it found the engine stopped, which is not on the log
         answer = msgspec.structs.replace(answer, position=0)
         run = self.hive.engine(ENGINE).run
         before, run_before = self._answers.setdefault(message.id, (answer, run))
@@ -228,30 +234,30 @@ class Referee:
 
     # ---- clients ----
 
-    def told_grant(self, claim: str, granted: inbox.Granted) -> None:
-        self.seen["grants told"] += 1
+    def acknowledged_grant(self, claim: str, granted: inbox.Granted) -> None:
+        self.seen["grants acknowledged"] += 1
         for episode in granted.episodes:
-            assert self.claimed.get(episode) == claim, f"{episode} was told to {claim} and is not so on the log"
+            assert self.claimed.get(episode) == claim, f"{episode} was granted to {claim}, but not on the log"
 
-    def told_call(self, episode: str, call: str) -> None:
-        self.seen["calls told"] += 1
-        self.told_calls.setdefault(episode, []).append(call)
+    def acknowledged_call(self, episode: str, call: str) -> None:
+        self.seen["calls acknowledged"] += 1
+        self.acknowledged_calls.setdefault(episode, []).append(call)
 
     def ends(self, result: inbox.EpisodeResult) -> None:
-        """A client is about to send this: whatever was acknowledged before belongs to the episode."""
-        self.sealed.setdefault(result.episode, frozenset(self.told_calls.get(result.episode, ())))
+        """Note that a client is about to send this: every call acknowledged before belongs to the episode."""
+        self.sealed.setdefault(result.episode, frozenset(self.acknowledged_calls.get(result.episode, ())))
 
-    def told_end(self, result: inbox.EpisodeResult) -> None:
-        mark = outcome_digest(result)
+    def acknowledged_end(self, result: inbox.EpisodeResult) -> None:
+        outcome = outcome_digest(result)
         found = self.ended.get(result.episode)
-        assert found == mark, f"the client was told that {result.episode} has ended, and it is not so on the log"
-        self.seen["ends told"] += 1
-        self.told_ended[result.episode] = mark
+        assert found == outcome, f"the end of {result.episode} was acknowledged, but is not on the log"
+        self.seen["ends acknowledged"] += 1
+        self.acknowledged_ended[result.episode] = outcome
 
-    def told_aborted(self, episode: str) -> None:
-        assert episode not in self.hive.engine(ENGINE).open, f"{episode} was told to be aborted, and is open"
+    def acknowledged_aborted(self, episode: str) -> None:
+        assert episode not in self.hive.engine(ENGINE).open, f"{episode} was acknowledged as aborted, but is open"
 
-    # ---- when all is quiet ----
+    # ---- at the end ----
 
     def finish(self) -> None:
         engine = self.hive.engine(ENGINE)
@@ -259,10 +265,10 @@ class Referee:
         assert self.training == pool | self.batched | self.gone, "every ended episode is in the pool, a batch, or gone"
         assert not pool & (self.batched | self.gone)
         assert not self.batched & self.gone
-        for episode, mark in self.told_ended.items():
-            assert self.ended.get(episode) == mark, f"the end of {episode} is lost"
+        for episode, outcome in self.acknowledged_ended.items():
+            assert self.ended.get(episode) == outcome, f"the end of {episode} is lost"
         current = f"{ENGINE}-{engine.run}-"
-        for episode, calls in self.told_calls.items():
+        for episode, calls in self.acknowledged_calls.items():
             lost = set(calls) - self.noted
             assert not lost or not episode.startswith(current), f"acknowledged calls of {episode} are lost: {lost}"
         self._check_files(engine)
@@ -275,5 +281,5 @@ class Referee:
 
 
 def trained(model: bytes, batch: ev.BatchReady) -> bytes:
-    """Stands for an optimizer step: another model for every other order, repeat or omission."""
+    """Stand for an optimizer step: any other order, repeat or omission gives another model."""
     return digest(model + ev.encode_event(batch))

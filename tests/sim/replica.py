@@ -1,4 +1,4 @@
-"""An inference replica: loads what `weights.ready` names, says so, gives a sign of life, lapses."""
+"""An inference replica: loads the weights that `weights.ready` names, reports it, sends heartbeats, lapses."""
 
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
@@ -54,12 +54,12 @@ class Replica(Process):
         return (wanted.run, wanted.version) > (self._run, self._version)
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load and say so. A version that is overtaken meanwhile may be gone from the folder, and is let be."""
+        """Load and report it. A version that was superseded meanwhile may be gone from the folder and is skipped."""
         for _ in range(LOAD_ATTEMPTS):
             await self.sleep(self._net.pick.random() * 0.5)
             if ready.weights.where in self._referee.weights:
                 self._run, self._version = ready.run, ready.version
-                await self._say_loaded()
+                await self._report_loaded()
                 return
             try:
                 await self.follower.wait_for(lambda: self._wanted() is not ready, RETRY_S)
@@ -70,7 +70,7 @@ class Replica(Process):
         assert newest is None or newest.weights != ready.weights, f"the newest weights, {ready.weights.where}, are gone"
         await self.follower.wait_for(lambda: self._wanted() is not ready)
 
-    async def _say_loaded(self) -> None:
+    async def _report_loaded(self) -> None:
         loaded = inbox.WeightsLoadedFact(
             id=f"{self.link.token}-{self._run}-loaded-{self._version}",
             engine=ENGINE,
@@ -83,14 +83,14 @@ class Replica(Process):
                 await self.link.send(loaded)
                 return
             except BusUnavailable:
-                pass  # however long the bus is away
+                pass  # it is tried again for as long as the bus is away
 
     async def _stay_alive(self) -> None:
-        said = 0
+        count = 0
         while True:
-            said += 1
+            count += 1
             alive = inbox.ReplicaAlive(
-                id=f"{self.link.token}-alive-{said}",
+                id=f"{self.link.token}-alive-{count}",
                 engine=ENGINE,
                 replica=self._replica,
                 url=f"http://{self._replica}",
@@ -100,5 +100,5 @@ class Replica(Process):
             try:
                 await self.link.send(alive, ALIVE_S)
             except BusUnavailable:
-                pass  # the next one is as good
+                pass  # the next one will do
             await self.sleep(ALIVE_S)

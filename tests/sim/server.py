@@ -1,10 +1,10 @@
-"""The bus as its server keeps it: streams with fences and duplicate detection, the lease, snapshots, a clock."""
+"""The state of the bus's server: streams with fences and duplicate detection, the lease, snapshots, a clock."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from bombus.bus.flight import Outgoing
+from bombus.bus.append import Outgoing
 from bombus.bus.wire import NotNow, PubAck, ServerRefused, WrongSequence
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
@@ -20,7 +20,7 @@ WINDOW_S = {INBOX_STREAM: 120, EVENTS_STREAM: 600, CALLS_STREAM: 120}
 
 
 class Message:
-    """A stored message. Readers share what it decodes to."""
+    """A stored message. Its readers share the decoded content."""
 
     __slots__ = ("body", "content", "headers", "msg_id", "seq", "subject", "time_ns")
 
@@ -39,7 +39,7 @@ class Message:
         return self.content
 
     @property
-    def said(self) -> inbox.AnyMessage:
+    def message(self) -> inbox.AnyMessage:
         assert isinstance(self.content, inbox.Message)
         return self.content  # type: ignore[return-value]
 
@@ -61,7 +61,7 @@ class Stream:
         self.name = name
         self.messages: list[Message] = []
         self.first_seq = 1
-        self.used = 0  # of 100; nothing is stored beyond that
+        self.used = 0  # of 100, above which nothing is stored
         self.watchers: list[Callable[[Sequence[Message]], None]] = []
         self.waiting: list[Future[None]] = []
         self._server = server
@@ -73,18 +73,15 @@ class Stream:
         return len(self.messages)
 
     def append(self, puts: Sequence[Outgoing], last: int | None = None, opened: int | None = None) -> PubAck:
-        """Store all of these or none. `last` and `opened` are the fences of flight.py."""
+        """Store all of these messages or none. `last` and `opened` are the fences of append.py."""
         now_ns = self._server.now_ns
-        again = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
-        if again and (len(puts) == 1 and not self._server.fence_first):
-            return PubAck(again[0], True)
-        if last is not None and last != self.last_seq:
-            raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
-        if opened is not None and opened != self._opened:
-            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
-        if again and len(puts) == 1:
-            return PubAck(again[0], True)
-        if again:
+        duplicates = [seq for put in puts if (seq := self._stored_before(put.msg_id, now_ns))]
+        is_repeat = bool(duplicates) and len(puts) == 1
+        if not is_repeat or self._server.fence_first:
+            self._check_fences(last, opened)
+        if is_repeat:
+            return PubAck(duplicates[0], True)
+        if duplicates:
             raise ServerRefused(self.name, 400, 10201, "a duplicate within a batch")
         if self.used >= SIZE:
             raise NotNow(f"{self.name} is full")
@@ -102,6 +99,12 @@ class Stream:
         for future in waiting:
             future.set(None)
         return PubAck(self.last_seq, False)
+
+    def _check_fences(self, last: int | None, opened: int | None) -> None:
+        if last is not None and last != self.last_seq:
+            raise WrongSequence(f"{self.name} ends at {self.last_seq}, not at {last}")
+        if opened is not None and opened != self._opened:
+            raise WrongSequence(f"an epoch was opened at {self._opened}, not at {opened}")
 
     def last(self, subject: str = "") -> Message | None:
         if subject == EPOCH_OPENED:
@@ -130,7 +133,7 @@ class Lease(msgspec.Struct):
 
 
 class Server:
-    """`fence_first`: whether an expected sequence is checked before a duplicate is seen, as on one replica."""
+    """With `fence_first`, an expected sequence is checked before duplicates are, as on one replica."""
 
     def __init__(self, loop: Loop, fence_first: bool, replicas: int) -> None:
         self.replicas = replicas
@@ -165,7 +168,7 @@ class Server:
         self.damaged.discard(position)
 
     def get_snapshot(self, position: int) -> bytes:
-        """The object store knows the digest of what it keeps."""
+        """Return a snapshot. The object store detects damage by its digest."""
         if position not in self.snapshots or position in self.damaged:
             raise LogCorrupted(f"the snapshot at {position} is damaged")
         return self.snapshots[position]

@@ -1,4 +1,4 @@
-"""A trainer as in service.py: opens the run, makes each outstanding step, is killed anywhere, finds two of itself."""
+"""A trainer as in service.py: opens the run and makes each outstanding step. It may be killed anywhere or run twice."""
 
 from collections.abc import Callable
 
@@ -20,11 +20,11 @@ ANSWER_S = 15.0
 
 
 class RunOver(Exception):
-    """The run was stopped, has failed, or another trainer has opened it."""
+    """The run was stopped, has failed, or was opened by another trainer."""
 
 
 class StepBroken(Exception):
-    """Out of memory, a full disk, a bug."""
+    """A step failed, as from a lack of memory, a full disk or a bug."""
 
 
 class Trainer(Process):
@@ -39,7 +39,7 @@ class Trainer(Process):
 
     async def main(self) -> None:
         self.link = Link(self, self._net)
-        self._id = self.link.token  # a name of its own in each life
+        self._id = self.link.token  # a different name in each life
         self.follower = Follower(self.link, self._on_event)
         self._run, self._opened, self._over, self._attempt = 0, False, False, 0
         self.spawn(self.follower.run())
@@ -75,7 +75,7 @@ class Trainer(Process):
         except TimeoutError:
             pass
 
-    async def _say(self, fact: inbox.AnyMessage) -> None:
+    async def _send(self, fact: inbox.AnyMessage) -> None:
         while True:
             try:
                 await self.link.send(fact)
@@ -83,7 +83,7 @@ class Trainer(Process):
             except BusUnavailable:
                 await self._pause(RETRY_S)
 
-    def _fact(self, what: str) -> str:
+    def _fact_id(self, what: str) -> str:
         return f"{ENGINE}-{self._run}-{self._engine.trainer_epoch}-{what}"
 
     # ---- a run ----
@@ -107,14 +107,14 @@ class Trainer(Process):
             except StepBroken:
                 await self._report_failure()
             if self._variant != Variant.TRAINED_ON:
-                model = None  # whatever the attempt left in it
+                model = None  # its state after the failed attempt is unknown
             await self._pause(RETRY_S)
 
     async def _open(self) -> None:
         opens = inbox.TrainerOpens(id=f"{self._id}-{self._run}", engine=ENGINE, run=self._run, trainer=self._id)
         while True:
             try:
-                answer = await self.link.ask(opens, ANSWER_S)
+                answer = await self.link.request(opens, ANSWER_S)
                 break
             except BusUnavailable:
                 await self._pause(RETRY_S)
@@ -126,10 +126,10 @@ class Trainer(Process):
             raise RunOver
 
     async def _load(self) -> bytes:
-        """The model as the log's newest step left it."""
+        """Return the model after the newest step on the log."""
         if self._engine.phase == Phase.BOOTING:
             stage = inbox.StageReached(id=f"{self._id}-{self._run}-load", engine=ENGINE, run=self._run, stage="loading")
-            await self._say(stage)
+            await self._send(stage)
         await self.sleep(self._net.pick.random() * 0.5)
         done = self._engine.step_done
         if done is None:
@@ -142,7 +142,7 @@ class Trainer(Process):
         return saved.model
 
     def _is_stale(self) -> bool:
-        """Our fold is behind, so that what it names may be gone already."""
+        """Return whether our fold lags, so that files that it names may be gone already."""
         return self.follower.position < self._referee.position
 
     async def _publish_missing_weights(self) -> None:
@@ -154,9 +154,9 @@ class Trainer(Process):
         epoch = self._engine.trainer_epoch
         where = f"weights/{self._run}/{version}/{epoch}"
         self._referee.weights[where] = self._run, version
-        await self._say(
+        await self._send(
             inbox.WeightsSaved(
-                id=self._fact(f"weights-{version}"),
+                id=self._fact_id(f"weights-{version}"),
                 engine=ENGINE,
                 run=self._run,
                 step=version,
@@ -172,7 +172,7 @@ class Trainer(Process):
                 del self._referee.weights[path]
 
     async def _step(self, model: bytes, batch: BatchReady) -> None:
-        """One attempt: read, train, checkpoint, say so."""
+        """Make one attempt: read, train, write the checkpoint, report it."""
         self._attempt += 1
         before = self._engine.step_done
         epoch = self._engine.trainer_epoch
@@ -185,7 +185,7 @@ class Trainer(Process):
         path = f"checkpoints/{self._run}/step-{batch.step}-epoch-{epoch}-attempt-{self._attempt}"
         saved = Checkpoint(self._run, batch.step, epoch, model, digest(path.encode() + model).hex())
         done = inbox.StepDone(
-            id=self._fact(f"step-{batch.step}-{self._attempt}"),
+            id=self._fact_id(f"step-{batch.step}-{self._attempt}"),
             engine=ENGINE,
             run=self._run,
             step=batch.step,
@@ -194,11 +194,11 @@ class Trainer(Process):
             checkpoint_digest=saved.digest,
         )
         if self._variant == Variant.UNSAVED_STEP:
-            await self._say(done)
+            await self._send(done)
         await self.sleep(self._net.pick.random() * 0.3)
         self._referee.disk[path] = saved
         await self.sleep(self._net.pick.random() * 0.1)
-        await self._say(done)
+        await self._send(done)
         await self._wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
         kept = {path, before.checkpoint if before is not None else ""}
         for other, checkpoint in list(self._referee.disk.items()):
@@ -207,7 +207,7 @@ class Trainer(Process):
                 del self._referee.disk[other]
 
     async def _read(self, batch: BatchReady) -> None:
-        """Every call that the batch names is there, is the one that was meant (R6), and is not too old (R14)."""
+        """Check that every call of the batch is there, is the one that was referenced (R6) and is not too old (R14)."""
         calls = self.link.server.streams[CALLS_STREAM]
         bound = self._engine.collection.trained_staleness
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
@@ -230,7 +230,7 @@ class Trainer(Process):
             run=self._run,
             step=batch.step,
             trainer_epoch=self._engine.trainer_epoch,
-            reason="out of luck",
+            reason="a simulated failure",
         )
-        await self._say(broke)
+        await self._send(broke)
         await self._wait(lambda engine: engine.step_failures > counted)

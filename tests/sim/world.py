@@ -1,4 +1,4 @@
-"""One simulated hive: who is in it, what befalls it, and what must hold when the trouble is over."""
+"""One simulated hive: its processes, the faults that strike it, and what must hold after them."""
 
 import random
 from collections import Counter
@@ -17,14 +17,14 @@ from tests.sim.server import EVENTS_STREAM, SECOND, SIZE, Message, Server
 from tests.sim.trainer import Trainer
 from tests.sim.variants import Variant
 
-TROUBLE_S = 25.0
-LEADER_S = 10.0  # until somebody leads: a lease, the time by which a clock was set back, a message that comes late
+FAULTS_S = 25.0
+LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock was set back, a late message
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 
 
 class World:
-    """`rates` are the faults, where they are not to be drawn."""
+    """A hive made from `seed`. `rates` replaces the fault rates that it draws."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class World:
         self.referee = Referee()
         self.server = Server(self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)))
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
-        self.mood = Mood()
+        self.mood = Mood(self.faults)
         self.net = Net(self.loop, self.server, self.faults, pick)
         self._trace = trace
         net, referee = self.net, self.referee
@@ -50,10 +50,8 @@ class World:
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]
-        self.clients = [
-            Client(name, self.gateways, referee, self.faults, self.mood, pick) for name in ("ann", "bob", "eve")
-        ]
-        self.operator = Operator(self.gateways, self.faults, self.mood, pick)
+        self.clients = [Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")]
+        self.operator = Operator(self.gateways, self.mood, pick)
         self._kinds: list[list[Process]] = [
             [*self.coordinators],
             [*self.gateways],
@@ -76,7 +74,7 @@ class World:
         return [process for kind in self._kinds for process in kind]
 
     def run(self) -> None:
-        """Trouble, then calm, then silence. Raises `AssertionError`."""
+        """Run a time with faults, one without, and one without new work. Raises `AssertionError`."""
         for process in self.processes:
             if process is not self.trainers[1]:
                 process.start()
@@ -84,20 +82,20 @@ class World:
             caller.start()
         for fault in SCHEDULED:
             self._schedule(fault)
-        self.loop.run(TROUBLE_S)
+        self.loop.run(FAULTS_S)
         self.calm()
-        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "somebody leads")
+        self._expect(LEADER_S, lambda: any(each.leads for each in self.coordinators), "a coordinator leads")
         steps = self.referee.seen["step.completed"]
         self._expect(STEP_S, lambda: self.referee.seen["step.completed"] > steps, "the engine makes another step")
         self.mood.playing = False
-        self._expect(QUIET_S, lambda: not any(caller.asking for caller in self.clients), "every command is answered")
+        self._expect(QUIET_S, lambda: not any(caller.pending for caller in self.clients), "every command is answered")
         self.loop.run(self.loop.now_s + 5.0)
-        self._expect(QUIET_S, self._everybody_agrees, "everybody has folded the log")
+        self._expect(QUIET_S, self._all_agree, "every service has folded the log")
         self.referee.finish()
         self.referee.refold(self.server.streams[EVENTS_STREAM].messages)
 
-    def _everybody_agrees(self) -> bool:
-        """Services began at some snapshot, or at none, and read on."""
+    def _all_agree(self) -> bool:
+        """Return whether every service has the referee's state, whichever snapshot it began at."""
         services: list[Gateway | Trainer | Replica] = [*self.gateways, *self.trainers, *self.replicas]
         folds = [service.follower for service in services if service.alive]
         if any(fold.position != self.referee.position for fold in folds):
@@ -106,7 +104,7 @@ class World:
         return True
 
     def calm(self) -> None:
-        """All faults stop; what is dead is started, what is stopped goes on, what is cut is healed."""
+        """Stop all faults: start dead processes, resume stopped ones, reconnect the others."""
         self.say("calm")
         self.faults.on = False
         self.mood.meddling = False
@@ -117,7 +115,7 @@ class World:
             stream.used = 0
         for process in (*self.processes, *self.clients):
             if process.stopped:
-                process.go_on()
+                process.resume()
             if process is not self.trainers[1] or process.lives:
                 process.start()
 
@@ -125,7 +123,7 @@ class World:
         met = self.loop.run(self.loop.now_s + within_s, holds)
         assert met, f"within {within_s:.0f} s of calm: {what} (phase {self.referee.hive.engine(ENGINE).phase})"
 
-    # ---- trouble ----
+    # ---- faults ----
 
     def _schedule(self, fault: Fault) -> None:
         rate = self.faults.rates[fault]
@@ -135,14 +133,14 @@ class World:
     def _strike(self, fault: Fault) -> None:
         if not self.faults.on:
             return
-        if whom := self._befall(fault):
+        if whom := self._inject(fault):
             self.faults.counts[fault] += 1
             self.say(f"{fault}: {whom}")
         self._schedule(fault)
 
-    def _befall(self, fault: Fault) -> str:
-        """Let it happen to somebody; says to whom, "" when there was nobody."""
-        pick, server = self.pick, self.server
+    def _inject(self, fault: Fault) -> str:
+        """Inject a fault. Return what it struck, "" when there was nothing to strike."""
+        pick = self.pick
         victim = pick.choice(pick.choice(self._kinds))
         seconds = pick.choice((0.3, 2.0, 6.0)) * pick.random()
         match fault:
@@ -151,10 +149,29 @@ class World:
                 self.loop.after(seconds, victim.start)
             case Fault.STOP if victim.alive:
                 victim.stop()
-                self.loop.after(2 * seconds, victim.go_on)
+                self.loop.after(2 * seconds, victim.resume)
             case Fault.PARTITION if victim.name in self.net.links:
                 self.net.links[victim.name].cut = True
                 self.loop.after(seconds, self._heal, victim.name)
+            case Fault.VANISH:
+                client = pick.choice(self.clients)
+                client.kill()
+                client.start()
+                return client.name
+            case Fault.ZOMBIE:
+                # It opens the run while the other trainer, which does not know, continues.
+                current = self.referee.hive.engine(ENGINE).trainer
+                second = next(each for each in self.trainers if not current.startswith(each.name))
+                second.kill()
+                second.start()
+                return second.name
+            case _:
+                return self._inject_into_server(fault, seconds)
+        return f"{victim.name}, {seconds:.1f} s"
+
+    def _inject_into_server(self, fault: Fault, seconds: float) -> str:
+        pick, server = self.pick, self.server
+        match fault:
             case Fault.OUTAGE:
                 self.net.outage = True
                 self.loop.after(seconds, self._end_outage)
@@ -174,21 +191,8 @@ class World:
             case Fault.DAMAGE if server.snapshots:
                 server.damaged.add(max(server.snapshots))
                 return f"at {max(server.snapshots)}"
-            case Fault.VANISH:
-                client = pick.choice(self.clients)
-                client.kill()
-                client.start()
-                return client.name
-            case Fault.ZOMBIE:
-                # It opens the run while the other one, which does not know, goes on.
-                current = self.referee.hive.engine(ENGINE).trainer
-                second = next(each for each in self.trainers if not current.startswith(each.name))
-                second.kill()
-                second.start()
-                return second.name
             case _:
                 return ""
-        return f"{victim.name}, {seconds:.1f} s"
 
     def _heal(self, name: str) -> None:
         self.net.links[name].cut = False
@@ -218,5 +222,5 @@ def simulate(
 
 
 def tally(world: World) -> Counter[str]:
-    """What this run went through."""
+    """Count the events and faults of a run."""
     return world.referee.seen + Counter({fault.name: count for fault, count in world.faults.counts.items()})

@@ -13,13 +13,13 @@ import httpx
 import openai
 import pytest
 
-from bombus.bus import Bus, EmbeddedServer, PubAck
+from bombus.bus import Blobs, Bus, EmbeddedServer, PubAck
 from bombus.bus.streams import blob_stream
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus_coordinator import storage
-from tests.conftest import MB, SMALL_STREAMS, freeze, thaw
+from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
 from tests.gateway.openai_hive import ENGINE, MODEL, GatewayHive, gateway_hive, new_id
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
@@ -52,7 +52,7 @@ async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_continue_when_
     async with gateway_hive(bus) as hive, httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
         episode, key = await hive.claim()
         before = await ask(hive, key)
-        await (freeze(server) if how == "frozen" else asyncio.to_thread(server.kill))
+        await (freeze(server) if how == "frozen" else asyncio.to_thread(kill, server))
         call = asyncio.create_task(ask(hive, key))
         claim = asyncio.create_task(http.post("/claim_episode", json=claim_body()))
         await asyncio.wait({call, claim}, timeout=3)
@@ -75,7 +75,7 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_route(
     async with gateway_hive(bus, bus_timeout_s=1.0) as hive:
         episode, key = await hive.claim()
         await ask(hive, key)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         async with httpx.AsyncClient(base_url=hive.base_url, timeout=40) as http:
             with pytest.raises(openai.InternalServerError) as refused:
                 await ask(hive, key)
@@ -101,7 +101,7 @@ async def test_records_that_wait_in_memory_are_bounded_and_beyond_the_bound_call
     async with gateway_hive(bus) as hive:
         episode, key = await hive.claim()
         before = await ask(hive, key)
-        await asyncio.to_thread(server.kill)
+        await asyncio.to_thread(kill, server)
         waiting: list[asyncio.Future[PubAck]] = []
 
         async def put_more() -> None:
@@ -126,9 +126,9 @@ async def test_records_that_wait_in_memory_are_bounded_and_beyond_the_bound_call
 
 
 async def _resize(bus: Bus, stream: str, size: int) -> None:
-    found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{stream}")).data)
+    found = json.loads((await bus.requests.request(f"$JS.API.STREAM.INFO.{stream}")).data)
     body = json.dumps(found["config"] | {"max_bytes": size}).encode()
-    answer = await bus.requests.ask(f"$JS.API.STREAM.UPDATE.{stream}", body)
+    answer = await bus.requests.request(f"$JS.API.STREAM.UPDATE.{stream}", body)
     assert "error" not in json.loads(answer.data), answer.data
 
 
@@ -137,13 +137,13 @@ async def _grow(hive: GatewayHive, bus: Bus, what: str) -> None:
     for number in range(100):
         if what == "events":
             episode, _ = await hive.claim()
-            await bus.ask(inbox.Abort(id=new_id(), engine=ENGINE, client="c1", episodes=(episode,)))
+            await bus.inbox.request(inbox.Abort(id=new_id(), engine=ENGINE, client="c1", episodes=(episode,)))
         elif what == "inbox":
-            await bus.publish(bus.subjects.inbox("touch"), b"x" * 1000, msg_id=f"f{number}")
+            await bus.publisher.publish(bus.subjects.inbox("touch"), b"x" * 1000, msg_id=f"f{number}")
         elif what == "calls":
-            await bus.publish(bus.subjects.call(ENGINE, "other"), b"x" * 1000, msg_id=f"f{number}")
+            await bus.publisher.publish(bus.subjects.call(ENGINE, "other"), b"x" * 1000, msg_id=f"f{number}")
     if what == "blobs":
-        await bus.put_blob("other", b"x" * 100_000)
+        await Blobs(bus).put("other", b"x" * 100_000)
 
 
 @asynccontextmanager
@@ -178,7 +178,7 @@ async def check_no_new_work(hive: GatewayHive, key: str, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["inbox", "events", "calls", "blobs"])
-async def test_a_stream_that_is_nearly_full_takes_no_new_work_but_what_is_under_way_ends(bus: Bus, what: str) -> None:
+async def test_r20_a_nearly_full_stream_takes_no_new_work_but_what_is_under_way_ends(bus: Bus, what: str) -> None:
     names = bus.subjects
     streams = {"inbox": names.inbox_stream, "events": names.events_stream, "calls": names.calls_stream}
     stream = {**streams, "blobs": blob_stream(names)}[what]
@@ -205,10 +205,10 @@ async def test_decisions_wait_while_the_event_log_is_full_and_are_stored_when_it
         result = inbox.EpisodeResult(episode=episode, task="t", reward=1.0, metadata={"note": "x" * 4096})
         end = inbox.End(id=new_id(), engine=ENGINE, client="c1", results=(result,))
         with pytest.raises(BusUnavailable):
-            await bus.ask(end, 2)
+            await bus.inbox.request(end, 2)
         assert (await bus.state(bus.subjects.events_stream)).last_seq == state.last_seq
         await _resize(bus, bus.subjects.events_stream, state.max_bytes)
-        assert isinstance(await bus.ask(end, SOON_S), inbox.Done)
+        assert isinstance(await bus.inbox.request(end, SOON_S), inbox.Done)
         await hive.until(lambda engine: list(engine.pool) == [episode])
 
 
@@ -267,7 +267,9 @@ async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues
                 fill(ballast)
                 body, failed = b"x" * MB, 0
                 try:
-                    await bus.publish(bus.subjects.call(ENGINE, "other"), body, msg_id="too much", timeout_s=2)
+                    await bus.publisher.publish(
+                        bus.subjects.call(ENGINE, "other"), body, msg_id="too much", timeout_s=2
+                    )
                 except BusUnavailable:
                     failed += 1
                 assert failed, "the disk is not full"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.streams import stream_configs
 from bombus.faults import Point
 from bombus.hive.events import StepCompleted, TrainerOpened, WeightsReady
@@ -125,7 +125,7 @@ async def running(
             yield Life(stage, forge, url)
             feeding.cancel()
         for config in stream_configs(bus.subjects, SMALL_STREAMS):
-            await bus.requests.ask(f"$JS.API.STREAM.DELETE.{config['name']}")
+            await bus.requests.request(f"$JS.API.STREAM.DELETE.{config['name']}")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_versi
         fetcher.close()
         made = [event for event in stage.events if isinstance(event, WeightsReady)]
         links = [link.where for ready in made[-2:] for link in chain(ready.weights, life.mirror)]
-        stored = {name.rpartition("/")[0] for name in await bus.blob_names("weights/")}
+        stored = {name.rpartition("/")[0] for name in await Blobs(bus).names("weights/")}
         assert stored == {where.removeprefix("object:") for where in links}
         assert any(event.weights.format == form for event in made)
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found), rank, **BY_OBJECTS)

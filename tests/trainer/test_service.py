@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.hive import inbox
 from bombus.hive.events import StepCompleted, Weights
@@ -46,7 +46,7 @@ async def test_an_engine_boots_and_a_batch_becomes_the_next_policy_version(stage
     before = served(first.weights)
     original = load_file(stage.folder / "model" / "model.safetensors")
     assert all(torch.equal(before[name], value) for name, value in original.items())
-    files = msgspec.msgpack.decode(await stage.bus.get_blob(first.weights.tokenizer), type=dict[str, bytes])
+    files = msgspec.msgpack.decode(await Blobs(stage.bus).get(first.weights.tokenizer), type=dict[str, bytes])
     assert files["tokenizer.json"] == (stage.folder / "model" / "tokenizer.json").read_bytes()
 
     await stage.play_batch()
@@ -77,7 +77,7 @@ async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) 
 async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
     """Be a trainer that boots the run."""
     run = stage.engine.run
-    opened = await stage.bus.ask(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
+    opened = await stage.bus.inbox.request(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
     assert isinstance(opened, inbox.Done)
     executor = Executor(stage.folder / "model", TrainerSettings.of_job(stage.job()))
     weights = export(executor, stage.folder / "played", 0, opened.epoch)
@@ -219,7 +219,7 @@ async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage)
     await stage.until(Phase.ROLLING, version=0)
     await stage.play_batch()
     await stage.until(Phase.ROLLING, version=1)
-    await stage.bus.ask(inbox.Stop(id=stage.id(), engine=ENGINE))
+    await stage.bus.inbox.request(inbox.Stop(id=stage.id(), engine=ENGINE))
     await stage.restart()
     await stage.until(Phase.ROLLING, version=0)
     ready = stage.engine.weights
@@ -306,7 +306,7 @@ async def test_a_tokenizer_from_elsewhere_that_fits_is_what_gateways_get(stage: 
     await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": str(fitting)})}))
     await stage.until(Phase.ROLLING, version=0)
     assert stage.engine.weights is not None
-    blob = await stage.bus.get_blob(stage.engine.weights.weights.tokenizer)
+    blob = await Blobs(stage.bus).get(stage.engine.weights.weights.tokenizer)
     files = msgspec.msgpack.decode(blob, type=dict[str, bytes])
     assert files["tokenizer.json"] == (fitting / "tokenizer.json").read_bytes()
     assert files["config.json"] == (stage.folder / "model" / "config.json").read_bytes()

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.hive import inbox
@@ -179,7 +179,7 @@ async def test_a_trainer_that_was_started_again_goes_on_with_deltas_of_what_the_
 
 async def ask_full_copy(stage: Stage, where: str) -> Done | Refusal:
     subject = stage.bus.subjects.full_copies(ENGINE, stage.engine.trainer_epoch)
-    reply = await stage.bus.requests.ask(subject, where.encode(), timeout_s=WAIT_S)
+    reply = await stage.bus.requests.request(subject, where.encode(), timeout_s=WAIT_S)
     answer = decode_answer(reply.data)
     assert isinstance(answer, Done | Refusal)
     return answer
@@ -211,10 +211,10 @@ async def test_a_full_copy_goes_by_the_object_store_where_weights_do(stage: Stag
     assert newest.format == DELTA_FORMAT
     for _ in range(2):  # also when an object was lost
         assert isinstance(await ask_full_copy(stage, newest.where), Done)
-        blob = await stage.bus.get_blob(f"{newest.objects}/{FULL_FILE}")
+        blob = await Blobs(stage.bus).get(f"{newest.objects}/{FULL_FILE}")
         assert sha256(blob).hexdigest() == newest.sha256
-        assert f"{newest.objects}/config.json" in await stage.bus.blob_names(f"{newest.objects}/")
-        await stage.bus.delete_blob(f"{newest.objects}/{FULL_FILE}")
+        assert f"{newest.objects}/config.json" in await Blobs(stage.bus).names(f"{newest.objects}/")
+        await Blobs(stage.bus).delete(f"{newest.objects}/{FULL_FILE}")
 
 
 async def test_a_full_copy_of_what_the_trainer_does_not_hold_is_refused_with_a_sentence(stage: Stage) -> None:
@@ -249,7 +249,7 @@ async def test_weights_go_by_the_object_store_and_old_ones_are_removed_from_it(s
     await stage.play_batch(shift=4)
     await stage.until(Phase.ROLLING, 5)  # so that what version 4 has left over is gone
     places: dict[str, set[str]] = {}
-    for name in await stage.bus.blob_names("weights/"):
+    for name in await Blobs(stage.bus).names("weights/"):
         folder, _, file = name.rpartition("/")
         places.setdefault(folder, set()).add(file)
     wheres = [weights.where for weights in published(stage)]
@@ -259,7 +259,7 @@ async def test_weights_go_by_the_object_store_and_old_ones_are_removed_from_it(s
     assert places[wheres[4].removeprefix("object:")] == {DELTA_FILE}
     full = places[wheres[3].removeprefix("object:")]
     assert full >= {FULL_FILE, "config.json", "tokenizer.json"}
-    blob = await stage.bus.get_blob(f"{wheres[3].removeprefix('object:')}/{FULL_FILE}")
+    blob = await Blobs(stage.bus).get(f"{wheres[3].removeprefix('object:')}/{FULL_FILE}")
     assert sha256(blob).hexdigest() == published(stage)[3].sha256
 
 
@@ -267,10 +267,10 @@ async def test_a_second_runs_trainer_removes_the_objects_of_the_first(stage: Sta
     stage.train(options=delta_options(stage, weights_by="objects"))
     await stage.start(bfloat16_job(stage))
     await play_versions(stage, 1)
-    await stage.bus.ask(inbox.Stop(id=stage.id(), engine=ENGINE))
+    await stage.bus.inbox.request(inbox.Stop(id=stage.id(), engine=ENGINE))
     await stage.follower.wait_for(lambda _: stage.engine.phase == Phase.OFFLINE, WAIT_S)
     await stage.restart()
     await play_versions(stage, 1)
     await stage.play_batch()
     await stage.until(Phase.ROLLING, 2)
-    assert all(name.startswith("weights/main/run-2/") for name in await stage.bus.blob_names("weights/"))
+    assert all(name.startswith("weights/main/run-2/") for name in await Blobs(stage.bus).names("weights/"))

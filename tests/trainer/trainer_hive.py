@@ -71,11 +71,11 @@ class Stage:
             collection=job.to_collection(),
             model=job.model.path,
         )
-        await self.bus.ask(configure)
+        await self.bus.inbox.request(configure)
         await self.restart()
 
     async def restart(self) -> None:
-        answer = await self.bus.ask(inbox.Start(id=self.id(), engine=ENGINE))
+        answer = await self.bus.inbox.request(inbox.Start(id=self.id(), engine=ENGINE))
         await self.follower.wait_position(answer.position)
 
     def train(self, name: str = "", options: TrainerOptions | None = None) -> asyncio.Task[None]:
@@ -105,7 +105,7 @@ class Stage:
             pass
 
     async def say(self, fact: inbox.Message) -> None:
-        await self.bus.send(fact)
+        await self.bus.inbox.send(fact)
 
     async def play_batch(
         self, spoil: str = "", shift: int = 0, noted: int = 0, versions: tuple[int, int] = (0, 0)
@@ -117,7 +117,7 @@ class Stage:
         """
         for task, version in zip(("t1", "t2"), versions, strict=True):
             claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
-            granted = await self.bus.ask(claim)
+            granted = await self.bus.inbox.request(claim)
             assert isinstance(granted, inbox.Granted)
             results = []
             for number, episode in enumerate(granted.episodes):
@@ -128,14 +128,16 @@ class Stage:
                 second = call(f"{episode}-b", [5, 6], sampled, parent=first, episode=episode, version=version)
                 for record in (first, second):
                     body = encode_record(record)
-                    ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
+                    ack = await self.bus.publisher.publish(
+                        self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id
+                    )
                     spoiled = task == spoil and record is second
                     ref = CallRef(ack.seq, record.id, b"x" * 16 if spoiled else digest(body))
                     said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
                     await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))
                 said = {"label": f"answer {number}"}
                 results.append(EpisodeResult(episode=episode, task=task, reward=float(number), metadata=said))
-            await self.bus.ask(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
+            await self.bus.inbox.request(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
 
     async def feed(self) -> None:
         """Play a batch whenever the engine rolls: step k's is the same in every hive."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.hive.events import Weights, WeightsReady
@@ -153,7 +153,7 @@ async def test_adapters_come_from_the_object_store_and_their_base_only_once(
         assert found.adapter is not None
         assert file_sha256(found.folder / FULL_FILE) == made.base.sha256
         assert file_sha256(found.adapter / ADAPTER_FILE) == made.adapters[version].sha256
-        await bus.delete_blob(f"{stored[0].objects}/{FULL_FILE}")
+        await Blobs(bus).delete(f"{stored[0].objects}/{FULL_FILE}")
     places = {place.name for place in (tmp_path / "cache").glob("*/*") if place.is_dir()}
     assert places == {"base-epoch-1", "version-00000001-epoch-1"}
     fetcher.close()
@@ -163,7 +163,7 @@ async def store(bus: Bus, weights: Weights) -> Weights:
     """Move a version into the object store, as a trainer does; its folder is removed."""
     place = Path(weights.where)
     for file in place.iterdir():
-        await bus.put_blob(f"weights/{ENGINE}/run-1/{place.name}/{file.name}", file.read_bytes())
+        await Blobs(bus).put(f"weights/{ENGINE}/run-1/{place.name}/{file.name}", file.read_bytes())
     shutil.rmtree(place)
     return replace(weights, where=f"object:weights/{ENGINE}/run-1/{place.name}")
 
@@ -278,7 +278,7 @@ async def test_in_the_object_store_the_base_is_stored_once_and_stays(stage: Stag
     await play_versions(stage, 3)
     await stage.play_batch(shift=3)
     await stage.until(Phase.ROLLING, 4)
-    names = await stage.bus.blob_names("weights/")
+    names = await Blobs(stage.bus).names("weights/")
     assert len([name for name in names if name.endswith(FULL_FILE) and "adapter" not in name]) == 1
     newest = published(stage)[-1]
     assert newest.adapter_of is not None

@@ -1,4 +1,4 @@
-"""Handing out episodes: who waits, who is next, and what they are told when there is none."""
+"""Hand out episodes: which claims wait, which is next, and what is answered when there is none."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -6,7 +6,7 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
-from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
+from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
@@ -14,7 +14,7 @@ WAIT_S_MAX = 60.0
 
 
 def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
-    """Why no episode can be had now. The swarm contract's clients look for these words."""
+    """Return why no episode is available now. Clients of the swarm contract match these sentences."""
     status = f"Engine not ready. Current status: [{engine.phase}]."
     match engine.phase:
         case Phase.ROLLING:
@@ -40,7 +40,7 @@ def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
 
 
 def _paced(engine: EngineState, claim: Claim) -> str:
-    """Why the samples of a training episode would come too early; "" when they would not, and for evaluation (R14)."""
+    """Return why a training episode has to wait for training; "" when it does not, and for evaluation (R14)."""
     if claim.type == EpisodeType.EVAL:
         return ""
     found = pace(engine, claim.count, claim.task_hint)
@@ -48,12 +48,12 @@ def _paced(engine: EngineState, claim: Claim) -> str:
 
 
 def no_room(live: Live) -> Refused:
-    """What is left is for what is under way."""
+    """Return the refusal of new work: the storage that is left is kept for work in progress."""
     return Refused(Code.STORAGE_FULL, f"{live.refusing} Try again when there is room.")
 
 
 def check(engine: EngineState, claim: Claim) -> None:
-    """Raises `Refused` for a claim that could never be granted."""
+    """Raise `Refused` for a claim that could never be granted."""
     limit = engine.collection.max_open_claims
     if not 1 <= claim.count <= limit:
         raise Refused(
@@ -71,7 +71,7 @@ def check(engine: EngineState, claim: Claim) -> None:
 
 
 def repeated(engine: EngineState, live: Live, claim: Claim) -> Granted | None:
-    """The grant of a claim id that was granted before. Raises `Refused` if it is somebody else's, or over."""
+    """Return the earlier grant of this claim id. Raises `Refused` if it is another client's, or if it is over."""
     episodes = engine.claims.get(claim.claim)
     if episodes is None:
         if claim.claim in live.granted:
@@ -94,7 +94,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
     check(engine, message)
     granted = repeated(engine, live, message)
     if granted is not None:
-        yield Decision(replies=(Reply(message.id, granted),))
+        yield Decision(replies=(CommandReply(message.id, granted),))
         return
     if live.refusing:
         raise no_room(live)
@@ -106,7 +106,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
 
 
 def _next(engine: EngineState, live: Live) -> Waiting | None:
-    """Whose turn it is. While training episodes are paced, that of those who evaluate."""
+    """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
     queue = list(live.queue(engine).values())
     waiting = _fairest(engine, queue)
     if waiting is not None and _paced(engine, waiting.claim):
@@ -115,7 +115,7 @@ def _next(engine: EngineState, live: Live) -> Waiting | None:
 
 
 def _fairest(engine: EngineState, queue: list[Waiting]) -> Waiting | None:
-    """Whose client has the fewest episodes open, then who asked first (R13)."""
+    """Return the claim whose client has the fewest open episodes; among these, the oldest claim (R13)."""
     if len(queue) < 2:
         return queue[0] if queue else None
     held: dict[str, int] = {}
@@ -128,59 +128,59 @@ def _fairest(engine: EngineState, queue: list[Waiting]) -> Waiting | None:
 
 
 def grant(engine: EngineState, live: Live) -> Decisions:
-    """Grant what there is room for. Nobody overtakes a whole group that waits for its places."""
+    """Grant what there is room for. No claim overtakes one of a whole group that waits for room."""
     while engine.phase == Phase.ROLLING and not live.refusing:
         waiting = _next(engine, live)
         if waiting is None:
             return
-        asked = waiting.claim
-        if len(engine.open) + asked.count > engine.collection.max_open_claims:
+        claim = waiting.claim
+        if len(engine.open) + claim.count > engine.collection.max_open_claims:
             return
-        del live.queue(engine)[asked.claim]
+        del live.queue(engine)[claim.claim]
         version = served(engine)
-        if version is None:  # calls wait for a replica
+        if version is None:  # its calls will wait for a replica
             version = engine.version
         episodes = tuple(
-            episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(asked.count)
+            episode_id(engine.name, engine.run, engine.next_episode + index) for index in range(claim.count)
         )
         granted = Granted(
             run=engine.run,
             episodes=episodes,
             claimed_ns=live.now_ns,
-            discard_timeout_s=asked.discard_timeout_s,
+            discard_timeout_s=claim.discard_timeout_s,
             version=version,
         )
-        live.unconfirmed[asked.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
-        live.remember_grant(asked.claim)
+        live.unconfirmed[claim.claim] = Unconfirmed(engine.name, live.seq, live.now_ns + ns(CONFIRM_S))
+        live.remember_grant(claim.claim)
         yield Decision(
             events=(
                 ev.EpisodeClaimed(
                     at_ns=live.now_ns,
                     engine=engine.name,
                     run=engine.run,
-                    claim=asked.claim,
-                    client=asked.client,
+                    claim=claim.claim,
+                    client=claim.client,
                     episodes=episodes,
-                    type=asked.type,
-                    discard_timeout_s=asked.discard_timeout_s,
+                    type=claim.type,
+                    discard_timeout_s=claim.discard_timeout_s,
                     version=version,
-                    task_hint=asked.task_hint,
+                    task_hint=claim.task_hint,
                 ),
             ),
-            replies=tuple(Reply(command, granted) for command in waiting.commands),
+            replies=tuple(CommandReply(command, granted) for command in waiting.commands),
         )
 
 
 def lapse(engine: EngineState, live: Live) -> Decisions:
-    """Tell those whose slice is over, or who wait for an engine that went offline, that there is nothing yet."""
+    """Refuse the claims whose slice is over, or all of them when the engine is offline."""
     queue = live.queue(engine)
     offline = engine.phase == Phase.OFFLINE
     over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
     if not over:
         return
-    replies: list[Reply] = []
+    replies: list[CommandReply] = []
     for waiting in over:
         del queue[waiting.claim.claim]
         answer = refusal(no_room(live) if live.refusing else why_none(engine, waiting.claim))
-        replies += [Reply(command, answer) for command in waiting.commands]
+        replies += [CommandReply(command, answer) for command in waiting.commands]
     yield Decision(replies=tuple(replies))

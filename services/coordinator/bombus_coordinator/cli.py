@@ -1,4 +1,4 @@
-"""`bombus coordinator`: the coordinator alone."""
+"""`bombus coordinator`: run one coordinator."""
 
 import argparse
 from pathlib import Path
@@ -16,13 +16,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--name",
         default="",
         metavar="NAME",
-        help="who it is: under the name of one that died it leads at once (default: a new name)",
+        help="its name; a restart under the same name leads again at once (default: a new name)",
     )
     parser.add_argument(
         "--watch-disk",
         type=Path,
         metavar="DIR",
-        help="where the bus keeps its data: new work is refused when that is full (default: no disk is watched)",
+        help="the folder of the bus's data: new work is refused while its disk is nearly full (default: none)",
     )
 
 

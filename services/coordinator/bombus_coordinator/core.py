@@ -1,10 +1,11 @@
 """The coordinator's pure core: one message in, decisions out. No clock, no I/O, no randomness.
 
-`Core` folds every decision into its own state as it makes it, so the next message is decided on top. The shell puts
-decisions on the log; if it cannot, this object is thrown away and folded again from there.
+`Core` folds every decision into its own state as it makes it, and decides the next message on that. The shell appends
+the decisions to the log. If it cannot, it discards this object and folds the log again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 
@@ -13,15 +14,15 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
-from bombus_coordinator import claims, engines, episodes, storage
-from bombus_coordinator.decision import Decision, Decisions, Reply, refusal
+from bombus_coordinator import claims, engines, episodes, storage, transitions
+from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.live import Live
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
 
 
-class Flown(msgspec.Struct, frozen=True):
-    """A decision and the inbox sequence that it answers."""
+class PendingDecision(msgspec.Struct, frozen=True):
+    """A decision to append, and the inbox sequence that it answers."""
 
     decision: Decision
     answers: int
@@ -31,22 +32,22 @@ class Core:
     def __init__(self, hive: Hive | None = None) -> None:
         self.hive = hive if hive is not None else Hive()
         now_ns = self.hive.now_ns
-        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, beat_ns=now_ns, refusing=self.hive.refusing)
+        self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
     def open_epoch(self, leader: str) -> Decision:
-        """The first event of a new leader (R4). Deadlines begin again from here (R5)."""
+        """Decide the first event of a new leader (R4). Deadlines start again from it (R5)."""
         opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
         decision = Decision(events=(opened,))
         self._fold(decision)
         return decision
 
-    def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[Flown]:
+    def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
 
-        The first decision is the message's own; what follows it could be derived again from the fold, so a flight
-        may be cut off behind any of them and nothing is lost.
+        The first decision is the message's own. Those after it could be derived again from the fold, so nothing is
+        lost when an append is cut off after any of them.
         """
         self.live.now_ns = max(self.live.now_ns, self.hive.now_ns, at_ns)
         self.live.seq = seq
@@ -58,23 +59,21 @@ class Core:
         if not isinstance(message, inbox.Touch):
             yield from self.flush()
         for decision in self._decide(message):
-            yield Flown(decision, seq)
+            yield PendingDecision(decision, seq)
 
-    def flush(self) -> Iterator[Flown]:
-        """Note the calls that were recorded since the last decision, all in one event for each engine (R9)."""
+    def flush(self) -> Iterator[PendingDecision]:
+        """Note the calls recorded since the last decision, in one event for each engine (R9)."""
         noted, self._noted = self._noted, {}
         for (name, run), calls in noted.items():
             event = ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls))
             decision = Decision(events=(event,))
             self._fold(decision)
-            yield Flown(decision, self._noted_seq)
+            yield PendingDecision(decision, self._noted_seq)
 
     def recover(self) -> Iterator[Decision]:
-        """What a crash cut off behind a decision: transitions that are due already."""
+        """Decide the transitions that are due already: a crash may have cut them off after a decision."""
         for engine in list(self.hive.engines.values()):
-            yield from self._folding(engines.settle(engine, self.live))
-
-    # ---- inside ----
+            yield from self._folded(transitions.settle(engine, self.live))
 
     def _fold(self, decision: Decision) -> None:
         for event in decision.events:
@@ -92,7 +91,7 @@ class Core:
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
 
-    def _folding(self, decisions: Decisions) -> Iterator[Decision]:
+    def _folded(self, decisions: Decisions) -> Iterator[Decision]:
         for decision in decisions:
             self._fold(decision)
             yield decision
@@ -110,12 +109,12 @@ class Core:
     def _decide(self, message: inbox.AnyMessage) -> Iterator[Decision]:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
-                self.live.beat(message.answered)
+                self.live.tick(message.answered)
             for engine in list(self.hive.engines.values()):
-                yield from self._folding(self._tick(engine))
+                yield from self._folded(self._tick(engine))
             return
         if isinstance(message, inbox.StorageSeen):
-            yield from self._folding(storage.seen(self.hive, self.live, message))
+            yield from self._folded(storage.seen(self.hive, self.live, message))
             return
         engine = self.hive.engine(message.engine)
         if isinstance(message, inbox.Touch):
@@ -123,60 +122,23 @@ class Core:
             return
         answered = self.live.answers.get(message.id)
         if answered is not None:
-            yield Decision(replies=(Reply(message.id, answered),))
+            yield Decision(replies=(CommandReply(message.id, answered),))
             return
         try:
-            yield from self._folding(self._command(engine, message))
+            yield from self._folded(self._command(engine, message))
         except Refused as error:
-            refused = Decision(replies=(Reply(message.id, refusal(error)),))
+            refused = Decision(replies=(CommandReply(message.id, refusal(error)),))
             self._fold(refused)
             yield refused
             return
-        yield from self._folding(self._follow_up(self.hive.engine(message.engine)))
+        yield from self._folded(self._follow_up(self.hive.engine(message.engine)))
 
     def _command(self, engine: EngineState, message: inbox.AnyMessage) -> Decisions:
-        live = self.live
-        match message:
-            case inbox.Claim():
-                return claims.claim(engine, live, message)
-            case inbox.End():
-                return episodes.end(engine, live, message)
-            case inbox.Abort():
-                return episodes.abort(engine, live, message)
-            case inbox.Lookup():
-                return episodes.lookup(engine, message)
-            case inbox.Configure():
-                return engines.configure(engine, live, message)
-            case inbox.Start():
-                return engines.start(engine, live, message)
-            case inbox.Stop():
-                return engines.stop(engine, live, message)
-            case inbox.AgreeSync():
-                return engines.agree(engine, live, message)
-            case inbox.TrainerOpens():
-                return engines.trainer_opens(engine, live, message)
-            case inbox.StageReached():
-                return engines.stage_reached(engine, live, message)
-            case inbox.StepDone():
-                return engines.step_done(engine, live, message)
-            case inbox.StepBroke():
-                return engines.step_broke(engine, live, message)
-            case inbox.WeightsSaved():
-                return engines.weights_saved(engine, live, message)
-            case inbox.EngineBroke():
-                return engines.broke(engine, live, message)
-            case inbox.ReplicaAlive():
-                return engines.replica_alive(engine, live, message)
-            case inbox.ReplicaLeaves():
-                return engines.replica_leaves(engine, live, message)
-            case inbox.WeightsLoadedFact():
-                return engines.weights_loaded(engine, live, message)
-            case _:
-                raise AssertionError(f"{type(message).__name__} is handled before")
+        return _RULES[type(message)](engine, self.live, message)
 
     def _follow_up(self, engine: EngineState) -> Decisions:
-        """Transitions that are due, then claims for which there is room now."""
-        yield from engines.settle(engine, self.live)
+        """Make the transitions that are due, then grant claims for which there is room now."""
+        yield from transitions.settle(engine, self.live)
         yield from claims.grant(engine, self.live)
 
     def _tick(self, engine: EngineState) -> Decisions:
@@ -191,3 +153,24 @@ class Core:
                 self.live.activity[episode] = self.live.now_ns
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
+
+
+_RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {
+    inbox.Claim: claims.claim,
+    inbox.End: episodes.end,
+    inbox.Abort: episodes.abort,
+    inbox.Lookup: episodes.lookup,
+    inbox.Configure: engines.configure,
+    inbox.Start: engines.start,
+    inbox.Stop: engines.stop,
+    inbox.AgreeSync: engines.agree,
+    inbox.TrainerOpens: engines.trainer_opens,
+    inbox.StageReached: engines.stage_reached,
+    inbox.StepDone: engines.step_done,
+    inbox.StepBroke: engines.step_broke,
+    inbox.WeightsSaved: engines.weights_saved,
+    inbox.EngineBroke: engines.broke,
+    inbox.ReplicaAlive: engines.replica_alive,
+    inbox.ReplicaLeaves: engines.replica_leaves,
+    inbox.WeightsLoadedFact: engines.weights_loaded,
+}

@@ -1,4 +1,4 @@
-"""What deciding one inbox message gives."""
+"""The result of deciding one inbox message."""
 
 from collections.abc import Iterator
 
@@ -9,18 +9,18 @@ from bombus.hive.events import Event
 from bombus.hive.inbox import Answer, Refusal
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """An answer for whoever sent the command with this message id."""
+class CommandReply(msgspec.Struct, frozen=True):
+    """The answer to the command with this message id."""
 
     command: str
     answer: Answer
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Events that stand or fall together, and the replies that may go out once they are on the log."""
+    """Events that are stored together or not at all, and the replies to send once they are on the log."""
 
     events: tuple[Event, ...] = ()
-    replies: tuple[Reply, ...] = ()
+    replies: tuple[CommandReply, ...] = ()
 
 
 Decisions = Iterator[Decision]

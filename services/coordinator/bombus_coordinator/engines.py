@@ -1,9 +1,9 @@
-"""An engine's life: configure, start, stop, boot, train, load; and the transitions that follow by themselves."""
+"""The life of an engine: configure, start, stop, and the facts that its trainers and replicas report."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.collection import ACTIVE_S, active_clients, completed_ns, enough, select
-from bombus.hive.events import AbortReason, Collection, DropReason, Event
+from bombus.hive.collection import ACTIVE_S, active_clients
+from bombus.hive.events import AbortReason, Collection, Event
 from bombus.hive.inbox import (
     AgreeSync,
     Configure,
@@ -20,10 +20,9 @@ from bombus.hive.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.hive.pacing import last_chances, oldest_usable
-from bombus.hive.state import BOOTED, EngineState, Phase
+from bombus.hive.state import EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
-from bombus_coordinator.decision import Decision, Decisions, Reply, wrong_phase
+from bombus_coordinator.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.episodes import aborted
 from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 
@@ -32,7 +31,7 @@ REASON_CHARS_MAX = 2000
 
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
     if message.id in engine.commands:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
@@ -47,16 +46,16 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         model=message.model,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
 def check_asynchronous(rules: Collection) -> None:
-    """Raises `Refused` for what makes no sense while rolling goes on during a step."""
+    """Raise `Refused` for rules that make no sense when rolling continues during a step."""
     if rules.method.is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
-            f"collection.method = {rules.method} needs max_staleness = 0: who agrees waits for the phase to change, "
-            "and an asynchronous engine rolls on. Use one of the other methods.",
+            f"collection.method = {rules.method} needs max_staleness = 0: clients that agree wait for the phase to "
+            "change, and an asynchronous engine keeps rolling. Use one of the other methods.",
         )
     ahead = (rules.max_staleness + 1) * rules.episode_target
     if rules.max_pool_episodes < ahead:
@@ -69,7 +68,7 @@ def check_asynchronous(rules: Collection) -> None:
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
     if message.id in engine.commands:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.commands[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
         return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
@@ -85,18 +84,18 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         config_digest=engine.configured.config_digest,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=run)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
 
 
 def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
-    """`last` ends the run; whatever is open goes with it."""
+    """Return the events that end the run: the abort of every open episode, then `last`."""
     if not engine.open:
         return (last,)
     return (aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
-    reply = (Reply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
+    reply = (CommandReply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
     if message.id in engine.commands or engine.phase == Phase.OFFLINE:
         yield Decision(replies=reply)
         return
@@ -116,8 +115,8 @@ def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
-    """A vote to train now. While a batch drains or trains, what is voted for is under way: nothing is left to do."""
-    reply = (Reply(message.id, Done(run=engine.run)),)
+    """Take a vote to train now. While a batch drains or trains, that is already happening: there is nothing to do."""
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
     if engine.phase in (Phase.ROLLING_POST, Phase.WEIGHT_SYNCING) or message.client in engine.agreed:
         yield Decision(replies=reply)
         return
@@ -136,9 +135,9 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
 
 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
-    """Every opening gets a higher trainer epoch: facts of the one before are ignored from here on (R11)."""
+    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11)."""
     if message.id in engine.openings:
-        yield Decision(replies=(Reply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
+        yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
         return
     if message.run != engine.run or engine.phase == Phase.OFFLINE:
         raise wrong_phase(f"train run {message.run}", engine.phase, f"The engine's run is {engine.run}.")
@@ -151,7 +150,7 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
         trainer_epoch=epoch,
         command=message.id,
     )
-    yield Decision(events=(event,), replies=(Reply(message.id, Done(run=engine.run, epoch=epoch)),))
+    yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
 
 
 def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:
@@ -163,8 +162,8 @@ def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Dec
         )
 
 
-def _is_the_steps(engine: EngineState, message: StepDone | StepBroke) -> bool:
-    """Whether this is about the outstanding batch, from the trainer whose epoch is the current one."""
+def _is_current_step(engine: EngineState, message: StepDone | StepBroke) -> bool:
+    """Return whether this is about the outstanding batch and from the trainer with the current epoch."""
     return (
         message.run == engine.run
         and engine.phase != Phase.OFFLINE
@@ -175,7 +174,7 @@ def _is_the_steps(engine: EngineState, message: StepDone | StepBroke) -> bool:
 
 
 def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
-    if _is_the_steps(engine, message):
+    if _is_current_step(engine, message):
         yield Decision(
             events=(
                 ev.StepCompleted(
@@ -193,7 +192,7 @@ def step_done(engine: EngineState, live: Live, message: StepDone) -> Decisions:
 
 
 def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions:
-    if not _is_the_steps(engine, message):
+    if not _is_current_step(engine, message):
         return
     failures = engine.step_failures + 1
     failed = ev.StepFailed(
@@ -213,7 +212,7 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Weights become a policy version when their step is on the log; the model as loaded is version 0."""
+    """Make the weights a policy version when their step is on the log. The model as loaded is version 0."""
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return
     first = message.step == 0 and engine.phase == Phase.BOOTING and engine.weights is None
@@ -238,8 +237,8 @@ def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Dec
 
 def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
     live.replica_seen[engine.name, message.replica] = live.now_ns
-    known = engine.replicas.get(message.replica)
-    if known is None or known.url != message.url:
+    joined = engine.replicas.get(message.replica)
+    if joined is None or joined.url != message.url:
         yield Decision(
             events=(
                 ev.ReplicaJoined(
@@ -265,19 +264,19 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
         )
 
 
-def _is_news(engine: EngineState, message: WeightsLoadedFact) -> bool:
-    """Whether a replica serves the newest weights; in an asynchronous run, whether it serves newer ones than before."""
-    known = engine.replicas.get(message.replica)
-    if known is None or message.run != engine.run:
+def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
+    """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
+    replica = engine.replicas.get(message.replica)
+    if replica is None or message.run != engine.run:
         return False
     if message.version == engine.version:
         return message.replica not in engine.loaded
-    before = known.version if known.run == engine.run else -1
+    before = replica.version if replica.run == engine.run else -1
     return engine.collection.max_staleness > 0 and before < message.version < engine.version
 
 
 def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
-    if _is_news(engine, message):
+    if _is_new(engine, message):
         yield Decision(
             events=(
                 ev.WeightsLoaded(
@@ -302,167 +301,7 @@ def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> D
 
 
 def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
-    for replica, known in list(engine.replicas.items()):
-        seen = live.replica_seen.get((engine.name, replica), live.since(known.joined_ns))
+    for name, replica in list(engine.replicas.items()):
+        seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
         if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
-            yield _leave(engine, live, replica, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
-
-
-# ---- what follows by itself -----------------------------------------------------------------------------------
-
-
-def _everybody_loaded(engine: EngineState, live: Live) -> bool:
-    """All replicas serve the newest weights; or at least one does and the others have had their time (R15)."""
-    if not engine.loaded or engine.weights is None:
-        return False
-    if engine.loaded >= set(engine.replicas):
-        return True
-    return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
-
-
-def _booting(engine: EngineState, live: Live) -> Decisions:
-    if _everybody_loaded(engine, live):
-        if engine.stage != BOOTED:
-            yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-        yield _roll(engine, live)
-        return
-    limit_s = engine.collection.boot_s
-    if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
-        yield from fail(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
-
-
-def _rolling(engine: EngineState, live: Live) -> Decisions:
-    if engine.collection.max_staleness > 0:
-        yield from _rolling_on(engine, live)
-    elif enough(engine, live.now_ns):
-        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-    else:
-        yield from _relieve(engine, live)
-
-
-def _rolling_on(engine: EngineState, live: Live) -> Decisions:
-    """Asynchronous: batches are sealed, trained and loaded while episodes go on."""
-    bound = oldest_usable(engine)
-    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
-    if stale:
-        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
-    elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
-        if not _is_held(engine, live):
-            yield from _seal(engine, live)
-    else:
-        yield from _relieve(engine, live)
-
-
-def _is_held(engine: EngineState, live: Live) -> bool:
-    """Whether a complete batch waits for running episodes that would be too old for the next one.
-
-    As in a synchronous run, it does not wait longer than `drain_s`.
-    """
-    if not last_chances(engine):
-        return False
-    assert engine.weights is not None
-    since = live.since(max(completed_ns(engine), engine.weights.at_ns))
-    return since + ns(engine.collection.drain_s) > live.now_ns
-
-
-def _relieve(engine: EngineState, live: Live) -> Decisions:
-    """The safety valve: a pool over its limit is cleared."""
-    rules = engine.collection
-    if len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
-        yield Decision(
-            events=(
-                ev.PoolCleared(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    reason=DropReason.OVERFLOW,
-                    episodes=len(engine.pool),
-                    bytes=engine.pool_bytes,
-                ),
-            )
-        )
-
-
-def _dropped(engine: EngineState, live: Live, reason: DropReason, episodes: list[str]) -> ev.GroupDropped:
-    return ev.GroupDropped(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        reason=reason,
-        tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in episodes)),
-        episodes=tuple(episodes),
-    )
-
-
-def _draining(engine: EngineState, live: Live) -> Decisions:
-    """Seal the batch once the last episode is over, or its time is."""
-    if engine.open:
-        if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
-            yield Decision(events=(aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED),))
-        return
-    if engine.batch is not None:
-        yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
-        return
-    yield from _seal(engine, live)
-
-
-def _seal(engine: EngineState, live: Live) -> Decisions:
-    selection = select(engine)
-    if selection.no_signal:
-        dropped = [completed.episode for completed in selection.no_signal]
-        yield Decision(events=(_dropped(engine, live, DropReason.NO_SIGNAL, dropped),))
-    assert engine.active is not None
-    yield Decision(
-        events=(
-            ev.BatchReady(
-                at_ns=live.now_ns,
-                engine=engine.name,
-                run=engine.run,
-                step=engine.step + 1,
-                groups=selection.groups,
-                config_digest=engine.active.config_digest,
-            ),
-        )
-    )
-
-
-def _roll(engine: EngineState, live: Live) -> Decision:
-    return Decision(
-        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
-    )
-
-
-def _syncing(engine: EngineState, live: Live) -> Decisions:
-    if engine.version < engine.step or not _everybody_loaded(engine, live):
-        return
-    rules = engine.collection
-    if rules.method.is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
-        return
-    bound = engine.version - rules.max_carry_staleness
-    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
-    if stale:
-        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
-    yield _roll(engine, live)
-
-
-_SETTLE = {
-    Phase.BOOTING: _booting,
-    Phase.ROLLING: _rolling,
-    Phase.ROLLING_POST: _draining,
-    Phase.WEIGHT_SYNCING: _syncing,
-}
-
-
-def settle(engine: EngineState, live: Live) -> Decisions:
-    """The transitions that are due, one after the other until none is.
-
-    Each is one event, and can be derived again from the fold: one that a crash cuts off is made by the next leader.
-    So none needs an atomic batch, which costs the server a sync of its disk.
-    """
-    while (rule := _SETTLE.get(engine.phase)) is not None:
-        moved = False
-        for decision in rule(engine, live):
-            moved = True
-            yield decision
-        if not moved:
-            return
+            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")

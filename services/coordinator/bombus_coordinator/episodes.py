@@ -1,4 +1,4 @@
-"""Ending and aborting episodes, and the calls that belong to them."""
+"""End and abort episodes, and look after the calls that belong to them."""
 
 import math
 
@@ -10,7 +10,7 @@ from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.decision import Decision, Decisions, Reply
+from bombus_coordinator.decision import CommandReply, Decision, Decisions
 from bombus_coordinator.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
@@ -20,12 +20,12 @@ _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
 
 def outcome_digest(result: EpisodeResult) -> bytes:
-    """What makes two reports of an episode's end the same report."""
+    """Return a digest that is equal for equal reports of an episode's end."""
     return digest(_deterministic.encode(result))
 
 
-def _taken_away(engine: EngineState, reason: AbortReason) -> str:
-    """Why an aborted episode cannot be ended. The swarm contract's clients pass over what names WEIGHT_SYNCING."""
+def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
+    """Return why an aborted episode cannot be ended. Swarm clients ignore a reason that names WEIGHT_SYNCING."""
     match reason:
         case AbortReason.CLIENT | AbortReason.INFRA:
             return "its client has aborted it. Claim another one."
@@ -37,7 +37,7 @@ def _taken_away(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult) -> float:
-    """The episode's reward, finite. Raises `Refused` for none, NaN, infinity or a list of the wrong length."""
+    """Return the episode's reward. Raises `Refused` for none, NaN, infinity or a list of the wrong length."""
     if result.call_rewards is None:
         if result.reward is None:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
@@ -62,16 +62,16 @@ def _check_reward(episode: Episode, result: EpisodeResult) -> float:
 
 
 def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome | None:
-    """How this episode ends; None if it has ended just so before. Raises `Refused`."""
-    mark = outcome_digest(result)
+    """Return how this episode ends; None if it has ended in the same way before. Raises `Refused`."""
+    outcome = outcome_digest(result)
     closed = engine.closed.get(result.episode)
     if closed is not None:
         if closed.client and closed.client != client:
             raise Refused(Code.NOT_YOUR_EPISODE, f"Episode {result.episode} was claimed by a different client.")
         if closed.aborted is not None:
-            why = _taken_away(engine, closed.aborted)
+            why = _why_aborted(engine, closed.aborted)
             raise Refused(Code.UNKNOWN_EPISODE, f"Episode {result.episode} is not in claimed status: {why}")
-        if closed.outcome == mark:
+        if closed.outcome == outcome:
             return None
         raise Refused(
             Code.OTHER_OUTCOME,
@@ -97,7 +97,7 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         episode=result.episode,
         task=result.task,
         reward=reward,
-        digest=mark,
+        digest=outcome,
         call_rewards=result.call_rewards,
         is_success=result.is_success,
         metadata=result.metadata,
@@ -109,7 +109,7 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
 
 
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
-    """End episodes, all or none. What has ended the same way before is passed over."""
+    """End episodes, all or none. Those that have ended in the same way before are skipped."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"Between 1 and {EPISODES_PER_COMMAND_MAX} episodes can be ended at once.")
     if len({result.episode for result in message.results}) != len(message.results):
@@ -133,7 +133,7 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
             )
             for (kind, version), ended in outcomes.items()
         ),
-        replies=(Reply(message.id, Done(run=engine.run)),),
+        replies=(CommandReply(message.id, Done(run=engine.run)),),
     )
 
 
@@ -146,7 +146,7 @@ def aborted(
 
 
 def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
-    """Abort episodes. Those that are not open are passed over: there is nothing left to abort."""
+    """Abort episodes. Those that are not open are skipped: there is nothing left to abort."""
     if len(message.episodes) > EPISODES_PER_COMMAND_MAX:
         raise Refused(Code.MALFORMED, f"At most {EPISODES_PER_COMMAND_MAX} episodes can be aborted at once.")
     still_open = [engine.open[episode] for episode in dict.fromkeys(message.episodes) if episode in engine.open]
@@ -155,21 +155,21 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
     reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
     events = (aborted(engine, live, ids, reason, message.detail[:1000]),) if ids else ()
-    yield Decision(events=events, replies=(Reply(message.id, Done(run=engine.run)),))
+    yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
-def lookup(engine: EngineState, message: Lookup) -> Decisions:
-    """The calls of an open episode, in the order of the log (R10)."""
+def lookup(engine: EngineState, live: Live, message: Lookup) -> Decisions:
+    """Answer with the calls of an open episode, in the order of the log (R10)."""
     episode = engine.open.get(message.episode)
     if episode is None:
         code = Code.EPISODE_OVER if engine.is_over(message.episode) else Code.UNKNOWN_EPISODE
         raise Refused(code, f"Episode {message.episode} is not open: claim another.")
     found = Found(run=engine.run, open=True, calls=tuple(episode.calls))
-    yield Decision(replies=(Reply(message.id, found),))
+    yield Decision(replies=(CommandReply(message.id, found),))
 
 
 def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
-    """The call as it will be noted; None for one of another run or one that is noted already."""
+    """Return the call as it will be noted; None if it is of another run or noted already."""
     call = message.call
     if message.run != engine.run:
         return None
@@ -182,7 +182,7 @@ def note(engine: EngineState, message: CallRecorded) -> NotedCall | None:
 
 
 def expire(engine: EngineState, live: Live) -> Decisions:
-    """Take away what has been idle for too long, and claims whose answer reached nobody."""
+    """Abort episodes that have been idle for too long, and those of claims whose answer reached nobody."""
     now = live.now_ns
     idle = tuple(e.id for e in engine.open.values() if live.idle_deadline_ns(e) <= now)
     if idle:

@@ -1,20 +1,21 @@
-"""What the coordinator knows beside the fold: signs of life, claims that wait, answers lately given.
+"""The coordinator's state besides the fold: activity, waiting claims, recent answers.
 
 None of it is on the log and all of it may be lost: after a crash deadlines start again at `epoch.opened` (R5), and
-whoever waits for a claim asks again (R13).
+clients that wait for a claim send it again (R13).
 """
 
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.bounded import trim
 from bombus.hive.inbox import Answer, Claim
-from bombus.hive.state import EngineState, Episode, trim
+from bombus.hive.state import EngineState, Episode
 
 ANSWERS_KEPT = 10_000
 WAITING_MAX = 10_000
-CONFIRM_S = 5.0  # a granted claim whose answer reached nobody goes back after this long
+CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
 REPLICA_LAPSE_S = 10.0
-AWAY_S = 5.0  # between two ticks of the leader: then nobody could reach the bus, or nobody led
+AWAY_S = 5.0  # this long between two ticks means that the bus was unreachable or that nobody led
 
 
 def ns(seconds: float) -> int:
@@ -22,7 +23,7 @@ def ns(seconds: float) -> int:
 
 
 class Waiting(msgspec.Struct, kw_only=True):
-    """A claim that waits for room. `commands` are the message ids to answer: one, unless it was asked again."""
+    """A claim that waits for room. `commands` are the message ids to answer: one, unless it was sent again."""
 
     claim: Claim
     commands: list[str]
@@ -31,7 +32,7 @@ class Waiting(msgspec.Struct, kw_only=True):
 
 
 class Unconfirmed(msgspec.Struct):
-    """A grant of the inbox message at `seq`, which goes back at `until_ns`."""
+    """A grant decided at the inbox message `seq`, which is taken back at `until_ns` unless it is confirmed."""
 
     engine: str
     seq: int
@@ -39,24 +40,26 @@ class Unconfirmed(msgspec.Struct):
 
 
 class Live(msgspec.Struct, kw_only=True):
+    """The state of a leader that is not on the log."""
+
     now_ns: int = 0
     epoch_ns: int = 0
-    beat_ns: int = 0  # when the leader's clock struck last
-    refusing: str = ""  # the hive's: why no new work is taken
-    seq: int = 0  # in the inbox, of the message that is being decided
-    activity: dict[str, int] = {}  # episode: last sign of life
+    ticked_ns: int = 0  # time of the last tick
+    refusing: str = ""  # why the hive takes no new work, "" while it does
+    seq: int = 0  # inbox sequence of the message that is being decided
+    activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
-    waiting: dict[str, dict[str, Waiting]] = {}  # engine: claim: what waits
-    replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica)
-    answers: dict[str, Answer] = {}  # command: its answer
-    granted: dict[str, None] = {}  # claims that were granted, also after their episodes are over; oldest first
+    waiting: dict[str, dict[str, Waiting]] = {}  # by engine and claim
+    replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
+    answers: dict[str, Answer] = {}  # by command
+    granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 
     def idle_deadline_ns(self, episode: Episode) -> int:
         last = max(self.activity.get(episode.id, 0), episode.claimed_ns, episode.last_call_ns, self.epoch_ns)
         return last + ns(episode.discard_timeout_s)
 
     def since(self, at_ns: int) -> int:
-        """When a deadline that was set at `at_ns` began to run: not before this epoch."""
+        """Return when a deadline set at `at_ns` started: not before this epoch."""
         return max(at_ns, self.epoch_ns)
 
     def queue(self, engine: EngineState) -> dict[str, Waiting]:
@@ -83,17 +86,17 @@ class Live(msgspec.Struct, kw_only=True):
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
 
-    def beat(self, answered: int) -> None:
-        """The leader's clock has struck, when the answers to all messages up to `answered` had left.
+    def tick(self, answered: int) -> None:
+        """Take in a tick, sent when the answers to all messages up to `answered` had been sent.
 
-        Time in which nobody can show life ends nothing (R5): a claim has its time to be confirmed once its answer has
-        left, and after a long silence all deadlines begin again, as in a new epoch.
+        No deadline runs while nobody can show activity (R5): the time to confirm a claim starts once its answer has
+        been sent, and after a long silence all deadlines start again, as in a new epoch.
         """
-        if self.now_ns - self.beat_ns > ns(AWAY_S):
+        if self.now_ns - self.ticked_ns > ns(AWAY_S):
             self.epoch_ns = self.now_ns
             self.replica_seen.clear()
             answered = 0
-        self.beat_ns = self.now_ns
+        self.ticked_ns = self.now_ns
         for grant in self.unconfirmed.values():
             if grant.seq > answered:
                 grant.until_ns = self.now_ns + ns(CONFIRM_S)

@@ -1,4 +1,4 @@
-"""What a leader begins with: the fold of the log, and where the inbox goes on (R2). A standby keeps it warm."""
+"""The start of a leader: the fold of the log and the position in the inbox (R2). A standby keeps it up to date."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from bombus.errors import LogCorrupted
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.lease import Lease
 
-ASK_S = 0.2  # how often a standby asks for the lease
+TRY_S = 0.2  # how often a standby tries to take the lease
 
 
 class Fold:
@@ -30,14 +30,14 @@ class Fold:
 
     @classmethod
     async def begin(cls, bus: Bus) -> Self:
-        """From the newest snapshot. Raises what `snapshots.start_of` raises."""
+        """Begin at the newest snapshot. Raises what `snapshots.start_of` raises."""
         return cls(await snapshots.start_of(bus))
 
-    def take(self, group: Sequence[Stored]) -> None:
-        """Fold what comes next. Raises `LogCorrupted` for a gap or an event that cannot be read."""
+    def apply(self, group: Sequence[Stored]) -> None:
+        """Fold the next events. Raises `LogCorrupted` for a gap or an event that cannot be read."""
         for stored in group:
             if stored.seq != self.position + 1:
-                raise LogCorrupted(f"the event log goes on at {stored.seq} behind {self.position}")
+                raise LogCorrupted(f"the event log continues at {stored.seq} after {self.position}")
             evolve(self.hive, read_event(stored))
             self.position = stored.seq
         if group:
@@ -51,20 +51,20 @@ class Fold:
             return
         async with Reader(bus, bus.subjects.events_stream, self.position + 1) as reader:
             while self.position < newest.seq:
-                self.take(await reader.read())
+                self.apply(await reader.read())
 
 
 async def stand_by(bus: Bus, lease: Lease) -> Fold:
-    """Fold what the leader writes until its lease is ours."""
+    """Fold what the leader writes until we hold the lease."""
     loop = asyncio.get_running_loop()
     fold = await Fold.begin(bus)
     async with Reader(bus, bus.subjects.events_stream, fold.position + 1) as reader:
-        while not await lease.take():
-            ask_at = loop.time() + ASK_S
+        while not await lease.acquire():
+            try_at = loop.time() + TRY_S
             try:
-                async with asyncio.timeout_at(ask_at):
+                async with asyncio.timeout_at(try_at):
                     while True:
-                        fold.take(await reader.read())
+                        fold.apply(await reader.read())
             except TimeoutError:
                 pass
     return fold

@@ -1,4 +1,4 @@
-"""The coordinator's shell: the inbox in order, decisions into flights, replies after the flight (log.md R1 to R5)."""
+"""The coordinator's shell: read the inbox in order, append the decisions, then send the replies (log.md R1 to R5)."""
 
 import asyncio
 import logging
@@ -9,87 +9,89 @@ from pathlib import Path
 import msgspec
 
 from bombus import telemetry
-from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, fly, log_id
+from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, append, log_id
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import FOLD, trim
+from bombus.hive.bounded import trim
+from bombus.hive.state import FOLD
 from bombus_coordinator import retention, storage
-from bombus_coordinator.core import Core
-from bombus_coordinator.decision import Decision, Reply
+from bombus_coordinator.core import Core, PendingDecision
+from bombus_coordinator.decision import CommandReply
 from bombus_coordinator.lease import Lease
 from bombus_coordinator.recovery import Fold, stand_by
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
 log = logging.getLogger(__name__)
 
-GROUP_MAX = 512  # inbox messages decided in one flight
-REPLIES_MAX = 100_000  # commands whose answer is still owed
+GROUP_MAX = 512  # inbox messages decided in one append
+REPLIES_MAX = 100_000  # commands whose answer is still to be sent
 TICK_S = 1.0
 TRIM_S = 10.0
 RETRY_S = 1.0
 
 
-class Coordinator:
-    """Leads one hive from `lead()` until it is cancelled or deposed. A new one is needed to lead again.
+class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
+    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched."""
 
-    With a `lease` it decides only while it holds that; without, until another opens an epoch. `disk` is a folder on the
-    bus's disk, watched for room.
+    trim_s: float = TRIM_S
+    snapshot_events: int = EVENTS
+    disk: Path | None = None
+
+
+class Coordinator:
+    """Leads one hive from `lead()` until it is cancelled or deposed. To lead again, make a new one.
+
+    With a `lease` it decides only while it holds it; without one, until another coordinator opens an epoch.
     """
 
     def __init__(
-        self,
-        bus: Bus,
-        leader: str = "",
-        lease: Lease | None = None,
-        trim_s: float = TRIM_S,
-        snapshot_events: int = EVENTS,
-        disk: Path | None = None,
+        self, bus: Bus, leader: str = "", lease: Lease | None = None, housekeeping: Housekeeping | None = None
     ) -> None:
         self.bus = bus
         self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
         self.core = Core()
         self.leading = asyncio.Event()
         self._lease = lease
-        self._trim_s = trim_s
-        self._disk = disk
-        self._snapshots = Snapshotter(bus, snapshot_events)
-        self._last = 0  # sequence of the last event that landed
+        self._housekeeping = housekeeping or Housekeeping()
+        self._snapshots = Snapshotter(bus, self._housekeeping.snapshot_events)
+        self._last = 0  # sequence of the last event that is stored
         self._event_id = ""  # and its message id
         self._answered = 0  # inbox sequence that the last event answers
-        self._consumed = 0  # inbox sequence up to which everything is decided and has landed
-        self._landed = True  # whether all that is in the core's state has
+        self._consumed = 0  # inbox sequence up to which everything is decided and stored
+        self._is_stored = True  # whether the log has everything that is in the core's state
         self._reply_to: dict[str, str] = {}
 
     async def lead(self, fold: Fold | None = None) -> None:
-        """Take over from `fold` (or from a snapshot) and decide.
+        """Take over from `fold` (by default from a snapshot) and decide until cancelled.
 
-        Raises `Deposed` once another leads, `LogCorrupted` on a damaged log.
+        Raises `Deposed` once another coordinator leads, `LogCorrupted` on a damaged log.
         """
         while not await self._take_over(fold or await Fold.begin(self.bus)):
             log.info("the leader before was still writing; folding again")
             fold = None
         self.leading.set()
         log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
+        upkeep = self._housekeeping
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             tasks.create_task(self._trim())
-            tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, self._trim_s))
-            tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, self._disk))
+            tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
+            tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, upkeep.disk))
             tasks.create_task(self._serve())
             if self._lease is not None:
                 tasks.create_task(self._lease.keep())
 
     async def leave(self) -> None:
-        """After `lead()` has ended: store a snapshot, which spares the next leader its fold."""
-        led = self.leading.is_set() and self._landed
+        """Store a snapshot after `lead()` has ended, which spares the next leader its fold."""
+        led = self.leading.is_set() and self._is_stored
         await self._snapshots.stop(self._snapshot() if led else None)
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. False when the old leader, not deposed yet, wrote in between.
+        """Fold to the log's end and open the next epoch. Return False when the old leader wrote in between.
 
-        Raises `Deposed` when somebody else has opened that epoch.
+        Raises `Deposed` when another coordinator has opened that epoch.
         """
         self._snapshots.note(fold.snapshot)
         await fold.catch_up(self.bus)
@@ -107,14 +109,13 @@ class Coordinator:
         return True
 
     async def _open_epoch(self) -> None:
-        """A flight of its own: should another leader have written meanwhile, the fence refuses it (R4)."""
-        decision = self.core.open_epoch(self.leader)
-        await self._land([(decision, self._answered, "")])
-        due = [(decision, self._answered, "") for decision in self.core.recover()]
-        await self._land(due)
+        """Append `epoch.opened` alone: if another leader has written meanwhile, the fence refuses it (R4)."""
+        opening = PendingDecision(self.core.open_epoch(self.leader), self._answered)
+        await self._append([(opening, "")])
+        await self._append([(PendingDecision(decision, self._answered), "") for decision in self.core.recover()])
 
     async def _may_decide(self) -> None:
-        """A lost lease pauses; only a higher epoch on the log deposes (R4)."""
+        """Wait while the lease is lost. Raises `Deposed` only for a higher epoch on the log (R4)."""
         while self._lease is not None and not self._lease.held:
             newest = await self._newest()
             if newest is not None and int(newest.headers[EPOCH]) > self.core.hive.epoch:
@@ -122,7 +123,7 @@ class Coordinator:
             await self._lease.wait(RETRY_S)
 
     def _snapshot(self) -> Snapshot:
-        """Only between flights: then the core's state is that of the log."""
+        """Describe the state as a snapshot. Call it only between appends, when the core's state is that of the log."""
         return Snapshot(
             fold=FOLD,
             position=self._last,
@@ -143,54 +144,54 @@ class Coordinator:
                     self._snapshots.take(self._snapshot())
 
     async def _decide(self, group: Sequence[Stored]) -> None:
-        """One flight: decide message by message, land all events, then send all replies (R3)."""
-        flight: list[tuple[Decision, int, str]] = []
-        self._landed = False
+        """Decide message by message, append all events at once, then send all replies (R3)."""
+        pending: list[tuple[PendingDecision, str]] = []  # with the trace of its message
+        self._is_stored = False
         for stored in group:
             try:
                 message = inbox.decode_message(stored.data)
             except msgspec.MsgspecError as error:
-                # Whoever may publish may publish nonsense: it must not stop the hive.
-                log.warning("inbox message %d is not understood and passed over: %s", stored.seq, error)
+                # Anybody with access may publish nonsense, which must not stop the hive.
+                log.warning("inbox message %d cannot be decoded and is skipped: %s", stored.seq, error)
                 continue
             reply_to = stored.headers.get(REPLY, "")
             if reply_to:
-                self._owe(message.id, reply_to)
+                self._note_reply_to(message.id, reply_to)
             trace = stored.headers.get(TRACEPARENT, "")
             with telemetry.span(
                 "coordinator.decide", trace, kind=inbox.kind_of(message), engine=message.engine
             ) as span:
-                for flown in self.core.receive(message, stored.seq, stored.time_ns):
-                    flight.append((flown.decision, flown.answers, span.traceparent))
-        flight += [(flown.decision, flown.answers, "") for flown in self.core.flush()]
-        await self._land(flight)
+                for each in self.core.receive(message, stored.seq, stored.time_ns):
+                    pending.append((each, span.traceparent))
+        pending += [(each, "") for each in self.core.flush()]
+        await self._append(pending)
         self._consumed = group[-1].seq
-        self._landed = True
-        await self._reply([reply for decision, _, _ in flight for reply in decision.replies])
+        self._is_stored = True
+        await self._reply([reply for each, _ in pending for reply in each.decision.replies])
 
-    def _owe(self, command: str, reply_to: str) -> None:
+    def _note_reply_to(self, command: str, reply_to: str) -> None:
         self._reply_to[command] = reply_to
         trim(self._reply_to, REPLIES_MAX)
 
-    async def _land(self, flight: Sequence[tuple[Decision, int, str]]) -> None:
-        """Append what was decided. While the bus is away or full this waits: the flight is kept, nothing is lost."""
+    async def _append(self, pending: Sequence[tuple[PendingDecision, str]]) -> None:
+        """Append what was decided. While the bus is away or full this waits and retries: nothing is lost."""
         outgoing: list[list[Outgoing]] = []
         seq = self._last
-        for decision, answers, trace in flight:
-            landing: list[Outgoing] = []
-            for event in decision.events:
+        for each, trace in pending:
+            events: list[Outgoing] = []
+            for event in each.decision.events:
                 seq += 1
-                landing.append(self._outgoing(event, seq, answers, trace))
-                self._answered = answers
-            if landing:
-                outgoing.append(landing)
+                events.append(self._outgoing(event, seq, each.answers, trace))
+                self._answered = each.answers
+            if events:
+                outgoing.append(events)
         if not outgoing:
-            if any(decision.replies for decision, _, _ in flight):
-                await self._still_leading()
+            if any(each.decision.replies for each, _ in pending):
+                await self._check_leading()
             return
         while True:
             try:
-                self._last = await fly(self.bus, outgoing, self._last)
+                self._last = await append(self.bus, outgoing, self._last)
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
                 return
             except BusUnavailable as error:
@@ -209,14 +210,14 @@ class Coordinator:
             headers=headers,
         )
 
-    async def _still_leading(self) -> None:
-        """Refusals make no event, so nothing fences them: look whether the last event is ours (R3)."""
+    async def _check_leading(self) -> None:
+        """Raise `Deposed` unless the last event is ours: refusals make no event, so no fence protects them (R3)."""
         newest = await self._newest()
         if newest is None or newest.seq != self._last:
             raise Deposed(f"the log ends at {newest.seq if newest else 0}, not at our event {self._last}")
 
     async def _newest(self) -> Stored | None:
-        """The log's last event, however long the bus is away."""
+        """Return the log's last event. Wait for as long as the bus is away."""
         while True:
             try:
                 return await self.bus.last(self.bus.subjects.events_stream)
@@ -224,23 +225,23 @@ class Coordinator:
                 log.warning("decisions wait for the log: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    async def _reply(self, replies: Sequence[Reply]) -> None:
+    async def _reply(self, replies: Sequence[CommandReply]) -> None:
         for reply in replies:
             subject = self._reply_to.pop(reply.command, "")
             if subject:
                 await self.bus.answer(subject, msgspec.structs.replace(reply.answer, position=self._last))
 
-    # ---- beside it ----
+    # ---- in the background ----
 
     async def _tick(self) -> None:
-        """Time reaches the core through the inbox only (R5)."""
+        """Send the time to the core, which it reaches only through the inbox (R5)."""
         epoch = self.core.hive.epoch
         count = 0
         while True:
             await self._may_decide()
             count += 1
             try:
-                await self.bus.send(inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed))
+                await self.bus.inbox.send(inbox.Tick(id=f"tick-{epoch}-{count}", answered=self._consumed))
             except BusUnavailable as error:
                 log.warning("the clock waits for the bus: %s", error)
             await asyncio.sleep(TICK_S)
@@ -249,7 +250,7 @@ class Coordinator:
         """Drop inbox messages that are decided (R12)."""
         trimmed = 0
         while True:
-            await asyncio.sleep(self._trim_s)
+            await asyncio.sleep(self._housekeeping.trim_s)
             if self._consumed <= trimmed:
                 continue
             try:
@@ -260,22 +261,22 @@ class Coordinator:
 
 
 async def run(url: str, hive: str, name: str = "", disk: Path | None = None) -> None:
-    """Stand by for the lead of a hive, lead, and when deposed stand by again; until cancelled."""
+    """Stand by to lead a hive, lead it, and stand by again when deposed, until cancelled."""
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
         await bus.ensure_streams()
         lease = Lease(bus, leader)
         while True:
-            await _one_reign(bus, leader, lease, disk)
+            await _lead_once(bus, leader, lease, disk)
 
 
-async def _one_reign(bus: Bus, leader: str, lease: Lease, disk: Path | None) -> None:
-    """Stand by, lead, return when deposed or when the bus was away for too long to take over.
+async def _lead_once(bus: Bus, leader: str, lease: Lease, disk: Path | None) -> None:
+    """Stand by, then lead. Return when deposed, or when the bus was away for too long to take over.
 
-    Raises `LogCorrupted`; `BusUnavailable` when the bus was closed.
+    Raises `LogCorrupted`, and `BusUnavailable` when the bus was closed.
     """
-    coordinator = Coordinator(bus, leader, lease, disk=disk)
+    coordinator = Coordinator(bus, leader, lease, Housekeeping(disk=disk))
     try:
         await coordinator.lead(await stand_by(bus, lease))
     except* Deposed as group:

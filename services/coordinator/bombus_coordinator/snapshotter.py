@@ -1,4 +1,4 @@
-"""Takes snapshots of a leader's state while it leads: encoded between two flights, stored beside them."""
+"""Take snapshots of a leader's state while it leads: encoded between two appends, stored in the background."""
 
 import asyncio
 import logging
@@ -9,12 +9,12 @@ from bombus.errors import BombusError
 
 log = logging.getLogger(__name__)
 
-EVENTS = 20_000  # between two snapshots: a fifth of a second to fold
-LAST_S = 5.0  # for the one at a stop
+EVENTS = 20_000  # between two snapshots; folding them takes a fifth of a second
+LAST_S = 5.0  # allowed for the snapshot when the leader stops
 
 
 class Snapshotter:
-    """One is due `every` so many events."""
+    """Stores a snapshot after `every` so many events."""
 
     def __init__(self, bus: Bus, every: int = EVENTS) -> None:
         self._bus = bus
@@ -23,7 +23,7 @@ class Snapshotter:
         self._storing: asyncio.Task[None] | None = None
 
     def note(self, position: int) -> None:
-        """There is one at `position` already."""
+        """Note that there is already a snapshot at `position`."""
         self._newest = position
 
     def is_due(self, position: int) -> bool:
@@ -31,12 +31,12 @@ class Snapshotter:
         return idle and position - self._newest >= self._every
 
     def take(self, snapshot: Snapshot) -> None:
-        """Encode it now, before the state goes on, and store it in the background."""
+        """Encode a snapshot now, before the state changes, and store it in the background."""
         self._newest = snapshot.position
         self._storing = asyncio.create_task(self._store(snapshots.encode(snapshot), snapshot.position))
 
     async def stop(self, last: Snapshot | None) -> None:
-        """Wait for the one that is being stored; then store `last`, which saves the next leader its fold."""
+        """Wait for the snapshot that is being stored, then store `last`, which saves the next leader its fold."""
         try:
             async with asyncio.timeout(LAST_S):
                 if self._storing is not None:

@@ -1,7 +1,7 @@
-"""Is there room? The leader looks at streams and disk; what is nearly full takes no new work (R12, R20).
+"""Watch the fill of the streams and the disk, and refuse new work while one is nearly full (R12, R20).
 
-New work is refused while less than the reserve is left: that belongs to what is under way. It is taken again once half
-as much more is free, so that this does not go back and forth. Nothing is ever dropped to make room.
+New work is refused while less than the reserve is left, which is kept for work in progress. It is accepted again once
+one and a half times the reserve is free, so that it does not go back and forth. Nothing is dropped to make room.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 PERIOD_S = 2.0
 RESERVE = 0.1  # of a stream
 DISK_RESERVE_BYTES = 256 << 20
-FREE_AGAIN = 1.5  # reserves
+FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
 _ADVICE = {
     "inbox": "It is trimmed as soon as the coordinator has caught up.",
@@ -39,7 +39,7 @@ _ADVICE = {
 
 
 def is_full(hive: Hive, place: StorageSeen) -> bool:
-    """Whether new work is to be refused for its sake."""
+    """Return whether new work is to be refused because this place is full."""
     needed = place.reserve * (FREE_AGAIN if place.what in hive.full else 1.0)
     return place.size - place.used < needed
 
@@ -66,20 +66,20 @@ async def watch(
     disk_reserve: int = DISK_RESERVE_BYTES,
     period_s: float = PERIOD_S,
 ) -> None:
-    """Put into the inbox what changes the answer, until cancelled. `disk` is a folder on the server's disk."""
+    """Report to the inbox every change of what is full, until cancelled. `disk` is a folder on the server's disk."""
     count = 0
     while True:
         try:
-            async for place in _look(bus, disk, disk_reserve):
+            async for place in _measure(bus, disk, disk_reserve):
                 if is_full(hive(), place) != (place.what in hive().full):
                     count += 1
-                    await bus.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
+                    await bus.inbox.send(msgspec.structs.replace(place, id=f"storage-{bus.token}-{count}"))
         except (BusUnavailable, ServerRefused) as error:
-            log.warning("how full the streams are is not known: %s", error)
+            log.warning("the fill of the streams is not known: %s", error)
         await asyncio.sleep(period_s)
 
 
-async def _look(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncIterator[StorageSeen]:
+async def _measure(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncIterator[StorageSeen]:
     if disk is not None:
         usage = shutil.disk_usage(disk)
         yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)

@@ -1,8 +1,8 @@
-"""`bombus replay what-if`: the same facts under other rules. Which batches would have been made, and when?
+"""`bombus replay what-if`: replay the facts of a run under other rules. Which batches would have been made, and when?
 
-Episodes end and clients agree when they did. What the coordinator's rules make of that is worked out by these rules
-themselves (`engines.settle`), in a hive in which nothing takes time: an episode that is under way holds up no batch,
-a step is done and its weights are loaded at once, so rolling never stops.
+Episodes end and clients agree when they did. The coordinator's own rules (`transitions.settle`) make batches of them in
+a hive in which nothing takes time: an open episode holds up no batch, and a step is trained and its weights are loaded
+at once, so rolling never stops.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import NotOnLog, Source
-from bombus_coordinator.engines import settle
 from bombus_coordinator.live import Live
+from bombus_coordinator.transitions import settle
 
 INSTANT = "instant"  # the name of the trainer and the replica in a hive without time
 ROWS_MAX = 40
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
-    """`position` is the event of the log that completed it."""
+    """A batch. `position` is the event of the log that completed it."""
 
     step: int
     position: int
@@ -38,17 +38,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
 
 
-class Story(msgspec.Struct, kw_only=True):
-    """What came of a run's episodes under one set of rules."""
+class WhatIfResult(msgspec.Struct, kw_only=True):
+    """The batches and dropped episodes of a run under one set of rules."""
 
     rules: Collection
     batches: list[Batch] = []
     dropped: dict[DropReason, int] = {}
     ended: int = 0
-    left: int = 0  # in the pool, when the log ended
+    left: int = 0  # in the pool when the log ended
 
     def note(self, event: AnyEvent, position: int, pool: int) -> None:
-        """`pool` is the number of episodes in the pool before this event."""
+        """Count an event. `pool` is the number of episodes in the pool before it."""
         match event:
             case ev.BatchReady():
                 rewards = [episode.reward for group in event.groups for episode in group.episodes]
@@ -76,8 +76,8 @@ class Instant:
     """One run of an engine in a hive without time, under `rules`."""
 
     def __init__(self, engine: str, run: int, rules: Collection) -> None:
-        # Without time there is nothing to wait for: clients that have agreed need not see the phase change.
-        self.story = Story(rules=rules)
+        # Without time there is nothing to wait for: clients that have agreed do not need to see the phase change.
+        self.result = WhatIfResult(rules=rules)
         configured = ev.EngineConfigured(
             engine=engine,
             config="{}",
@@ -90,10 +90,10 @@ class Instant:
         self._engine.replicas = {INSTANT: Replica(url="", capacity=1, joined_ns=0, run=run, version=0)}
         self._engine.weights = ev.WeightsReady(engine=engine, run=run, version=0, weights=Weights(where=""))
         self._hive = Hive(engines={engine: self._engine})
-        self._claimed: dict[str, int] = {}  # episodes that are under way, with the policy version at their claim
+        self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim
 
-    def take(self, event: AnyEvent, position: int) -> None:
-        """A fact of the log, in its order."""
+    def apply(self, event: AnyEvent, position: int) -> None:
+        """Take in the next fact of the log."""
         match event:
             case ev.EpisodeClaimed():
                 self._claimed |= dict.fromkeys(event.episodes, self._engine.version)
@@ -103,7 +103,7 @@ class Instant:
                     self._claimed.pop(episode, None)
                 return
             case ev.EpisodeEnded():
-                self._evolve(self._as_old_as_here(event), position)
+                self._evolve(self._with_simulated_age(event), position)
             case ev.SyncAgreed():
                 self._evolve(event, position)
             case _:
@@ -111,10 +111,10 @@ class Instant:
         live = Live(now_ns=event.at_ns)
         while self._settled(live, position):
             self._train(event.at_ns, position)
-        self.story.left = len(self._engine.pool)
+        self.result.left = len(self._engine.pool)
 
-    def _as_old_as_here(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
-        """Its tokens were sampled under the version that was the newest at its claim in this hive."""
+    def _with_simulated_age(self, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
+        """Return the event with tokens sampled under the version that was the newest at its claim in this hive."""
         outcomes = tuple(
             msgspec.structs.replace(outcome, oldest=self._claimed.pop(outcome.episode, self._engine.version))
             for outcome in event.outcomes
@@ -122,7 +122,7 @@ class Instant:
         return msgspec.structs.replace(event, outcomes=outcomes)
 
     def _settled(self, live: Live, position: int) -> bool:
-        """Make all transitions that are due; True when that has left a batch to be trained."""
+        """Make all transitions that are due. Return whether a batch is left to be trained."""
         for decision in settle(self._engine, live):
             for event in decision.events:
                 self._evolve(event, position)
@@ -141,7 +141,7 @@ class Instant:
         self._evolve(ev.WeightsLoaded(at_ns=at_ns, engine=name, run=run, version=step, replica=INSTANT), position)
 
     def _evolve(self, event: ev.Event, position: int) -> None:
-        self.story.note(event, position, len(self._engine.pool))  # type: ignore[arg-type]  # it is one of them
+        self.result.note(event, position, len(self._engine.pool))  # type: ignore[arg-type]  # it is one of them
         evolve(self._hive, event)
 
 
@@ -149,15 +149,15 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
     run: int
     began_ns: int
-    was: Story
-    would_be: Story
+    was: WhatIfResult
+    would_be: WhatIfResult
 
 
 async def compare(source: Source, engine: str, run: int | None, changes: dict[str, object]) -> Compared:
-    """One run as it was, and as it would have been with `changes` to its rules. By default the last run.
+    """Compare a run, by default the last, with what it would have been with `changes` to its rules.
 
-    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its beginning; `BadUsage`
-    for rules that no engine takes.
+    Raises `NotOnLog` when there is no such run, or when the log no longer reaches back to its start; `BadUsage` for
+    rules that no engine accepts.
     """
     wanted = run if run is not None else await _last_run(source, engine)
     found: Compared | None = None
@@ -172,7 +172,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
             rules = hive.engine(engine).collection
             instant = Instant(engine, wanted, _changed(rules, changes))
             found = Compared(
-                engine=engine, run=wanted, began_ns=event.at_ns, was=Story(rules=rules), would_be=instant.story
+                engine=engine, run=wanted, began_ns=event.at_ns, was=WhatIfResult(rules=rules), would_be=instant.result
             )
         elif instant is None or found is None:
             evolve(hive, event)
@@ -180,7 +180,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
             found.was.note(event, entry.seq, len(hive.engine(engine).pool))
             evolve(hive, event)
             found.was.left = len(hive.engine(engine).pool)
-            instant.take(event, entry.seq)
+            instant.apply(event, entry.seq)
         elif isinstance(event, ev.EngineStarted):
             break
     if found is None:
@@ -189,10 +189,10 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
 
 
 def _changed(rules: Collection, changes: dict[str, object]) -> Collection:
-    tried = msgspec.structs.replace(rules, **changes)
-    if tried.max_staleness > 0 and tried.method.is_by_agreement:
-        raise BadUsage(f"{tried.method} needs --max-staleness 0: clients that agree wait for the phase to change")
-    return tried
+    changed = msgspec.structs.replace(rules, **changes)
+    if changed.max_staleness > 0 and changed.method.is_by_agreement:
+        raise BadUsage(f"{changed.method} needs --max-staleness 0: clients that agree wait for the phase to change")
+    return changed
 
 
 async def _last_run(source: Source, engine: str) -> int:
@@ -212,21 +212,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     more = (__doc__ or "").partition("\n\n")[2].replace("\n", " ").replace("`", "")
     parser.description = f"{parser.description} {more}"
     parser.add_argument(
-        "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default, as of all rules: the run's)"
+        "--method", metavar="NAME", help=f"one of {', '.join(Method)} (default for all rules: the run's own)"
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="tasks in a batch")
     parser.add_argument("--num-repeat", type=int, metavar="N", help="episodes of a task")
-    parser.add_argument("--max-staleness", type=int, metavar="N", help="versions that a sample may be old; 0: in step")
+    parser.add_argument(
+        "--max-staleness", type=int, metavar="N", help="maximum age of a sample in versions; 0: synchronous"
+    )
     parser.add_argument(
         "--max-carry-staleness",
         type=int,
         metavar="N",
-        help="versions that an episode may wait when training is in step",
+        help="versions for which an episode may wait when training is synchronous",
     )
-    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="beyond which the pool is cleared")
-    parser.add_argument("--engine", default="main", metavar="NAME", help="whose run (default: %(default)s)")
-    parser.add_argument("--run", type=int, metavar="R", help="which run of it (default: the last)", dest="which_run")
-    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
+    parser.add_argument("--max-pool-episodes", type=int, metavar="N", help="size above which the pool is cleared")
+    parser.add_argument("--engine", default="main", metavar="NAME", help="the engine (default: %(default)s)")
+    parser.add_argument(
+        "--run", type=int, metavar="R", help="the number of the run (default: the last)", dest="which_run"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
     add_source_arguments(parser)
 
 
@@ -243,7 +247,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, object]:
-    """Raises `BadUsage`."""
+    """Return the rules given as options. Raises `BadUsage`."""
     changes: dict[str, object] = {}
     if arguments.method is not None:
         try:
@@ -262,7 +266,7 @@ def _changes(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def render(compared: Compared) -> Iterator[str]:
-    """Both stories, one below the other, as a person reads them."""
+    """Yield the lines that show both results, one after the other."""
     yield f"run {compared.run} of engine {compared.engine}, since {clock(compared.began_ns)}"
     yield ""
     yield from _render("as it was", compared.was, compared.began_ns)
@@ -270,23 +274,23 @@ def render(compared: Compared) -> Iterator[str]:
     yield from _render("as it would have been, had nothing taken time", compared.would_be, compared.began_ns)
 
 
-def _render(title: str, story: Story, began_ns: int) -> Iterator[str]:
-    rules = story.rules
+def _render(title: str, result: WhatIfResult, began_ns: int) -> Iterator[str]:
+    rules = result.rules
     yield f"{title}: {rules.method}, {rules.batch_size} tasks x {rules.num_repeat}"
-    if story.batches:
+    if result.batches:
         yield "   step  after s     event  tasks  episodes   reward"
-    shown = story.batches if len(story.batches) <= ROWS_MAX else story.batches[: ROWS_MAX - 1]
+    shown = result.batches if len(result.batches) <= ROWS_MAX else result.batches[: ROWS_MAX - 1]
     for batch in shown:
         after_s = (batch.at_ns - began_ns) / 1e9
         yield (
             f"  {batch.step:5}  {after_s:7.1f}  {batch.position:8}  {batch.tasks:5}  {batch.episodes:8}  "
             f"{batch.reward:7.4f}"
         )
-    if len(shown) < len(story.batches):
-        yield f"  ... and {len(story.batches) - len(shown)} more; --json has them all"
-    used = sum(batch.episodes for batch in story.batches)
-    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(story.dropped.items())) or "none"
+    if len(shown) < len(result.batches):
+        yield f"  ... and {len(result.batches) - len(shown)} more; --json has them all"
+    used = sum(batch.episodes for batch in result.batches)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(result.dropped.items())) or "none"
     yield (
-        f"  {len(story.batches)} batches; of {story.ended} ended episodes {used} in batches, {story.left} left over, "
-        f"dropped: {dropped}"
+        f"  {len(result.batches)} batches; of {result.ended} ended episodes {used} in batches, "
+        f"{result.left} left over, dropped: {dropped}"
     )

@@ -70,7 +70,7 @@ class Heartbeats:
     async def _send(self, engine: str, episodes: tuple[str, ...], confirmed: tuple[str, ...]) -> None:
         touch = Touch(id=uuid.uuid4().hex, engine=engine, episodes=episodes, confirmed=confirmed)
         try:
-            await self._bus.send(touch, timeout_s=_SEND_S)
+            await self._bus.inbox.send(touch, timeout_s=_SEND_S)
         except (BusUnavailable, Refused) as error:
             # Open calls are touched again a second later.
             self._confirmed.setdefault(engine, []).extend(confirmed)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
 from bombus.hive.events import Weights, WeightsReady
 from bombus.hive.inbox import Refusal, decode_answer
@@ -126,7 +126,7 @@ class Fetcher:
         while True:
             subject = self._bus.subjects.full_copies(self._engine, trainer_epoch())
             try:
-                reply = await self._bus.requests.ask(subject, weights.where.encode(), REQUEST_S)
+                reply = await self._bus.requests.request(subject, weights.where.encode(), REQUEST_S)
                 break
             except BusUnavailable as error:
                 if loop.time() > deadline:
@@ -211,12 +211,12 @@ class Fetcher:
         """Fetch a version's objects, waiting for the bus as long as it is away."""
         while True:
             try:
-                names = await self._bus.blob_names(f"{stem}/")
+                names = await Blobs(self._bus).names(f"{stem}/")
                 if f"{stem}/{file_name}" not in names:
                     raise EngineFault(f"the object store has no {stem}/{file_name}")
                 folder.mkdir(exist_ok=True)
                 for name in names:
-                    content = await self._bus.get_blob(name)
+                    content = await Blobs(self._bus).get(name)
                     await asyncio.to_thread(_write, folder / PurePath(name).name, content)
                 return
             except LogCorrupted as error:

@@ -80,7 +80,7 @@ class ReplicaService:
     async def _leave(self) -> None:
         leaves = ReplicaLeaves(id=f"{self._instance}-leaves", engine=self._settings.engine, replica=self.name)
         with contextlib.suppress(BusUnavailable):  # without this message the replica lapses
-            await self._bus.send(leaves, timeout_s=2.0)
+            await self._bus.inbox.send(leaves, timeout_s=2.0)
 
     # ---- what is to be served ---------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class ReplicaService:
         """Put a fact into the inbox, however long the bus is away."""
         while True:
             try:
-                await self._bus.send(fact)
+                await self._bus.inbox.send(fact)
                 return
             except BusUnavailable as error:
                 log.warning("a fact waits for the bus: %s", error)
@@ -230,7 +230,7 @@ class ReplicaService:
         """Report a stage for `engine_status_detail` while the engine boots. If the bus is away it is dropped."""
         reached = StageReached(id=secrets.token_hex(8), engine=self._settings.engine, run=self._engine.run, stage=stage)
         with contextlib.suppress(BusUnavailable):
-            await self._bus.send(reached, timeout_s=1.0)
+            await self._bus.inbox.send(reached, timeout_s=1.0)
 
     async def _stay_alive(self) -> None:
         """Send an alive message regularly. If the bus is away it is dropped: it would be stale when the bus is back."""
@@ -246,7 +246,7 @@ class ReplicaService:
                 capacity=self._settings.compute.max_running,
             )
             try:
-                await self._bus.send(alive, timeout_s=self._settings.alive_every_s)
+                await self._bus.inbox.send(alive, timeout_s=self._settings.alive_every_s)
             except BusUnavailable as error:
                 log.warning("an alive message was lost: %s", error)
             await asyncio.sleep(self._settings.alive_every_s)

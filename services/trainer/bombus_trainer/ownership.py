@@ -103,7 +103,7 @@ class Tenure:
         reached(Point.TRAINER_OPENING)
         while True:
             try:
-                answer = await self._bus.ask(opens, ANSWER_S)
+                answer = await self._bus.inbox.request(opens, ANSWER_S)
                 break
             except BusUnavailable as error:
                 log.warning("opening run %d: %s", self.run, error)
@@ -139,7 +139,7 @@ class Tenure:
         """Put a fact into the inbox however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
         while True:
             try:
-                await self._bus.send(fact)
+                await self._bus.inbox.send(fact)
                 return
             except BusUnavailable as error:
                 log.warning("a fact waits for the bus: %s", error)

@@ -27,7 +27,7 @@ class Presence:
     async def is_there(self, epoch: int, timeout_s: float) -> bool:
         """Whether the trainer of that epoch answers within `timeout_s`. True while the bus itself is away."""
         try:
-            await self._bus.requests.ask(self._bus.subjects.trainer(self._engine, epoch), timeout_s=timeout_s)
+            await self._bus.requests.request(self._bus.subjects.trainer(self._engine, epoch), timeout_s=timeout_s)
         except BusUnavailable:
             return not self._bus.is_connected
         return True

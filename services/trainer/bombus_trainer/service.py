@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import NoReturn, TypeVar
 
 from bombus import telemetry
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable, EngineFault
 from bombus.faults import Point, reached
@@ -167,7 +167,7 @@ class Trainer:
         name, blob = pack_tokenizer(executor.files)
         ready = self._tenure.engine.weights
         if ready is None or ready.weights.tokenizer != name:
-            await self._bus.put_blob(name, blob)
+            await Blobs(self._bus).put(name, blob)
         self._tokenizer = name
 
     async def _publish_missing_weights(self, executor: Backend, versions: Versions) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BombusError, Code, EngineFault, Refused
@@ -128,7 +128,7 @@ class Versions:
     async def _put(self, place: Path, names: Iterable[str]) -> None:
         for name in names:
             content = await asyncio.to_thread((place / name).read_bytes)
-            await self._bus.put_blob(f"{self._objects}{place.name}/{name}", content)
+            await Blobs(self._bus).put(f"{self._objects}{place.name}/{name}", content)
             reached(Point.TRAINER_WEIGHTS_STORED)
 
     @property
@@ -161,13 +161,13 @@ class Versions:
 
     async def _prune_objects(self, kept: set[str]) -> None:
         stem = f"weights/{self._options.engine}/run-"
-        for name in await self._bus.blob_names(stem):
+        for name in await Blobs(self._bus).names(stem):
             run, _, rest = name.removeprefix(stem).partition("/")
             place = rest.partition("/")[0]
             epoch = epoch_of(place)
             ours = int(run) == self._run and epoch is not None and epoch <= self._epoch
             if int(run) < self._run or (ours and place not in kept):
-                await self._bus.delete_blob(name)
+                await Blobs(self._bus).delete(name)
 
     # ---- full copies on demand --------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Versions:
             await asyncio.to_thread(complete, executor, place, self._held, self._epoch)
         if self._stored:
             stem = f"{self._objects}{place.name}/"
-            there = {name.removeprefix(stem) for name in await self._bus.blob_names(stem)}
+            there = {name.removeprefix(stem) for name in await Blobs(self._bus).names(stem)}
             await self._put(place, sorted({file.name for file in place.iterdir()} - there))
 
 

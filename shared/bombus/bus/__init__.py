@@ -1,8 +1,8 @@
-"""The bus: NATS JetStream as bombus uses it. Needs nats-py (`bombus[bus]`); the SDK does without this package."""
+"""The bus: NATS JetStream as bombus uses it. Needs nats-py (`bombus[bus]`), which the SDK does without."""
 
-from bombus.bus.blobs import BlobMissing
+from bombus.bus.append import Outgoing, append, log_id
+from bombus.bus.blobs import BlobMissing, Blobs
 from bombus.bus.connection import Bus
-from bombus.bus.flight import Outgoing, fly, log_id
 from bombus.bus.headers import EPOCH, INBOX, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
@@ -16,6 +16,7 @@ __all__ = [
     "TRACEPARENT",
     "AckLost",
     "BlobMissing",
+    "Blobs",
     "Bus",
     "EmbeddedServer",
     "Outgoing",
@@ -26,6 +27,6 @@ __all__ = [
     "StreamLimits",
     "StreamState",
     "WrongSequence",
-    "fly",
+    "append",
     "log_id",
 ]

@@ -1,7 +1,7 @@
-"""Reading a long stretch of a stream fast: a connection of its own, and a parser for nothing but what was asked for.
+"""Read a long part of a stream fast: over a connection of its own, with a parser for nothing else.
 
-nats-py spends some 10 us on a message with headers, this under 2. It knows the plain case alone. At anything else it
-stops, and whoever called it goes on behind the last message in the usual way: it makes reading faster, never wrong.
+nats-py spends some 10 us on a message with headers, this under 2. It handles only the plain case. At anything else it
+stops, and the caller continues after the last message in the usual way: it makes reading faster, never wrong.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ CREDIT_MESSAGES = 10_000  # in each of two requests
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
-CHUNK_BYTES = 512 << 10  # parsed at once: what takes some milliseconds
+CHUNK_BYTES = 512 << 10  # parsed at once, in some milliseconds
 _PORT = 4222
 _NS = 1_000_000_000
 
 
 class BulkStopped(Exception):
-    """Something came that is not plain; says what. All that was read before is good."""
+    """Something unexpected arrived, which the message names. Everything read before it is good."""
 
 
-class Stretch(msgspec.Struct, frozen=True):
-    """What to read: `first` to `last` of a stream, by a pull consumer without acknowledgements that begins there.
+class StreamRange(msgspec.Struct, frozen=True):
+    """The messages `first` to `last` of a stream, read from a pull consumer without acknowledgements that begins there.
 
-    `inbox` is a subject that nobody else uses, `credit_bytes` what one request may bring.
+    `inbox` is a subject that nobody else uses; `credit_bytes` is the limit of one request.
     """
 
     stream: str
@@ -40,16 +40,16 @@ class Stretch(msgspec.Struct, frozen=True):
     credit_bytes: int
 
 
-async def read_bulk(server: ParseResult, stretch: Stretch) -> AsyncGenerator[list[Stored], None]:
-    """Every message of the stretch, in order, in groups that take some milliseconds to parse.
+async def read_bulk(server: ParseResult, wanted: StreamRange) -> AsyncGenerator[list[Stored], None]:
+    """Yield every message of the range, in order, in groups that take some milliseconds to parse.
 
-    Raises `BulkStopped` or `OSError` before the end: at a gap, an error, two seconds without a message, a server that
-    asks for more than a password.
+    Raises `BulkStopped` or `OSError` before the end: at a gap, an error, two seconds without a message, or a server
+    that requires more than a password.
     """
     try:
         reader, writer = await _open(server)
         try:
-            puller = _Puller(writer, stretch)
+            puller = _Puller(writer, wanted)
             while not puller.done:
                 async with asyncio.timeout(SILENCE_S):
                     group = await _next_group(reader, puller)
@@ -62,8 +62,8 @@ async def read_bulk(server: ParseResult, stretch: Stretch) -> AsyncGenerator[lis
 
 async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[Stored]:
     while True:
-        puller.ask()
-        await asyncio.sleep(0)  # a read that need not wait lets nobody else run
+        puller.request_more()
+        await asyncio.sleep(0)  # a read that does not have to wait lets no other task run
         chunk = await reader.read(CHUNK_BYTES)
         if not chunk:
             raise BulkStopped("the server closed the connection")
@@ -73,9 +73,9 @@ async def _next_group(reader: asyncio.StreamReader, puller: "_Puller") -> list[S
 
 
 async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that was let in. As in nats-py a user without a password is a token."""
+    """Connect and log in. As in nats-py, a user without a password is a token."""
     if server.scheme != "nats" or server.hostname is None:
-        raise BulkStopped(f"only plain connections are fast, this is {server.scheme}")
+        raise BulkStopped(f"only plain connections are read in bulk, this is {server.scheme}")
     options = {"verbose": False, "pedantic": False, "lang": "python", "version": "1", "protocol": 1, "headers": True}
     if server.password is not None:
         options |= {"user": server.username, "pass": server.password}
@@ -98,40 +98,40 @@ async def _open(server: ParseResult) -> tuple[asyncio.StreamReader, asyncio.Stre
 
 
 class _Puller:
-    """Asks for messages and takes apart what comes."""
+    """Requests messages and parses what arrives."""
 
-    def __init__(self, writer: asyncio.StreamWriter, stretch: Stretch) -> None:
+    def __init__(self, writer: asyncio.StreamWriter, wanted: StreamRange) -> None:
         self._write = writer.write
-        self._stretch = stretch
-        self._next = stretch.first
-        self._credit = 0  # messages asked for and neither delivered nor given back
-        self._ack_head = 0  # length of a reply subject up to the message's sequence: the same in all of them
+        self._range = wanted
+        self._next = wanted.first
+        self._credit = 0  # messages requested and neither delivered nor given back
+        self._ack_head = 0  # length of a reply subject up to the message's sequence, the same in all of them
         self._pieces: list[bytes] = []  # the beginning of a message whose end is still to come
         self._have = 0
         self._need = 0
-        self._write(f"SUB {stretch.inbox} 1\r\n".encode())
+        self._write(f"SUB {wanted.inbox} 1\r\n".encode())
 
     @property
     def done(self) -> bool:
-        return self._next > self._stretch.last
+        return self._next > self._range.last
 
-    def ask(self) -> None:
-        """Have two requests under way, for no more than the stretch."""
-        stretch = self._stretch
-        while self._credit <= CREDIT_MESSAGES and (left := stretch.last + 1 - self._next - self._credit) > 0:
+    def request_more(self) -> None:
+        """Keep two requests in flight, for no more than the range."""
+        wanted = self._range
+        while self._credit <= CREDIT_MESSAGES and (left := wanted.last + 1 - self._next - self._credit) > 0:
             request = {
                 "batch": min(left, CREDIT_MESSAGES),
-                "max_bytes": stretch.credit_bytes,
+                "max_bytes": wanted.credit_bytes,
                 "expires": int(EXPIRES_S * _NS),
                 "idle_heartbeat": int(HEARTBEAT_S * _NS),
             }
             body = json.dumps(request)
-            subject = f"$JS.API.CONSUMER.MSG.NEXT.{stretch.stream}.{stretch.consumer}"
-            self._write(f"PUB {subject} {stretch.inbox} {len(body)}\r\n{body}\r\n".encode())
+            subject = f"$JS.API.CONSUMER.MSG.NEXT.{wanted.stream}.{wanted.consumer}"
+            self._write(f"PUB {subject} {wanted.inbox} {len(body)}\r\n{body}\r\n".encode())
             self._credit += min(left, CREDIT_MESSAGES)
 
     def feed(self, chunk: bytes) -> list[Stored]:
-        """The messages that `chunk` completes. At what is none: `BulkStopped`, `ValueError` or `IndexError`."""
+        """Return the messages that `chunk` completes. Raises `BulkStopped`, `ValueError` or `IndexError`."""
         self._pieces.append(chunk)
         self._have += len(chunk)
         if self._have < self._need:
@@ -145,10 +145,10 @@ class _Puller:
         return group
 
     def _take(self, data: bytes, group: list[Stored]) -> int:
-        """Put the messages in `data` into `group`; returns where the first that is not whole begins."""
-        find, seq, ack_head, whole, at = data.find, self._next, self._ack_head, len(data) - 2, 0
+        """Put the messages in `data` into `group`; return where the first incomplete one begins."""
+        find, seq, ack_head, complete_up_to, at = data.find, self._next, self._ack_head, len(data) - 2, 0
         self._need = 0
-        # For one byte and not for two, which takes twice as long.
+        # Search for one byte, not for two, which takes twice as long.
         while (line_end := find(b"\n", at) - 1) >= 0:
             words = data[at:line_end].split(b" ")
             if words[0] != b"HMSG" and words[0] != b"MSG":
@@ -157,7 +157,7 @@ class _Puller:
                 continue
             start = line_end + 2
             end = start + int(words[-1])
-            if end > whole:
+            if end > complete_up_to:
                 self._need = end + 2 - at
                 break
             if len(words) == 6:  # HMSG <subject> <sid> <reply> <bytes of headers> <bytes>
@@ -172,7 +172,7 @@ class _Puller:
                 ack_head = self._ack_head = self._ack_head_of(words[3])
             ack = words[3][ack_head:].split(b".")  # sequence in the stream, in the consumer, time, ...
             if int(ack[0]) != seq:
-                raise BulkStopped(f"{ack[0].decode()} came where {seq} was awaited")
+                raise BulkStopped(f"{ack[0].decode()} came where {seq} was expected")
             headers = LazyHeaders(data[start:body]) if body > start else NO_HEADERS
             group.append(Stored(seq, words[1].decode(), data[body:end], headers, int(ack[2])))
             seq += 1
@@ -181,8 +181,8 @@ class _Puller:
         return at
 
     def _ack_head_of(self, reply: bytes) -> int:
-        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>..., in newer servers <domain>.<account> behind ACK.
-        own = f".{self._stretch.stream}.{self._stretch.consumer}.1.".encode()
+        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>...; newer servers have <domain>.<account> after ACK.
+        own = f".{self._range.stream}.{self._range.consumer}.1.".encode()
         at = reply.find(own)
         if not reply.startswith(b"$JS.ACK.") or at < 0:
             raise BulkStopped(f"a message of another consumer: {reply!r}")
@@ -201,4 +201,4 @@ class _Puller:
         unused = parse_headers(head).get("Nats-Pending-Messages")
         if status[:3] not in (b"404", b"408", b"409") or unused is None:
             raise BulkStopped(f"status {status.decode('utf-8', 'replace')}")
-        self._credit -= int(unused)  # the request is over, by time or by bytes
+        self._credit -= int(unused)  # the request has ended, by time or by bytes

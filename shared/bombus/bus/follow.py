@@ -1,4 +1,4 @@
-"""Follows a hive's events and keeps their fold: how every service but the coordinator knows the state."""
+"""Follow a hive's events and keep their fold, which is how every service but the coordinator knows the state."""
 
 import asyncio
 import logging
@@ -18,11 +18,11 @@ Predicate = Callable[[Hive], bool]
 
 
 class Follower:
-    """`hive` is the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
+    """Keeps `hive`, the fold of all events up to `position`. Start `run()` as a task; it ends when cancelled.
 
-    `on_event(position, event)` is called after each event has been folded in, and must not block. Whoever gives
-    `on_start` wants every event that is kept: it is told the position and the state that they follow. All others begin
-    at the newest snapshot.
+    `on_event(position, event)` is called after each event is folded, and must not block. With `on_start`, every event
+    that is kept is folded, and `on_start` is called first with the position and the state that they follow. Without it,
+    the fold begins at the newest snapshot.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Follower:
 
     @property
     def traceparent(self) -> str:
-        """The trace of the event that was folded last, "" when nobody traces."""
+        """Return the trace of the event folded last, "" without tracing."""
         return "" if self._newest is None else self._newest.headers.get(TRACEPARENT, "")
 
     async def run(self) -> None:
@@ -51,13 +51,13 @@ class Follower:
             async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
                 while self._fold(await reader.read()):
                     self._wake()
-            log.warning("the log was compacted beyond event %d: going on from a snapshot", self.position)
+            log.warning("the log was compacted beyond event %d: continuing from a snapshot", self.position)
 
     async def _start(self) -> None:
-        """Take the state that the first event to be read follows. A bus that is away is waited for."""
+        """Load the state that precedes the first event to be read. Wait for as long as the bus is away."""
         while True:
             try:
-                start = await snapshots.start_of(self._bus, whole=self._on_start is not None)
+                start = await snapshots.start_of(self._bus, from_first=self._on_start is not None)
                 break
             except BusUnavailable as error:
                 if self._bus.is_closed:
@@ -68,7 +68,7 @@ class Follower:
             self._on_start(start.position, deepcopy(start.hive))
 
     def _fold(self, group: Sequence[Stored]) -> bool:
-        """False when events between our position and these are gone."""
+        """Fold a group. Return False when the events between our position and it are gone."""
         for stored in group:
             if stored.seq != self.position + 1:
                 return False
@@ -81,15 +81,15 @@ class Follower:
         return True
 
     def _wake(self) -> None:
-        still: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
+        still_waiting: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         for holds, future in self._waiting:
             if future.done():
                 continue
             if holds():
                 future.set_result(None)
             else:
-                still.append((holds, future))
-        self._waiting = still
+                still_waiting.append((holds, future))
+        self._waiting = still_waiting
 
     async def wait_for(self, predicate: Predicate, timeout_s: float | None = None) -> None:
         """Return once `predicate(hive)` holds. Raises `TimeoutError`."""
@@ -115,7 +115,7 @@ class Follower:
 
 
 def read_event(stored: Stored) -> AnyEvent:
-    """The event of a message. Raises `LogCorrupted` for one that this version cannot read."""
+    """Decode the event of a message. Raises `LogCorrupted` for one that this version cannot read."""
     try:
         return decode_event(stored.data)
     except msgspec.MsgspecError as error:

@@ -1,8 +1,8 @@
-"""Names of message headers: ours, and those of the server that we set by hand."""
+"""The names of message headers: our own, and those of the server that we set."""
 
 EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote it (R4)
 INBOX = "Bombus-Inbox"  # on events: the inbox sequence that it answers (R2)
-REPLY = "Bombus-Reply"  # on commands: the core NATS subject where the answer is awaited
+REPLY = "Bombus-Reply"  # on commands: the core NATS subject for the answer
 TRACEPARENT = "traceparent"  # W3C trace context
 
 MSG_ID = "Nats-Msg-Id"

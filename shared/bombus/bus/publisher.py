@@ -1,7 +1,7 @@
-"""Publishing into streams: one inbox for all acknowledgements, a bounded window, repeats under the same message id.
+"""Publish into streams: one inbox for all acknowledgements, a bounded window, repeats under the same message id.
 
-nats-py's own `publish_async` loses failures and leaks its slots, and `publish` costs a task and a timer a message;
-this uses neither (the figures are in bench/bus.py).
+This uses neither nats-py's `publish_async`, which loses failures and leaks its slots, nor its `publish`, which costs a
+task and a timer for each message (bench/bus.py measures them).
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 from nats.errors import (
     ConnectionClosedError,
     ConnectionDrainingError,
@@ -23,70 +24,46 @@ from bombus.errors import BombusError, BusUnavailable, Code, Refused
 
 logger = logging.getLogger(__name__)
 
+MESSAGES_MAX = 4096  # in flight at once
+BYTES_MAX = 32 << 20
 SWEEP_S = 0.1
 HEADER_ROOM_BYTES = 4096  # the server counts headers into max_payload, the client library does not
 _OVERHEAD_BYTES = 256
-_NOBODY = "no stream takes this subject, or it has no leader now"
+_NO_RESPONDER = "no stream takes this subject, or it has no leader now"
 
 
-class _Entry:
-    """A message that waits for its acknowledgement."""
+class _Entry(msgspec.Struct, eq=False):
+    """A message that waits for its acknowledgement. `failure` is what to raise when its time is up."""
 
-    __slots__ = (
-        "again",
-        "body",
-        "deadline",
-        "failure",
-        "future",
-        "headers",
-        "reply",
-        "sent_at",
-        "size",
-        "subject",
-    )
-
-    def __init__(
-        self,
-        subject: str,
-        body: bytes,
-        headers: dict[str, str],
-        reply: str,
-        future: asyncio.Future[PubAck],
-        size: int,
-        now: float,
-        timeout_s: float,
-        again: bool,
-    ) -> None:
-        self.subject = subject
-        self.body = body
-        self.headers = headers
-        self.reply = reply
-        self.future = future
-        self.size = size
-        self.sent_at = now
-        self.deadline = now + timeout_s
-        self.again = again
-        self.failure: BombusError = BusUnavailable(f"{subject}: no acknowledgement within {timeout_s:g} s")
+    subject: str
+    body: bytes
+    headers: dict[str, str]
+    reply: str
+    future: asyncio.Future[PubAck]
+    size: int
+    sent_at: float
+    deadline: float
+    repeat: bool
+    failure: BombusError
 
 
 class Publisher:
-    """One for each connection; its owner calls `connection_lost` and `connection_back`."""
+    """Publishes for one connection, whose owner calls `connection_lost` and `connection_back`."""
 
     def __init__(
         self,
         client: Any,
         inbox: str,
         *,
-        messages_max: int = 4096,
-        bytes_max: int = 32 << 20,
-        again_after_s: float = 2.0,
+        window: Window | None = None,
+        repeat_after_s: float = 2.0,
         room_wait_s: float = 5.0,
     ) -> None:
         self._client = client
-        self._again_after_s = again_after_s
+        self._repeat_after_s = repeat_after_s
         self._room_wait_s = room_wait_s
         self._prefix = f"{inbox}."
-        self._window = Window(messages_max, bytes_max)
+        self._window = window or Window(MESSAGES_MAX, BYTES_MAX)
         self._waiting: dict[int, _Entry] = {}
         self._next = 0
         self._loop = asyncio.get_running_loop()
@@ -97,10 +74,6 @@ class Publisher:
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_ack)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._waiting)
-
     async def publish(
         self,
         subject: str,
@@ -109,16 +82,14 @@ class Publisher:
         msg_id: str,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
-        again: bool = True,
     ) -> PubAck:
-        """Store one message and return where. Repeated under `msg_id` until it is acknowledged or time is up.
+        """Store one message and return where. It is sent again under `msg_id` until it is acknowledged.
 
-        Raises `BusUnavailable` when it cannot be had within `timeout_s` or the stream is full, `WrongSequence` when
-        an expected sequence in `headers` does not hold, `Refused` when it is over the server's size limit.
+        Raises `BusUnavailable` when there is no acknowledgement within `timeout_s` or the stream is full,
+        `WrongSequence` when an expected sequence in `headers` does not hold, `Refused` when it is over the server's
+        size limit.
         """
-        return await (
-            await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s, again=again)
-        )
+        return await (await self.submit(subject, body, msg_id=msg_id, headers=headers, timeout_s=timeout_s))
 
     async def submit(
         self,
@@ -128,45 +99,57 @@ class Publisher:
         msg_id: str,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 10.0,
-        again: bool = True,
     ) -> asyncio.Future[PubAck]:
-        """Send, and return a future of the acknowledgement: for many in flight at once.
+        """Send as `publish` does, and return a future of the acknowledgement: for many in flight at once.
 
-        Messages of one task go out in the order of its calls. Waits only for room in the window. With `again`
-        false the message goes out once: its future fails with `AckLost` as soon as the connection breaks.
+        Messages of one task go out in the order of its calls. This waits only for room in the window.
         """
+        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, repeat=True)
+
+    async def submit_once(
+        self,
+        subject: str,
+        body: bytes,
+        *,
+        msg_id: str,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = 10.0,
+    ) -> asyncio.Future[PubAck]:
+        """Send as `submit` does, but never again: the future fails with `AckLost` as soon as the connection breaks."""
+        return await self._submit(subject, body, {MSG_ID: msg_id, **(headers or {})}, timeout_s, repeat=False)
+
+    async def _submit(
+        self, subject: str, body: bytes, headers: dict[str, str], timeout_s: float, repeat: bool
+    ) -> asyncio.Future[PubAck]:
         self.check(body)
         size = len(body) + _OVERHEAD_BYTES
-        if not self._window.try_take(size):
-            await self._window.take(size, min(timeout_s, self._room_wait_s))
-        future: asyncio.Future[PubAck] = self._loop.create_future()
-        all_headers = {MSG_ID: msg_id}
-        if headers:
-            all_headers.update(headers)
+        if not self._window.try_acquire(size):
+            await self._window.acquire(size, min(timeout_s, self._room_wait_s))
         token = self._next
         self._next = token + 1
-        entry = _Entry(
-            subject,
-            body,
-            all_headers,
-            f"{self._prefix}{token}",
-            future,
-            size,
-            self._loop.time(),
-            timeout_s,
-            again,
+        now = self._loop.time()
+        entry = self._waiting[token] = _Entry(
+            subject=subject,
+            body=body,
+            headers=headers,
+            reply=f"{self._prefix}{token}",
+            future=self._loop.create_future(),
+            size=size,
+            sent_at=now,
+            deadline=now + timeout_s,
+            repeat=repeat,
+            failure=BusUnavailable(f"{subject}: no acknowledgement within {timeout_s:g} s"),
         )
-        self._waiting[token] = entry
         if self._timer is None:
             self._timer = self._loop.call_later(SWEEP_S, self._sweep)
         if self._client.is_connected:
             await self._send(token, entry)
-        elif not again or self._closed:
+        elif not repeat or self._closed:
             self._finish(token, entry, BusUnavailable(f"{subject}: the bus is not connected"))
-        return future
+        return entry.future
 
     async def send_without_ack(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
-        """Send and wait for nothing: the leading messages of an atomic batch, answered by its last."""
+        """Send without waiting for anything: for all but the last message of an atomic batch, which answers for it."""
         self.check(body)
         try:
             await self._client.publish(subject, body, headers=headers)
@@ -175,11 +158,11 @@ class Publisher:
 
     @property
     def message_bytes_max(self) -> int:
-        """The largest body that the server takes, with room for headers."""
+        """Return the largest body that can be published now, in bytes: the server's limit less room for headers."""
         return int(self._client.max_payload) - HEADER_ROOM_BYTES
 
     def check(self, body: bytes) -> None:
-        """Raise `Refused` when a body is over the server's limit."""
+        """Raise `Refused` when `body` is over the server's limit."""
         if len(body) > self.message_bytes_max:
             raise Refused(
                 Code.TOO_LARGE,
@@ -189,20 +172,15 @@ class Publisher:
 
     def connection_lost(self) -> None:
         for token, entry in list(self._waiting.items()):
-            if not entry.again:
+            if not entry.repeat:
                 self._finish(token, entry, AckLost(f"{entry.subject}: the connection broke"))
 
     def connection_back(self) -> None:
-        """Send everything that waits again, in its order: it may never have left, or its answer may be lost."""
+        """Send every waiting message again, in order: it may never have left, or its acknowledgement may be lost."""
         self._resend(list(self._waiting.items()))
 
-    async def settle(self, timeout_s: float) -> None:
-        """Wait until nothing is in flight any more, at most `timeout_s`."""
-        if self._waiting:
-            await asyncio.wait([entry.future for entry in self._waiting.values()], timeout=timeout_s)
-
     def close(self) -> None:
-        """Fail whatever still waits."""
+        """Fail every message that still waits."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -225,18 +203,18 @@ class Publisher:
         token = int(message.subject[len(self._prefix) :])
         entry = self._waiting.get(token)
         if entry is None:
-            return  # given up, or the answer to a repeat
-        result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NOBODY}")
-        if isinstance(result, NotNow) and entry.again:
+            return  # it was given up, or this acknowledges a repeat
+        result = ack_of(message.data, entry.subject) if message.data else NotNow(f"{entry.subject}: {_NO_RESPONDER}")
+        if isinstance(result, NotNow) and entry.repeat:
             entry.failure = result
-            entry.sent_at = self._loop.time() - self._again_after_s  # the next sweep sends it again
+            entry.sent_at = self._loop.time() - self._repeat_after_s  # the next sweep sends it again
         else:
             self._finish(token, entry, result)
 
     def _finish(self, token: int, entry: _Entry, result: PubAck | BombusError) -> None:
         if self._waiting.pop(token, None) is None:
             return
-        self._window.give(entry.size)
+        self._window.release(entry.size)
         if entry.future.done():
             return  # the caller gave up
         if isinstance(result, PubAck):
@@ -253,7 +231,7 @@ class Publisher:
                 self._finish(token, entry, BusUnavailable("cancelled"))
             elif entry.deadline <= now:
                 self._finish(token, entry, entry.failure)
-            elif entry.again and now - entry.sent_at >= self._again_after_s:
+            elif entry.repeat and now - entry.sent_at >= self._repeat_after_s:
                 late.append((token, entry))
         if late and self._client.is_connected:
             self._resend(late)

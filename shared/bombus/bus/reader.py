@@ -1,9 +1,9 @@
-"""Reading a stream from a position on: every message once, in order, over restarts of the server.
+"""Read a stream from a position on: every message once, in order, across restarts of the server.
 
-An ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its ordered
-consumer drops silently; here messages come by callback against credits, their delivery sequence is checked, and the
-consumer is made anew behind the last good message on any gap, error status or silence. A long stretch that is there
-when reading begins comes by `bulk`.
+This uses an ephemeral pull consumer without acknowledgements. nats-py's `fetch` pays a timer for each message and its
+ordered consumer drops messages silently; here they come by callback against credits, their delivery sequence is
+checked, and a new consumer continues after the last good message upon any gap, error status or silence. Many messages
+that are there when reading begins are read by `bulk`.
 """
 
 import asyncio
@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from nats.errors import Error as NatsError
 
-from bombus.bus.bulk import BulkStopped, Stretch, read_bulk
+from bombus.bus.bulk import BulkStopped, StreamRange, read_bulk
 from bombus.bus.connection import Bus
+from bombus.bus.requests import ApiCall
 from bombus.bus.wire import (
     NO_HEADERS,
     ReceivedMessage,
@@ -28,13 +29,13 @@ from bombus.errors import BombusError, BusUnavailable, LogCorrupted
 logger = logging.getLogger(__name__)
 
 CREDIT_MESSAGES = 5_000
-CREDIT_BYTES = 8 << 20  # in each request: without it large messages overrun the server's limit for a connection
+CREDIT_BYTES = 8 << 20  # in each request: without it large messages exceed the server's limit for a connection
 EXPIRES_S = 2.0
 HEARTBEAT_S = 0.5
 SILENCE_S = 2.0
-CREATE_S = 0.5  # for the server to make a consumer, doubled with each attempt up to CREATE_S_MAX
+CREATE_S = 0.5  # allowed for making a consumer, doubled with each attempt up to CREATE_S_MAX
 CREATE_S_MAX = 2.0
-BULK_MESSAGES = 5_000  # so many that are there already are worth a connection of their own
+BULK_MESSAGES = 5_000  # as many as this are worth a connection of their own
 INACTIVE_S = 30.0
 _PAUSE_S = 0.05
 _NS = 1_000_000_000
@@ -42,10 +43,10 @@ _MESSAGE_ROOM_BYTES = 64 << 10  # subject, reply and headers of a message of the
 
 
 class Reader:
-    """Messages of `stream` from `start_seq` on, or from the first that is still kept.
+    """Reads the messages of `stream` from `start_seq` on, or from the first that is still kept.
 
     Use it with `async with`, or call `close`. One task reads at a time. What is read ahead is bounded (15,000
-    messages, 24 MB): when nobody reads, no more is asked for.
+    messages, 24 MB): while `read` is not called, no more is requested.
     """
 
     def __init__(self, bus: Bus, stream: str, start_seq: int = 1, filter_subject: str | None = None) -> None:
@@ -62,18 +63,18 @@ class Reader:
         self._keeper: asyncio.Task[None] | None = None
         self._inbox = bus.new_inbox()
         self._generation = 0
-        # Of the present consumer:
-        self._consumer = ""  # "" while there is none to listen to
+        # The current consumer:
+        self._consumer = ""  # its name, "" while there is none
         self._delivered = 0  # its delivery sequence
-        self._credit = 0  # messages asked for and not yet delivered
-        self._heard = False
+        self._credit = 0  # messages requested and not yet delivered
+        self._active = False
         self._wake = asyncio.Event()
 
     async def read(self, max_messages: int = CREDIT_MESSAGES) -> list[Stored]:
-        """What has arrived, in order; waits until there is at least one message. A cancelled read loses nothing.
+        """Wait for at least one message and return those that have arrived, in order. A cancelled read loses nothing.
 
         Raises `LogCorrupted` when the stream ends before the reader's position, `BusUnavailable` when the bus was
-        closed, `ServerRefused` when there is no such stream. A bus that is merely away is waited for.
+        closed, `ServerRefused` when there is no such stream. While the bus is only disconnected, it waits.
         """
         if self._keeper is None:
             self._keeper = asyncio.create_task(self._keep())
@@ -97,18 +98,8 @@ class Reader:
             for stored in await self.read():
                 yield stored
 
-    @property
-    def buffered(self) -> int:
-        """Messages that have arrived and are not read yet."""
-        return len(self._buffer)
-
-    @property
-    def consumers_made(self) -> int:
-        """How often reading began or began again: a number that grows tells of a server in trouble."""
-        return self._generation
-
     async def close(self) -> None:
-        """Stop reading. The server forgets the consumer at once, or after a while when it cannot be reached."""
+        """Stop reading. The server removes the consumer at once, or after a while when it cannot be reached."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -125,13 +116,13 @@ class Reader:
         if not message.reply:
             self._on_status(message)
             return
-        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>, and in newer servers
-        # <domain>.<account> behind ACK.
+        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>; newer servers have
+        # <domain>.<account> after ACK.
         tokens = message.reply.split(".")
         at = 3 if len(tokens) == 9 else 5
         if tokens[at] != self._consumer:
-            return  # a consumer that was given up
-        self._heard = True
+            return  # from a consumer that was given up
+        self._active = True
         delivered = int(tokens[at + 3])
         if delivered != self._delivered + 1:
             self._give_up(f"delivery {delivered} came after {self._delivered}")
@@ -144,7 +135,7 @@ class Reader:
             data = message.data
             self._buffer.append(Stored(seq, message.subject, data, message.headers or NO_HEADERS, int(tokens[at + 4])))
             self._buffer_bytes += len(data)
-            self._tell()
+            self._notify()
         if self._wants_more():
             self._wake.set()
 
@@ -153,18 +144,18 @@ class Reader:
             return
         headers = message.headers or {}
         status = headers.get("Status")
-        self._heard = True
+        self._active = True
         if status == "100":  # heartbeat
             return
         unused = headers.get("Nats-Pending-Messages")
         if status in ("404", "408", "409") and unused is not None:
-            self._credit -= int(unused)  # the request is over, by time or by bytes
+            self._credit -= int(unused)  # the request has ended, by time or by bytes
             self._wake.set()
             return
         self._give_up(f"status {status} {headers.get('Description', '')}")
 
     def _give_up(self, why: str) -> None:
-        """Listen no longer to this consumer; the keeper makes another."""
+        """Stop listening to this consumer; the keeper makes another."""
         if self._consumer:
             logger.info("reader of %s at %d: a new consumer, because of %s", self.stream, self._last, why)
         self._consumer = ""
@@ -181,7 +172,7 @@ class Reader:
 
     async def _keep(self) -> None:
         client = self._bus.client
-        stop_listening = self._bus.when_back(lambda: self._give_up("a new connection"))
+        stop_listening = self._bus.on_reconnect(lambda: self._give_up("a new connection"))
         subscription: Any = None
         try:
             subscription = await client.subscribe(
@@ -190,21 +181,21 @@ class Reader:
                 pending_msgs_limit=4 * CREDIT_MESSAGES,
                 pending_bytes_limit=8 * self._credit_bytes(),
             )
-            await self._run_up()
+            await self._read_backlog()
             while True:
                 await self._make_consumer()
                 await self._give_credit()
         except BombusError as error:
             self._fail(error)
-        except Exception as error:  # the task's edge: whoever reads must hear of it, nobody awaits the keeper
+        except Exception as error:  # nobody awaits the keeper: the reader has to learn of it
             logger.exception("reader of %s", self.stream)
             self._fail(BusUnavailable(f"reader of {self.stream}: {error!r}"))
         finally:
             stop_listening()
-            await self._leave(subscription)
+            await self._unsubscribe(subscription)
 
-    async def _run_up(self) -> None:
-        """Take in what is there already in bulk, if it is much. However that ends, a consumer goes on behind it."""
+    async def _read_backlog(self) -> None:
+        """Read what is there already in bulk, if it is much. However that ends, a consumer continues after it."""
         server = self._bus.client.connected_url
         if self._filter is not None or server is None:
             return
@@ -215,32 +206,32 @@ class Reader:
                 return
             inbox = self._bus.new_inbox()
             await self._create(_flat(inbox), first)
-            stretch = Stretch(self.stream, _flat(inbox), inbox, first, state.last_seq, self._credit_bytes())
+            backlog = StreamRange(self.stream, _flat(inbox), inbox, first, state.last_seq, self._credit_bytes())
             try:
-                async with aclosing(read_bulk(server, stretch)) as groups:
+                async with aclosing(read_bulk(server, backlog)) as groups:
                     async for group in groups:
                         await self._take(group)
             finally:
-                await self._delete(stretch.consumer)
+                await self._delete(backlog.consumer)
             logger.info("reader of %s: read %d to %d in bulk", self.stream, first, state.last_seq)
         except (BulkStopped, BusUnavailable, OSError) as error:
             logger.info("reader of %s at %d: no longer in bulk, because of %r", self.stream, self._last, error)
 
     async def _take(self, group: list[Stored]) -> None:
-        """Put a group behind what is buffered; return when there is room for another."""
+        """Append a group to the buffer; return when there is room for another."""
         self._last = group[-1].seq
         self._buffer += group
         self._buffer_bytes += sum([len(stored.data) for stored in group])
-        self._tell()
+        self._notify()
         while not self._wants_more():
             self._wake.clear()
             await self._wake.wait()
 
     async def _make_consumer(self) -> None:
-        """Make a consumer that starts behind the last message. Waits for the bus for as long as it is away.
+        """Make a consumer that starts after the last message. Wait for as long as the bus cannot be reached.
 
-        Each attempt is a consumer of its own: where a cluster has given one to a server that has just died, its name
-        is taken, and nobody answers for it until that server is back.
+        Each attempt makes a consumer under another name: when a cluster has assigned one to a server that has just
+        died, its name is taken and nothing answers for it until that server is back.
         """
         timeout_s = CREATE_S
         while True:
@@ -253,13 +244,13 @@ class Reader:
             except BusUnavailable as unavailable:
                 if self._bus.is_closed:
                     raise
-                level = logging.WARNING if timeout_s == CREATE_S else logging.INFO  # it says so once
+                level = logging.WARNING if timeout_s == CREATE_S else logging.INFO  # warn only once
                 logger.log(level, "reader of %s waits: %s", self.stream, unavailable)
                 timeout_s = min(2 * timeout_s, CREATE_S_MAX)
                 await asyncio.sleep(_PAUSE_S)
         self._delivered = 0
         self._credit = 0
-        self._heard = True
+        self._active = True
         self._consumer = name
 
     async def _create(self, name: str, start_seq: int, timeout_s: float = CREATE_S_MAX) -> None:
@@ -279,15 +270,15 @@ class Reader:
             subject += f".{self._filter}"
         body = json.dumps({"stream_name": self.stream, "config": config}).encode()
         what = f"reader of {self.stream}"
-        await self._bus.requests.api(what, subject, decode_consumer, body, timeout_s=timeout_s)
+        await self._bus.requests.api(ApiCall(what, subject, decode_consumer, body), timeout_s)
 
     async def _delete(self, name: str) -> None:
-        """The server forgets it by itself, only later."""
+        """Delete a consumer now; the server would do so by itself later."""
         if self._bus.is_connected:
             await self._bus.client.publish(f"$JS.API.CONSUMER.DELETE.{self.stream}.{name}")
 
     async def _check_length(self) -> None:
-        """The server takes a position behind the end without a word, but then the log has lost its end (R6)."""
+        """Raise `LogCorrupted` when the stream has lost its end: the server accepts a position after it (R6)."""
         if self._last == 0:
             return
         state = await self._bus.state(self.stream)
@@ -298,7 +289,7 @@ class Reader:
             )
 
     async def _give_credit(self) -> None:
-        """Ask for messages whenever there is room; return when the consumer must be made anew."""
+        """Request messages whenever there is room; return when a new consumer is needed."""
         loop = asyncio.get_running_loop()
         check_at = loop.time() + SILENCE_S
         while self._consumer:
@@ -309,9 +300,9 @@ class Reader:
                     await self._wake.wait()
                 self._wake.clear()
             except TimeoutError:
-                if self._credit > 0 and not self._heard:
+                if self._credit > 0 and not self._active:
                     self._give_up("silence")
-                self._heard = False
+                self._active = False
                 check_at = loop.time() + SILENCE_S
 
     async def _pull(self) -> None:
@@ -336,14 +327,14 @@ class Reader:
 
     def _fail(self, error: BombusError) -> None:
         self._failure = error
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        """Whoever reads has something to come for."""
+    def _notify(self) -> None:
+        """Wake the task that waits in `read`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def _leave(self, subscription: Any) -> None:
+    async def _unsubscribe(self, subscription: Any) -> None:
         consumer, self._consumer = self._consumer, ""
         if subscription is None or not self._bus.is_connected:
             return
@@ -353,5 +344,5 @@ class Reader:
 
 
 def _flat(inbox: str) -> str:
-    """What is unique in it, as a consumer's name."""
+    """Return the unique part of an inbox as a consumer's name."""
     return "-".join(inbox.rsplit(".", 2)[1:])

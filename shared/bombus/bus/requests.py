@@ -1,41 +1,55 @@
-"""Questions to the server: its JetStream API and direct reads, asked again until they are answered or time is up."""
+"""Requests to the server, its JetStream API and direct reads, repeated until they are answered or time is up."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
+import msgspec
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error
 
 from bombus.bus.wire import ApiReply, NotNow, ReceivedMessage, error_of
 from bombus.errors import BusUnavailable
 
-Reply = TypeVar("Reply", bound=ApiReply)
-AGAIN_S = 1.0  # a stream that gets a leader does not answer what was asked before
+_ReplyT = TypeVar("_ReplyT", bound=ApiReply)
+RETRY_S = 1.0  # a stream that gets a leader does not answer what was sent before
 _PAUSE_S = 0.05
 
 
-class _TryAgain(Exception):
-    """This attempt came to nothing; says why."""
+class _AttemptFailed(Exception):
+    """This attempt failed, for the reason given, and another may succeed."""
+
+
+class ApiCall(msgspec.Struct, Generic[_ReplyT], frozen=True):
+    """A call of JetStream's API, `$JS.API.<subject>`. `what` names it in errors.
+
+    `accept` is the code of an error that the caller handles.
+    """
+
+    what: str
+    subject: str
+    decode: Callable[[bytes], _ReplyT]
+    body: bytes = b""
+    accept: int = 0
 
 
 class Requests:
-    """Every request here may be repeated without harm: reads, creations under a fixed name, purges by position.
+    """Sends the requests of one connection. Answers arrive on `<inbox>.<token>`; the owner calls `connection_back`.
 
-    One for each connection, with answers on `<inbox>.<token>`; its owner calls `connection_back`.
+    Use it only for what may be repeated without harm: reads, creations under a fixed name, purges by position.
     """
 
     def __init__(self, client: Any, inbox: str, timeout_s: float = 10.0) -> None:
         self._client = client
         self._prefix = f"{inbox}."
         self._timeout_s = timeout_s
-        self._waiting: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # None: ask again
+        self._pending: dict[int, asyncio.Future[ReceivedMessage | None]] = {}  # None: send the request again
         self._next = 0
 
     async def open(self) -> None:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
-    async def ask(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """The server's answer, to whichever of the attempts. Raises `BusUnavailable` without one in `timeout_s`."""
+    async def request(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
+        """Return the answer to one of the attempts. Raises `BusUnavailable` when none comes within `timeout_s`."""
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s
@@ -45,42 +59,34 @@ class Requests:
         try:
             while (now := loop.time()) < deadline:
                 try:
-                    return await self._attempt(token, subject, body, min(now + AGAIN_S, deadline))
+                    return await self._attempt(token, subject, body, min(now + RETRY_S, deadline))
                 except TimeoutError:
                     why = "no answer"
-                except _TryAgain as reason:
+                except _AttemptFailed as reason:
                     why = str(reason)
                     await asyncio.sleep(min(_PAUSE_S, deadline - now))
         finally:
-            self._waiting.pop(token, None)
+            self._pending.pop(token, None)
         raise BusUnavailable(f"{subject}: {why} within {allowed_s:g} s")
 
-    async def api(
-        self,
-        what: str,
-        subject: str,
-        decode: Callable[[bytes], Reply],
-        body: bytes = b"",
-        accept: int = 0,
-        timeout_s: float | None = None,
-    ) -> Reply:
-        """JetStream's answer to `$JS.API.<subject>`, decoded. `accept` is an error code that the caller handles.
+    async def api(self, call: ApiCall[_ReplyT], timeout_s: float | None = None) -> _ReplyT:
+        """Make a call of JetStream's API and return the decoded answer.
 
-        Raises what `error_of` makes of any other error, once it has lasted as long as an answer may take.
+        Raises what `error_of` makes of an error, a temporary one only once it has lasted for `timeout_s`.
         """
         deadline = asyncio.get_running_loop().time() + (self._timeout_s if timeout_s is None else timeout_s)
         while True:
-            reply = decode((await self.ask(f"$JS.API.{subject}", body, timeout_s)).data)
-            if reply.error is None or reply.error.err_code == accept:
+            reply = call.decode((await self.request(f"$JS.API.{call.subject}", call.body, timeout_s)).data)
+            if reply.error is None or reply.error.err_code == call.accept:
                 return reply
-            error = error_of(reply.error, what)
+            error = error_of(reply.error, call.what)
             if not isinstance(error, NotNow) or asyncio.get_running_loop().time() > deadline:
                 raise error
             await asyncio.sleep(_PAUSE_S)
 
     def connection_back(self) -> None:
-        """Answers to what was asked before will not come any more."""
-        for answered in self._waiting.values():
+        """Send every pending request again: answers to those sent before will not come any more."""
+        for answered in self._pending.values():
             if not answered.done():
                 answered.set_result(None)
 
@@ -88,10 +94,10 @@ class Requests:
         if self._client.is_closed:
             raise BusUnavailable(f"{subject}: the bus is closed")
         if not self._client.is_connected:
-            raise _TryAgain("not connected")
-        answered = self._waiting.get(token)
+            raise _AttemptFailed("not connected")
+        answered = self._pending.get(token)
         if answered is None or answered.done():
-            answered = self._waiting[token] = asyncio.get_running_loop().create_future()
+            answered = self._pending[token] = asyncio.get_running_loop().create_future()
         try:
             await self._client.publish(subject, body, reply=f"{self._prefix}{token}")
             async with asyncio.timeout_at(until):
@@ -99,14 +105,14 @@ class Requests:
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BusUnavailable(f"{subject}: the bus is closed") from error
         except Error as error:  # the root of nats-py's errors: a connection that breaks shows in several of them
-            raise _TryAgain(str(error) or type(error).__name__) from error
+            raise _AttemptFailed(str(error) or type(error).__name__) from error
         if answer is None:
-            raise _TryAgain("the connection broke")
+            raise _AttemptFailed("the connection broke")
         if not answer.data and answer.headers is not None and answer.headers.get("Status") == "503":
-            raise _TryAgain("nobody answers (there is no such stream, or it has no leader now)")
+            raise _AttemptFailed("no responder (there is no such stream, or it has no leader now)")
         return answer
 
     async def _on_answer(self, message: ReceivedMessage) -> None:
-        answered = self._waiting.get(int(message.subject[len(self._prefix) :]))
+        answered = self._pending.get(int(message.subject[len(self._prefix) :]))
         if answered is not None and not answered.done():
             answered.set_result(message)

@@ -1,4 +1,4 @@
-"""A nats-server of our own: one child process, its data under a folder, gone when we are gone."""
+"""A nats-server as a child process, with its data in one folder. It ends when this process ends."""
 
 import fcntl
 import json
@@ -20,12 +20,12 @@ HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
-# A stream that could not write stays broken when there is room again, until the server is started anew.
+# A stream that could not write stays broken until the server is restarted, even when there is room again.
 FULL_BYTES = 16 << 20  # on the disk: twice the largest message
 ROOM_BYTES = 32 << 20
 
-# Runs in the child before it becomes the server. Linux then kills it when its parent dies. Done here and not
-# in a preexec_fn, which is unsafe in a process with threads. The second look at the parent closes a race.
+# This runs in the child before it becomes the server, so that Linux kills it when its parent dies. A preexec_fn could
+# do the same but is unsafe in a process with threads. Checking the parent afterwards closes a race.
 _TRAMPOLINE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -36,10 +36,11 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class EmbeddedServer:
-    """`start`, then `url`. A supervisor calls `wait` and, when it returns, `start` again: same port, same data.
+    """A nats-server: call `start`, then use `url`.
 
-    `port` 0 takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; without it the
-    server takes three quarters of the free disk. All methods block: use a thread from asyncio.
+    A supervisor calls `wait` and, when that returns, `start` again: the port and the data stay the same. With `port` 0
+    it takes a free one and keeps it. `store_bytes_max` bounds the sum of all streams' limits; by default the server
+    takes three quarters of the free disk. All methods block: from asyncio, call them in a thread.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the running server, None when there is none."""
+        """Return the process id of the running server, None when there is none."""
         process = self._process
         return None if process is None or self._exited.is_set() else process.pid
 
     def start(self, timeout_s: float = 20.0) -> None:
         """Start the server and return when JetStream answers.
 
-        Raises `BusUnavailable` when it does not within `timeout_s`, with the end of its log; and when another one
-        serves this folder, which two at once would ruin.
+        Raises `BusUnavailable` with the end of its log when it does not answer within `timeout_s`, and when another
+        server uses this folder, which two at once would corrupt.
         """
         if self.pid is not None:
             raise RuntimeError("the server is running")
         binary = find_server()
         self._was_full = False
         self.data_dir.mkdir(parents=True, exist_ok=True)
-        lock = _take(self.data_dir)
+        lock = _lock(self.data_dir)
         config = self.data_dir / "nats-server.conf"
         config.write_text(self._config())
         for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
@@ -104,13 +105,16 @@ class EmbeddedServer:
             raise
 
     def needs_restart(self) -> bool:
-        """Whether the disk was full since the start and has room again. Ask often: it looks when it is asked."""
+        """Return whether the disk was full since the start and has room again.
+
+        Call it often: it looks at the disk only when it is called.
+        """
         free = shutil.disk_usage(self.data_dir).free
         self._was_full = self._was_full or free < FULL_BYTES
         return self._was_full and free > ROOM_BYTES
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait until the server has exited and return its code; None when it is still running after `timeout_s`."""
+        """Wait until the server has exited and return its exit code; None when it still runs after `timeout_s`."""
         if self._process is None:
             raise RuntimeError("the server was not started")
         if not self._exited.wait(timeout_s):
@@ -118,7 +122,7 @@ class EmbeddedServer:
         return self._process.returncode
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ask the server to exit; kill it when it has not after `timeout_s`. Does nothing when it is not running."""
+        """Tell the server to exit, and kill it when it has not after `timeout_s`. Do nothing when it is not running."""
         process = self._process
         if process is None:
             return
@@ -128,14 +132,8 @@ class EmbeddedServer:
             process.kill()
             self._exited.wait()
 
-    def kill(self) -> None:
-        """Kill the server at once, as a crash would."""
-        if self._process is not None:
-            self._process.kill()
-            self._exited.wait()
-
     def _spawn(self, command: list[str], lock: IO[bytes]) -> None:
-        """Start the child from a thread that lives as long as it does: Linux takes the thread for its parent.
+        """Start the child from a thread that lives as long as it does, because Linux takes the thread for its parent.
 
         The child holds the folder's `lock` from here on.
         """
@@ -148,7 +146,9 @@ class EmbeddedServer:
 
         def keep() -> None:
             try:
-                with self.log_path.open("ab") as log:  # it logs by itself, but for a configuration it cannot read
+                with self.log_path.open(
+                    "ab"
+                ) as log:  # it logs to the file itself, unless it cannot read its configuration
                     self._process = process = subprocess.Popen(
                         command,
                         stdin=subprocess.DEVNULL,
@@ -219,8 +219,8 @@ jetstream {{
             return "(it wrote no log)"
 
 
-def _take(folder: Path) -> IO[bytes]:
-    """The folder's lock. It is free again once all processes that have it open are gone."""
+def _lock(folder: Path) -> IO[bytes]:
+    """Lock the folder. The lock is free again once all processes that have it open have ended."""
     lock = (folder / "lock").open("wb")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -233,7 +233,7 @@ def _take(folder: Path) -> IO[bytes]:
 
 
 def find_server() -> Path:
-    """The nats-server of this environment, else the one on PATH. Raises `BusUnavailable` when there is none."""
+    """Return the nats-server of this environment, or else the one on PATH. Raises `BusUnavailable` without one."""
     beside = Path(sys.executable).parent / "nats-server"
     if os.access(beside, os.X_OK):
         return beside
@@ -247,7 +247,7 @@ def find_server() -> Path:
 
 
 def _jetstream_answers(port: int, name: str, timeout_s: float) -> bool:
-    """Ask the server of this name. Over a bare socket, so that neither an event loop nor a client is needed."""
+    """Return whether JetStream of the server of this name answers, over a bare socket without a client."""
     try:
         with socket.create_connection((HOST, port), timeout=min(1.0, timeout_s)) as connection:
             connection.sendall(
@@ -261,7 +261,7 @@ def _jetstream_answers(port: int, name: str, timeout_s: float) -> bool:
                 if not chunk or b"HMSG bombus.ready 1" in received or len(received) > 1 << 20:
                     return False  # no responders: JetStream is still reading its files
             if f'"server_name":"{name}"'.encode() not in received:
-                return False  # somebody else's server has this port; ours is about to say so
+                return False  # another server has this port; ours is about to report it
             return b'"type":"io.nats.jetstream.api.v1.account_info_response"' in received and b'"error"' not in received
     except OSError:
         return False

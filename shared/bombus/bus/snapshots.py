@@ -1,14 +1,14 @@
-"""Snapshots of a hive's state in the object store: recovery is the newest good one, then the log behind it.
+"""Snapshots of a hive's state in the object store. Recovery loads the newest good one and folds the log after it.
 
-A snapshot names the event that it ends at by sequence and message id. One whose event is not on the log (a log that
-was made anew, or lost its end in a power cut) is ahead of it and is not used (R6).
+A snapshot names the event at which it ends by sequence and message id. One whose event is not on the log (because the
+log was made anew, or lost its end in a power cut) is ahead of it and is not used (R6).
 """
 
 import logging
 
 import msgspec
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.bus.headers import MSG_ID
 from bombus.errors import LogCorrupted
 from bombus.hive.state import FOLD, Hive
@@ -23,7 +23,7 @@ _MAGIC = b"bombus snapshot\n"
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """`hive` is the fold of all events up to `position`, by version `fold` of `evolve`.
 
-    `event_id` is that event's message id, `answered` the inbox sequence that it answers.
+    `event_id` is the message id of that event, `answered` the inbox sequence that it answers.
     """
 
     fold: int
@@ -42,9 +42,9 @@ def encode(snapshot: Snapshot) -> bytes:
 
 
 def decode(body: bytes) -> Snapshot:
-    """Raises `LogCorrupted` when the bytes are no snapshot that this version can read."""
+    """Decode a snapshot. Raises `LogCorrupted` when this version cannot read it."""
     if not body.startswith(_MAGIC):
-        raise LogCorrupted("this is no snapshot of a hive")
+        raise LogCorrupted("this is not a snapshot of a hive")
     try:
         return _decoder.decode(memoryview(body)[len(_MAGIC) :])
     except msgspec.MsgspecError as error:
@@ -52,20 +52,21 @@ def decode(body: bytes) -> Snapshot:
 
 
 async def save(bus: Bus, body: bytes, position: int) -> None:
-    """Store an encoded snapshot, then remove those that are older than the newest `KEPT`."""
-    await bus.put_blob(_name(position), body)
+    """Store an encoded snapshot, then remove all but the newest `KEPT`."""
+    blobs = Blobs(bus)
+    await blobs.put(_name(position), body)
     for old in (await positions(bus))[:-KEPT]:
-        await bus.delete_blob(_name(old))
+        await blobs.delete(_name(old))
 
 
 async def positions(bus: Bus) -> list[int]:
-    """Where the log's snapshots end, oldest first, the damaged ones too."""
-    return sorted(int(name.removeprefix(_PREFIX)) for name in await bus.blob_names(_PREFIX))
+    """Return the positions of the log's snapshots, oldest first, including damaged ones."""
+    return sorted(int(name.removeprefix(_PREFIX)) for name in await Blobs(bus).names(_PREFIX))
 
 
 async def load(bus: Bus, position: int) -> Snapshot:
-    """The snapshot that ends at `position`. Raises `LogCorrupted` when it is gone, damaged or not of this log."""
-    snapshot = decode(await bus.get_blob(_name(position)))
+    """Load the snapshot at `position`. Raises `LogCorrupted` when it is missing, damaged or of another log."""
+    snapshot = decode(await Blobs(bus).get(_name(position)))
     stream = bus.subjects.events_stream
     state = await bus.state(stream)
     if snapshot.position != position:
@@ -73,44 +74,44 @@ async def load(bus: Bus, position: int) -> Snapshot:
     if position > state.last_seq:
         raise LogCorrupted(f"it is ahead of the log, which ends at {state.last_seq}")
     if position < state.first_seq - 1:
-        raise LogCorrupted(f"the log begins at {state.first_seq}, too far behind it")
+        raise LogCorrupted(f"the log begins at {state.first_seq}, too far after it")
     if position >= state.first_seq and (await bus.get(stream, position)).headers.get(MSG_ID) != snapshot.event_id:
         raise LogCorrupted(f"event {position} is another one on this log")
     return snapshot
 
 
-async def start_of(bus: Bus, whole: bool = False) -> Snapshot:
-    """The state to fold on from: the newest snapshot that fits this log; an empty one when there is none.
+async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
+    """Return the state at which to start folding: the newest snapshot that fits this log, or an empty one.
 
-    With `whole`, the state before the first event that is kept. A snapshot by another version of the fold is used
-    only when the log does not reach back to its beginning. Raises `LogCorrupted` when the log begins behind all
-    snapshots that can be read, `BusUnavailable`.
+    With `from_first`, it is the state before the first event that is kept. A snapshot of another version of the fold is
+    used only when the log does not reach back to its first event. Raises `LogCorrupted` when the log begins after all
+    readable snapshots, and `BusUnavailable`.
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
     compacted = begins_at > 1
-    nothing = Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
-    if whole and not compacted:
-        return nothing
-    of_other_fold: Snapshot | None = None
+    empty = Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
+    if from_first and not compacted:
+        return empty
+    other_version: Snapshot | None = None
     found = await positions(bus)
-    for position in found if whole else reversed(found):
+    for position in found if from_first else reversed(found):
         try:
             snapshot = await load(bus, position)
         except LogCorrupted as error:
-            log.warning("the snapshot at event %d is passed over: %s", position, error)
+            log.warning("the snapshot at event %d is skipped: %s", position, error)
             continue
         if snapshot.fold == FOLD:
             return snapshot
-        of_other_fold = of_other_fold or snapshot
+        other_version = other_version or snapshot
     if not compacted:
-        return nothing
-    if of_other_fold is None:
+        return empty
+    if other_version is None:
         raise LogCorrupted(
             f"the event log of hive {bus.subjects.hive} begins at {begins_at}, and no snapshot of what was before can "
             "be read: restore the bus's data from a backup"
         )
-    log.warning("the snapshot at event %d was made by another version of bombus", of_other_fold.position)
-    return of_other_fold
+    log.warning("the snapshot at event %d was made by another version of bombus", other_version.position)
+    return other_version
 
 
 def _name(position: int) -> str:

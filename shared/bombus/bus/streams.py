@@ -12,7 +12,7 @@ LEASES_BYTES_MAX = MB
 
 
 class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes at which each stream is full; full means refuse (R12). The server reserves them on its disk."""
+    """The size in bytes at which each stream is full and refuses (R12). The server reserves it on its disk."""
 
     inbox_bytes_max: int = 256 * MB
     events_bytes_max: int = GB
@@ -31,7 +31,7 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, Any]]:
-    """The configuration of every stream, as the server's API takes it."""
+    """Return the configuration of every stream, as the server's API takes it."""
 
     def stream(name: str, subject: str, bytes_max: int, window_s: int = 120, **more: Any) -> dict[str, Any]:
         return {
@@ -49,7 +49,7 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
             "num_replicas": limits.replicas,
             "duplicate_window": window_s * 1_000_000_000,
             "deny_delete": True,
-            "deny_purge": False,  # the coordinator trims what is answered or covered (R12)
+            "deny_purge": False,  # the coordinator removes what is answered or no longer needed (R12)
             "allow_direct": True,
             "allow_msg_ttl": True,
             **more,

@@ -1,4 +1,4 @@
-"""A bound on what is in flight, in messages and in bytes. Who finds it full waits in line, then is refused (R20)."""
+"""A bound on what is in flight, in messages and in bytes. A sender that finds it full waits, then is refused (R20)."""
 
 import asyncio
 from collections import deque
@@ -7,39 +7,39 @@ from bombus.errors import BusUnavailable
 
 
 class Window:
-    """First come, first served. One message larger than `bytes_max` passes alone."""
+    """A bound served first come, first served. A message larger than `bytes_max` passes when it is alone."""
 
     def __init__(self, messages_max: int, bytes_max: int) -> None:
         if messages_max < 1 or bytes_max < 1:
-            raise ValueError(f"a window needs room for 1 message and 1 byte, got {messages_max} and {bytes_max}")
+            raise ValueError(f"a window needs room for 1 message and 1 byte, not {messages_max} and {bytes_max}")
         self.messages_max = messages_max
         self.bytes_max = bytes_max
         self.messages = 0
         self.bytes = 0
-        self._line: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    def try_take(self, size: int) -> bool:
-        """Take room for one message of `size` bytes if there is some and nobody waits for it."""
-        if self._line or not self._fits(size):
+    def try_acquire(self, size: int) -> bool:
+        """Take room for one message of `size` bytes if there is some and no other sender waits for it."""
+        if self._queue or not self._fits(size):
             return False
         self.messages += 1
         self.bytes += size
         return True
 
-    async def take(self, size: int, timeout_s: float) -> None:
+    async def acquire(self, size: int, timeout_s: float) -> None:
         """Wait for room. Raises `BusUnavailable` when there is none within `timeout_s`."""
-        if self.try_take(size):
+        if self.try_acquire(size):
             return
-        if len(self._line) >= self.messages_max:
+        if len(self._queue) >= self.messages_max:
             raise BusUnavailable(f"{self.messages} messages are in flight and as many wait: the bus does not keep up")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._line.append((size, turn))
+        self._queue.append((size, turn))
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # our turn came in the very moment in which we gave up
-                self.give(size)
+            if turn.done() and not turn.cancelled():  # our turn came at the moment at which we gave up
+                self.release(size)
             else:
                 turn.cancel()
                 self._admit()
@@ -49,8 +49,8 @@ class Window:
                 ) from None
             raise
 
-    def give(self, size: int) -> None:
-        """Give back what one message took."""
+    def release(self, size: int) -> None:
+        """Give back the room of one message of `size` bytes."""
         self.messages -= 1
         self.bytes -= size
         self._admit()
@@ -61,14 +61,14 @@ class Window:
         return self.messages < self.messages_max and self.bytes + size <= self.bytes_max
 
     def _admit(self) -> None:
-        while self._line:
-            size, turn = self._line[0]
+        while self._queue:
+            size, turn = self._queue[0]
             if turn.done():
-                self._line.popleft()
+                self._queue.popleft()
                 continue
             if not self._fits(size):
                 return
-            self._line.popleft()
+            self._queue.popleft()
             self.messages += 1
             self.bytes += size
             turn.set_result(None)

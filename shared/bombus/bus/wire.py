@@ -1,4 +1,4 @@
-"""What the server says, decoded: stored messages, acknowledgements, errors. Pure functions and small structs."""
+"""Decode what the server sends: stored messages, acknowledgements, errors. Pure functions and small structs."""
 
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -18,24 +18,24 @@ NAME_IN_USE = 10058
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
-# Wrong last sequence (10164: on three replicas), and a batch of which some is stored already.
+# A wrong last sequence (10164 on three replicas), and a batch of which a part is stored already.
 WRONG_SEQUENCE = frozenset({10071, 10164, 10201})
 
 
 class WrongSequence(BombusError):
-    """The stream does not end where the writer believed it did: somebody else wrote, or this was written before."""
+    """The stream does not end where the writer expected: another wrote to it, or this was written before."""
 
 
 class AckLost(BusUnavailable):
-    """The connection broke before the acknowledgement: the message may be stored or not."""
+    """The connection broke before the acknowledgement: the message may or may not be stored."""
 
 
 class NotNow(BusUnavailable):
-    """The server cannot do this at the moment, a stream without a leader for instance; nothing was stored."""
+    """The server cannot do this now, for instance because a stream has no leader; nothing was stored."""
 
 
 class ServerRefused(BombusError):
-    """The server understood and declined, for a reason that trying again does not change. Mostly a bug of ours."""
+    """The server understood and declined, for a reason that trying again does not change: most likely a bug of ours."""
 
     def __init__(self, what: str, code: int, err_code: int, description: str) -> None:
         super().__init__(f"{what}: {description} ({code}, {err_code})")
@@ -45,7 +45,7 @@ class ServerRefused(BombusError):
 
 
 class Stored(msgspec.Struct, frozen=True, gc=False):
-    """A message as it lies in a stream. `time_ns` is the server's clock when it was stored."""
+    """A message stored in a stream. `time_ns` is the server's clock when it was stored."""
 
     seq: int
     subject: str
@@ -55,14 +55,14 @@ class Stored(msgspec.Struct, frozen=True, gc=False):
 
 
 class PubAck(msgspec.Struct, frozen=True, gc=False):
-    """`duplicate`: the message id was stored before, at `seq` (on one replica)."""
+    """An acknowledgement. `duplicate` means that the message id was stored before, at `seq` (on one replica)."""
 
     seq: int
     duplicate: bool = False
 
 
 class StreamState(msgspec.Struct, frozen=True):
-    """`first_seq` is last_seq + 1 when the stream is empty."""
+    """The bounds and size of a stream. `first_seq` is last_seq + 1 when it is empty."""
 
     first_seq: int
     last_seq: int
@@ -73,12 +73,12 @@ class StreamState(msgspec.Struct, frozen=True):
 
     @property
     def fill(self) -> float:
-        """Fraction of `max_bytes` in use, 0 when there is no limit."""
+        """Return the fraction of `max_bytes` in use, 0 when there is no limit."""
         return self.bytes / self.max_bytes if self.max_bytes > 0 else 0.0
 
 
-class Ground(msgspec.Struct, frozen=True):
-    """What the fences of a flight stand on: the sequence of its epoch's `epoch.opened`, 0 when there is none."""
+class EpochFence(msgspec.Struct, frozen=True):
+    """The position of its epoch's `epoch.opened` that an append requires to be the newest, 0 when there is none."""
 
     epoch: int
     opened: int
@@ -95,7 +95,7 @@ class ReceivedMessage(Protocol):
 
 
 class ApiReply(Protocol):
-    """What the answers of JetStream's API have in common."""
+    """The common part of all answers of JetStream's API."""
 
     @property
     def error(self) -> "ApiError | None": ...
@@ -117,7 +117,7 @@ class _Ack(msgspec.Struct, frozen=True, gc=False):
 
 
 class _RawMessage(msgspec.Struct, frozen=True):
-    """`data` and `hdrs` are base64 on the wire; msgspec undoes that."""
+    """A message in JSON. `data` and `hdrs` are base64 on the wire, which msgspec decodes."""
 
     subject: str
     seq: int
@@ -136,7 +136,7 @@ class _State(msgspec.Struct, frozen=True):
     last_seq: int = 0
     messages: int = 0
     bytes: int = 0
-    subjects: dict[str, int] = {}  # when they were asked for
+    subjects: dict[str, int] = {}  # only when the request has a filter
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class _Config(msgspec.Struct, frozen=True):
 
 
 class InfoReply(msgspec.Struct, frozen=True):
-    """Of STREAM.INFO, STREAM.CREATE and STREAM.UPDATE."""
+    """The answer to STREAM.INFO, STREAM.CREATE and STREAM.UPDATE."""
 
     config: _Config = _Config()
     state: _State = _State()
@@ -169,7 +169,7 @@ _decode_ack = msgspec.json.Decoder(_Ack).decode
 
 
 def ack_of(body: bytes, what: str) -> PubAck | BombusError:
-    """The acknowledgement in `body`, or the error to raise; `what` says for a person what was published."""
+    """Return the acknowledgement in `body`, or the error to raise. `what` names in it what was published."""
     ack = _decode_ack(body)
     if ack.error is None:
         return PubAck(ack.seq, ack.duplicate)
@@ -177,7 +177,7 @@ def ack_of(body: bytes, what: str) -> PubAck | BombusError:
 
 
 def error_of(error: ApiError, what: str) -> BombusError:
-    """The server's error as one of ours."""
+    """Return the server's error as one of ours."""
     if error.err_code in WRONG_SEQUENCE:
         return WrongSequence(f"{what}: {error.description}")
     if error.err_code == STREAM_FULL:
@@ -196,16 +196,16 @@ def error_of(error: ApiError, what: str) -> BombusError:
     return ServerRefused(what, error.code, error.err_code, error.description)
 
 
-# ---- stored messages, by the three ways in which they come ------------------------------------------------------
+# ---- stored messages, in the three forms in which they arrive ---------------------------------------------------
 
 
 def stored_from_get(raw: _RawMessage) -> Stored:
-    """From STREAM.MSG.GET, which the stream's leader answers."""
+    """Decode an answer to STREAM.MSG.GET, which comes from the stream's leader."""
     return Stored(raw.seq, raw.subject, raw.data, parse_headers(raw.hdrs), parse_time_ns(raw.time))
 
 
 def stored_from_direct(message: ReceivedMessage) -> Stored:
-    """From DIRECT.GET, which any replica answers; the server's headers come among the message's own."""
+    """Decode an answer to DIRECT.GET, which any replica gives, with the server's headers among the message's own."""
     headers = message.headers or {}
     return Stored(
         int(headers["Nats-Sequence"]),
@@ -217,7 +217,7 @@ def stored_from_direct(message: ReceivedMessage) -> Stored:
 
 
 def parse_headers(raw: bytes) -> Mapping[str, str]:
-    """A header block, `NATS/1.0\\r\\nName: value\\r\\n...`, as a mapping."""
+    """Parse a header block, `NATS/1.0\\r\\nName: value\\r\\n...`, into a mapping."""
     if not raw:
         return NO_HEADERS
     headers: dict[str, str] = {}
@@ -229,7 +229,7 @@ def parse_headers(raw: bytes) -> Mapping[str, str]:
 
 
 class LazyHeaders(Mapping[str, str]):
-    """A header block that is parsed when it is asked for: of a long log nobody looks at most."""
+    """A header block that is parsed on first use: in a long log most of them are never read."""
 
     __slots__ = ("_parsed", "_raw")
 
@@ -253,7 +253,7 @@ class LazyHeaders(Mapping[str, str]):
 
 
 def parse_time_ns(text: str) -> int:
-    """Nanoseconds since the epoch of an RFC 3339 time in UTC with up to nine digits of fraction."""
-    whole, _, fraction = text.removesuffix("Z").partition(".")
-    seconds = int(datetime.fromisoformat(whole + "+00:00").timestamp())
+    """Return the nanoseconds since the epoch of an RFC 3339 time in UTC with up to nine digits of fraction."""
+    moment, _, fraction = text.removesuffix("Z").partition(".")
+    seconds = int(datetime.fromisoformat(moment + "+00:00").timestamp())
     return seconds * 1_000_000_000 + int((fraction or "0").ljust(9, "0")[:9])

@@ -45,5 +45,5 @@ async def _stop(url: str, name: str, engine: str) -> str:
             raise Refused(Code.UNKNOWN_ENGINE, f"hive {name} has no engine {engine}; its engines are: {names}")
         if state.phase == Phase.OFFLINE:
             return f"engine {engine} runs no job"
-        await bus.ask(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
+        await bus.inbox.request(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
         return f"engine {engine} is stopped at step {state.global_step}; its log, weights and checkpoints are kept"

@@ -1,1 +1,1 @@
-"""What a hive is: its events, messages and records, and the fold of them. Pure: no I/O, no clock, no randomness."""
+"""The data of a hive: its events, messages and records, and their fold. Pure: no I/O, no clock, no randomness."""

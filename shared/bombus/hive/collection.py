@@ -1,6 +1,6 @@
 """When a batch is complete, and what goes into it: one small pure function for each collection method.
 
-All of them look at the pool (ended training episodes) and never at the clock, except for which clients count as active.
+They depend only on the pool (ended training episodes), and on the time only for which clients count as active.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +11,11 @@ import msgspec
 from bombus.hive.events import BatchEpisode, BatchGroup, Collection, Method
 from bombus.hive.state import Completed, EngineState
 
-ACTIVE_S = 600.0  # a client counts as active for so long after it ended an episode (the swarm contract's figure)
+ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the pool is, in the measures of all methods."""
+    """The fill of the pool, in the measures of all methods."""
 
     episodes: int
     tasks: int
@@ -25,7 +25,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch, and the episodes that can give no signal and leave the pool with it."""
+    """A batch, and the episodes without a signal that leave the pool with it."""
 
     groups: tuple[BatchGroup, ...]
     no_signal: tuple[Completed, ...] = ()
@@ -36,14 +36,14 @@ def _signature(completed: Completed) -> tuple[float, tuple[float, ...] | None]:
 
 
 def has_signal(group: list[Completed]) -> bool:
-    """Whether the rewards of a group differ: if they are all equal, no advantage is left."""
+    """Return whether the rewards of a group differ: when all are equal, every advantage is zero."""
     return any(_signature(completed) != _signature(group[0]) for completed in group[1:])
 
 
 def pick(group: list[Completed], size: int) -> list[Completed]:
-    """The first `size` of a task's episodes in order of completion.
+    """Return the first `size` of a task's episodes in order of completion.
 
-    When those are all equal and a later one differs, it takes the last place: a group that has a signal keeps it.
+    When those are all equal and a later one differs, it takes the last place, so that the group keeps its signal.
     """
     chosen = group[:size]
     if len(group) > size and not has_signal(chosen):
@@ -54,7 +54,7 @@ def pick(group: list[Completed], size: int) -> list[Completed]:
 
 
 def tasks(engine: EngineState) -> Iterator[list[Completed]]:
-    """The pool's episodes by task, tasks in the order in which their first episode ended."""
+    """Yield the pool's episodes by task, tasks in the order in which their first episode ended."""
     for episodes in engine.by_task.values():
         yield [engine.pool[episode] for episode in episodes]
 
@@ -110,12 +110,15 @@ _ENOUGH: dict[Method, Callable[[EngineState, Collection, int], bool]] = {
 
 
 def enough(engine: EngineState, now_ns: int) -> bool:
-    """Whether the pool holds what the engine's method asks for."""
+    """Return whether the pool holds what the engine's method requires."""
     return _ENOUGH[engine.collection.method](engine, engine.collection, now_ns)
 
 
 def completed_ns(engine: EngineState) -> int:
-    """When the pool came to hold what the method asks for, where clients have no say in that and `enough` holds."""
+    """Return when the pool came to hold what the method requires. Call it only when `enough` holds.
+
+    Methods by agreement have no such time.
+    """
     rules = engine.collection
     if rules.method == Method.ENOUGH_EPISODES:
         return next(islice(engine.pool.values(), rules.episode_target - 1, None)).ended_ns
@@ -153,10 +156,10 @@ def _age_rank(rules: Collection, group: list[Completed]) -> int:
 
 
 def select(engine: EngineState) -> Selection:
-    """Exactly what the method asks for; the rest stays in the pool for the next batch.
+    """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
-    Called when `enough` held; the pool only grows between then and now. What is complete first goes first; in an
-    asynchronous run, what has the oldest tokens, which would be too old for a later batch.
+    Call it once `enough` has held; the pool only grows in between. What was complete first is taken first; in an
+    asynchronous run, what has the oldest tokens, because it would be too old for a later batch.
     """
     rules = engine.collection
     match rules.method:

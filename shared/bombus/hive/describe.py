@@ -1,4 +1,4 @@
-"""Events in a person's words: one line for each, behind the screen and `bombus replay timeline`."""
+"""Describe events in one line of English each, for the screen and `bombus replay timeline`."""
 
 from collections.abc import Iterable
 from functools import singledispatch
@@ -9,7 +9,7 @@ from bombus.hive.status import byte_size, one_line
 
 
 def line_of(event: Event) -> str:
-    """What happened, in one line that is safe for a terminal. Raises `TypeError` for an event of no known kind."""
+    """Describe an event in one line that is safe for a terminal. Raises `TypeError` for an unknown kind of event."""
     return one_line(_text(event))
 
 
@@ -18,7 +18,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _some(names: Iterable[str]) -> str:
-    """One name, or the first and how many more there are."""
+    """Return one name, or the first and how many more there are."""
     all_names = list(names)
     if not all_names:
         return "nothing"
@@ -27,7 +27,7 @@ def _some(names: Iterable[str]) -> str:
 
 @singledispatch
 def _text(event: Event) -> str:
-    raise TypeError(f"no words for {type(event).__name__}: add them to describe.py")
+    raise TypeError(f"{type(event).__name__} has no description: add one to describe.py")
 
 
 @_text.register

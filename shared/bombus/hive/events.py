@@ -1,7 +1,7 @@
-"""The facts of a hive, in the past tense. The state of everything is the fold of these.
+"""The facts of a hive, in the past tense. All state is the fold of these.
 
-An event is only ever added to: a new field gets a default, and no field is renamed or given another meaning.
-Logs of every released shape lie in tests/logs and must fold for ever.
+Events only ever gain fields: a new field gets a default, and no field is renamed or given another meaning.
+Logs of every released version are in tests/logs and must always fold.
 """
 
 from enum import StrEnum
@@ -25,7 +25,7 @@ class AbortReason(StrEnum):
     UNCONFIRMED = "unconfirmed"  # the claim's answer never reached a live connection
     ENGINE_STOPPED = "engine_stopped"
     SUPERSEDED = "superseded"  # the drain deadline passed
-    INFRA = "infra"  # a failure of infrastructure: no reward, not part of its group's statistics
+    INFRA = "infra"  # an infrastructure failure: no reward, not in its group's statistics
 
 
 class DropReason(StrEnum):
@@ -35,7 +35,7 @@ class DropReason(StrEnum):
 
 
 class Method(StrEnum):
-    """When a batch is complete. The short names are accepted without their prefix in a job."""
+    """The rule for when a batch is complete. A job may name a method without its prefix."""
 
     ENOUGH_EPISODES = "rollout_until_finish_enough_episodes"
     ENOUGH_TASKS = "rollout_until_finish_enough_tasks"
@@ -45,12 +45,12 @@ class Method(StrEnum):
 
     @property
     def is_by_agreement(self) -> bool:
-        """Whether clients say when a batch is complete."""
+        """Return whether clients say when a batch is complete."""
         return self in (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
 
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
-    """What the coordinator needs of a job: how episodes are handed out and made into batches."""
+    """The part of a job that the coordinator needs: how episodes are handed out and made into batches."""
 
     method: Method = Method.ENOUGH_TASKS
     batch_size: int = 32
@@ -63,9 +63,9 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 300.0
     boot_s: float = 1800.0
     sync_s: float = 600.0
-    agreed_sync_s: float = 6.0  # at least, with the methods in which clients agree
+    agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
     max_step_failures: int = 3
-    replay_steps: int = 1000  # whose calls are kept for replay, while there is room for them (R12)
+    replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
 
     @property
     def episode_target(self) -> int:
@@ -73,12 +73,12 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trained_staleness(self) -> int | None:
-        """Over which age no token is trained (R14). None: of a synchronous run the coordinator alone sees to it."""
+        """Return the age beyond which no token is trained (R14). None when synchronous: the coordinator enforces it."""
         return self.max_staleness or None
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """`at_ns` is the time of the inbox message that was decided (R5); it never goes backwards."""
+    """A fact on the log. `at_ns` is the time of the decided inbox message (R5) and never decreases."""
 
     at_ns: int = 0
     engine: str = HIVE
@@ -104,7 +104,7 @@ class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
-    """A stage of booting, for `engine_status_detail`."""
+    """The engine reached a stage of booting, shown as `engine_status_detail`."""
 
     run: int
     stage: str
@@ -143,7 +143,7 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
-    """One claim: one episode, or a whole group. `version` is the policy's at the claim."""
+    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim."""
 
     run: int
     claim: str
@@ -156,7 +156,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
-    """`oldest` and `newest` are the policy versions of its sampled tokens."""
+    """A recorded call. `oldest` and `newest` are the policy versions of its sampled tokens."""
 
     episode: str
     ref: CallRef
@@ -175,9 +175,9 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How an episode ended, in its client's words, and the calls that belong to it for ever (R7).
+    """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
-    `call_rewards`, when given, has one reward for each of `calls`, in their order; `reward` is then their mean.
+    `call_rewards`, when given, has one reward for each of `calls`, in order; `reward` is then their mean.
     """
 
     episode: str
@@ -209,7 +209,7 @@ class EpisodeAborted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class GroupDropped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="group.dropped"):
-    """Episodes that leave the pool untrained, by task."""
+    """Episodes left the pool untrained."""
 
     run: int
     reason: DropReason
@@ -237,7 +237,7 @@ class BatchGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batch.ready"):
-    """The groups of optimizer step `step`, which trains policy version step - 1 into version step."""
+    """The batch of optimizer step `step` is sealed, which trains policy version `step - 1` into version `step`."""
 
     run: int
     step: int
@@ -253,7 +253,7 @@ class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="t
 
 
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.completed"):
-    """The one attempt of this step that counts (R11)."""
+    """A step was completed: this is its one attempt that counts (R11)."""
 
     run: int
     step: int
@@ -275,11 +275,11 @@ OBJECTS = "object:"
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a policy version lies: a folder, or `object:` and the beginning of objects' names (R15).
+    """The place of a stored policy version: a folder, or `object:` and a prefix of object names (R15).
 
-    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is an object's name. Of format
-    `safetensors-delta` only what has changed since version `base` lies there, in a file of `delta_bytes` and
-    `delta_sha256`. Of format `safetensors-lora` it is an adapter's file, on top of the full copy `adapter_of`.
+    `bytes` and `sha256` are always those of the whole safetensors file; `tokenizer` is the name of an object. With
+    format `safetensors-delta` only the changes since version `base` are stored, in a file of `delta_bytes` and
+    `delta_sha256`. With format `safetensors-lora` it is an adapter, to be added to the full copy `adapter_of`.
     """
 
     where: str
@@ -294,7 +294,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def objects(self) -> str:
-        """How the names of its objects begin; empty when it lies in a folder."""
+        """Return the prefix of its objects' names, "" when it is in a folder."""
         return self.where.removeprefix(OBJECTS) if self.where.startswith(OBJECTS) else ""
 
 
@@ -322,7 +322,7 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
 
 
 class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
-    """Less than the reserve of `what` (a stream, or the disk) is left: new work is refused until `storage.freed`."""
+    """Less than the reserve of `what`, a stream or the disk, is left: new work is refused until `storage.freed`."""
 
     what: str
     used: int
@@ -371,7 +371,7 @@ _decoder: msgspec.msgpack.Decoder[AnyEvent] = msgspec.msgpack.Decoder(AnyEvent)
 
 
 def kind_of(event: Event) -> str:
-    """The event's name on the wire, such as `episode.claimed`."""
+    """Return the event's name on the wire, such as `episode.claimed`."""
     kind = event.__struct_config__.tag
     assert isinstance(kind, str)
     return kind
@@ -382,5 +382,5 @@ def encode_event(event: Event) -> bytes:
 
 
 def decode_event(body: bytes) -> AnyEvent:
-    """Raises `msgspec.MsgspecError` when the bytes are no event of this version or an older one."""
+    """Decode an event. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
     return _decoder.decode(body)

@@ -1,4 +1,4 @@
-"""What a gateway asks of an inference replica, and what comes back: token ids in, token ids out.
+"""The protocol between a gateway and an inference replica: token ids in, token ids out.
 
 `POST /generate` takes a msgpack `Generate` and answers with frames, each a little-endian uint32 length and a msgpack
 `Tokens`, `Finished` or `Fault`. Closing the connection aborts the request.
@@ -16,9 +16,10 @@ FRAME_BYTES_MAX = 64 << 20
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """`prompt` is int32 token ids. With `stream` false each choice comes in as few frames as its versions allow.
+    """A request to generate. `prompt` is int32 token ids.
 
-    `traceparent` carries the trace (W3C trace context). `run` guards against a replica of another run.
+    With `stream` false, each choice is sent in as few frames as its versions allow. `traceparent` is the trace (W3C
+    trace context). A replica of another run than `run` refuses.
     """
 
     id: str
@@ -35,7 +36,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="tokens", tag_field="kind"):
     """Tokens of one choice, all sampled under one policy version.
 
-    `top` is given when alternatives were asked for: for each token its most likely [(id, logprob), ...].
+    `top` is set when alternatives were requested: for each token its most likely [(id, logprob), ...].
     """
 
     choice: int = 0
@@ -46,7 +47,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="finished", tag_field="kind"):
-    """`reason` is `stop` (a stop token, which is the last one reported) or `length`."""
+    """One choice is complete. `reason` is `stop` (at a stop token, the last one reported) or `length`."""
 
     choice: int = 0
     reason: str
@@ -83,7 +84,7 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream back into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

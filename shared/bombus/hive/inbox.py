@@ -1,6 +1,6 @@
-"""What anybody may say to a hive: commands that want an answer, and facts that want none.
+"""The messages sent to a hive: commands, which get an answer, and facts, which get none.
 
-All of it goes through one stream, the inbox, in one order; the coordinator alone decides what becomes of it (R1).
+All of them go through one stream, the inbox, in one order. Only the coordinator decides what follows from them (R1).
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ from bombus.hive.events import HIVE, Collection, EpisodeType, NotedCall, Weights
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """`id` is the sender's: the same id is the same message, and gets the same answer."""
+    """A message in the inbox. The sender chooses `id`: the same id is the same message and gets the same answer."""
 
     id: str
     engine: str = HIVE
@@ -37,7 +37,7 @@ class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
-    """`count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13)."""
+    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13)."""
 
     claim: str
     client: str
@@ -50,7 +50,7 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One episode's outcome as a client reports it. One of `reward` and `call_rewards` is given."""
+    """The outcome of one episode as a client reports it, with either `reward` or `call_rewards`."""
 
     episode: str
     task: str
@@ -62,7 +62,7 @@ class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class End(Message, frozen=True, kw_only=True, omit_defaults=True, tag="end"):
-    """All of these end, or none does."""
+    """End episodes, all or none."""
 
     client: str
     results: tuple[EpisodeResult, ...]
@@ -81,7 +81,7 @@ class AgreeSync(Message, frozen=True, kw_only=True, omit_defaults=True, tag="agr
 
 
 class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup"):
-    """The calls of an episode, for a gateway that did not serve its earlier turns (R10)."""
+    """Request the calls of an episode, for a gateway that did not serve its earlier turns (R10)."""
 
     episode: str
 
@@ -90,16 +90,16 @@ class Lookup(Message, frozen=True, kw_only=True, omit_defaults=True, tag="lookup
 
 
 class Tick(Message, frozen=True, kw_only=True, omit_defaults=True, tag="tick"):
-    """Time passes because the log says so (R5). The leader puts one in every second.
+    """The clock of the hive (R5): the leader sends one every second, and time passes only by these.
 
-    `answered` is the inbox sequence up to which all answers had left by then.
+    `answered` is the inbox sequence up to which all answers had been sent by then.
     """
 
     answered: int | None = None
 
 
 class Touch(Message, frozen=True, kw_only=True, omit_defaults=True, tag="touch"):
-    """Signs of life, coalesced by a gateway: episodes with an open call or a heartbeat, and claims received."""
+    """Activity collected by a gateway: episodes with an open call or a heartbeat, and claims whose answer arrived."""
 
     episodes: tuple[str, ...] = ()
     confirmed: tuple[str, ...] = ()  # claim ids
@@ -111,7 +111,7 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
-    """Said once a second. `version` is what it serves now, -1 for nothing; `run` is the run of that version."""
+    """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1."""
 
     replica: str
     url: str
@@ -131,7 +131,7 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
-    """A command too: the answer carries the trainer epoch (R11)."""
+    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11)."""
 
     run: int
     trainer: str
@@ -159,7 +159,7 @@ class StepBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="ste
 
 
 class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.saved"):
-    """Step 0 is the model as loaded."""
+    """A trainer has saved the weights of a step. Step 0 is the model as loaded."""
 
     run: int
     step: int
@@ -168,7 +168,7 @@ class WeightsSaved(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="storage.seen"):
-    """So many bytes of `what` are in use. The last `reserve` of them are for what is under way."""
+    """`used` of the `size` bytes of `what` are in use. The last `reserve` bytes are kept for work in progress."""
 
     what: str
     used: int
@@ -177,9 +177,9 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
-    """A trainer or replica cannot go on with this run: one clear sentence says why.
+    """A trainer or replica cannot continue this run, for a reason given in one clear sentence.
 
-    `trainer_epoch` is a trainer's: one that was superseded does not end the run of its successor (R11).
+    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11).
     """
 
     run: int
@@ -216,14 +216,14 @@ AnyMessage = (
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
-    """`position` is the last event's sequence when this was decided: a reader that has folded that far agrees."""
+    """The answer to a command. A reader that has folded the log up to event `position` has the state it describes."""
 
     position: int = 0
 
 
 class Done(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     run: int = 0
-    epoch: int = 0  # of the trainer, answering `trainer.opens`
+    epoch: int = 0  # the trainer's, in the answer to `trainer.opens`
 
 
 class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):

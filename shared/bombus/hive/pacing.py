@@ -1,8 +1,8 @@
 """How far ahead of training episodes are handed out when `max_staleness` is above 0 (R14).
 
-Step s trains version s - 1: a token of version v is trained at the age s - 1 - v. Before an episode that is claimed now
-come the batches whose weights no call has yet, and as many as the pool and the open episodes can make. Their number is
-the age that its samples will have, unless it dawdles.
+Step s trains version s - 1, so a token of version v is trained at the age s - 1 - v. Before an episode that is claimed
+now come the batches whose weights no call uses yet, and those that the pool and the open episodes can still make. Their
+number is the age that its samples will have, unless the episode takes longer than the others.
 """
 
 from collections import Counter
@@ -15,18 +15,19 @@ from bombus.hive.state import EngineState, Episode, Replica
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes before an episode that is claimed now, and why it has to wait ("" when it has not)."""
+    """The batches before an episode that is claimed now, and why it has to wait ("" when it does not)."""
 
-    unfinished: int  # batches that were sealed and whose weights the replicas do not serve yet
-    sealable: int  # at most so many more can be made of the pool and of the open episodes
+    unfinished: int  # sealed batches whose weights the replicas do not serve yet
+    sealable: int  # at most this many more can be made of the pool and the open episodes
     max_staleness: int
     waits: str
 
 
 def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
-    """The replicas that may answer a call: with weights of this run, at most `max_staleness` older than the newest.
+    """Return the replicas that may answer a call: their weights are of this run and recent enough.
 
-    For a call of an open episode, none is older than what was served when that was claimed.
+    Recent enough is at most `max_staleness` versions older than the newest, and for a call of an open episode also not
+    older than the version served when it was claimed.
     """
     oldest = max(0, engine.version - engine.collection.max_staleness)
     claimed = engine.open.get(episode)
@@ -40,19 +41,19 @@ def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
 
 
 def served(engine: EngineState) -> int | None:
-    """The oldest policy version that a call of a new episode may be answered with; None when nobody can answer."""
+    """Return the oldest policy version that may answer a call of a new episode; None when no replica can answer."""
     return min((replica.version for replica in fitting(engine).values()), default=None)
 
 
 def oldest_usable(engine: EngineState) -> int:
-    """The policy version behind which a token is too old for the next batch, and for all after it."""
+    """Return the policy version before which a token is too old for the next batch and all later ones."""
     return engine.step - engine.collection.max_staleness
 
 
 def last_chances(engine: EngineState) -> int:
-    """How many open episodes can be in the next batch and in none behind it: a complete batch waits for them.
+    """Return how many open episodes can be in the next batch but in no later one: a complete batch waits for them.
 
-    One without a recorded call may have one in flight, as old as its claim.
+    An episode without a recorded call may have one in flight that is as old as its claim.
     """
     last = oldest_usable(engine)
     return sum(
@@ -63,10 +64,10 @@ def last_chances(engine: EngineState) -> int:
 
 
 def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | None:
-    """For a claim of `count` training episodes; None where training is synchronous: there the phases pace.
+    """Return the pace for a claim of `count` training episodes; None when training is synchronous.
 
-    Nothing waits for ever. When no episode is open, what the pool can make has been sealed; once that is trained the
-    next claim is granted, whatever its size.
+    No claim waits for ever. When no episode is open, every batch that the pool can make has been sealed; once those are
+    trained the next claim is granted, whatever its size.
     """
     bound = engine.collection.max_staleness
     if bound == 0:
@@ -86,18 +87,18 @@ def pace(engine: EngineState, count: int = 1, task_hint: str = "") -> Pace | Non
 
 
 def _is_idle(engine: EngineState) -> bool:
-    """Whether nothing is trained and nobody is at work on the next batch."""
+    """Return whether no step is being trained and no training episode is open."""
     if engine.version < engine.step:
         return False
     return not any(episode.type == EpisodeType.TRAIN for episode in engine.open.values())
 
 
 def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int:
-    """How many whole batches the pool, the open training episodes and `more` of them can make at most.
+    """Return how many complete batches the pool, the open training episodes and `more` of them can make at most.
 
-    An episode that is open counts for the task that its claim has named, or for the one where it helps most. What can
-    never be used does not count: episodes with a token that is too old, and full groups whose rewards are all equal
-    where these are left out of batches.
+    An open episode counts for the task that its claim named, or for the one where it helps most. Episodes that can
+    never be used do not count: those with a token that is too old, and full groups whose rewards are all equal when the
+    method leaves these out.
     """
     rules = engine.collection
     if (len(engine.pool) + len(engine.open) + more) < rules.episode_target:
@@ -115,7 +116,7 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
 
 
 def _pooled(engine: EngineState) -> Counter[str]:
-    """The pool's episodes by task. Those that are too old have left it when this is asked."""
+    """Count the pool's episodes by task. Those that are too old have left it before this is called."""
     size = engine.collection.num_repeat
     if engine.collection.method == Method.ENOUGH_NON_DUMMY_TASKS:
         groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
@@ -124,7 +125,7 @@ def _pooled(engine: EngineState) -> Counter[str]:
 
 
 def _usable(engine: EngineState) -> Counter[str]:
-    """The open training episodes by the task that was named, those that are not too old."""
+    """Count the open training episodes that are not too old, by the task that their claim named."""
     bound = oldest_usable(engine)
     return Counter(
         episode.task_hint
@@ -138,18 +139,18 @@ def _has_older(episode: Episode, bound: int) -> bool:
 
 
 def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
-    """Whether so many batches can be made of tasks with episodes and of those of any task; `sizes` counts the tasks.
+    """Return whether `batches` can be made. `sizes` counts tasks by their episodes; `unnamed` fit any task.
 
-    A task has one group in a batch. The groups that lack least are filled first, then new ones are begun.
+    A task has one group in a batch. The groups that lack the fewest episodes are filled first, then new ones are begun.
     """
     repeat = rules.num_repeat
-    whole = sum(count * min(batches, size // repeat) for size, count in sizes.items())
-    lacking = max(0, batches * rules.batch_size - whole)
-    begun = Counter[int]()
+    complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
+    lacking = max(0, batches * rules.batch_size - complete)
+    incomplete = Counter[int]()
     for size, count in sizes.items():
         if size % repeat and size // repeat < batches:
-            begun[repeat - size % repeat] += count
-    for missing, groups in [*sorted(begun.items()), (repeat, lacking)]:
+            incomplete[repeat - size % repeat] += count
+    for missing, groups in [*sorted(incomplete.items()), (repeat, lacking)]:
         filled = min(lacking, groups)
         lacking -= filled
         unnamed -= filled * missing

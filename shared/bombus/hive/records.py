@@ -1,4 +1,4 @@
-"""What is stored of a model call: exact token ids, logprobs and the policy version of each token.
+"""The record of a model call: exact token ids, logprobs and the policy version of each token.
 
 Token ids travel as little-endian int32 bytes and logprobs as float32 bytes: four bytes each, no parsing.
 """
@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from bombus.errors import LogCorrupted
+
 DIGEST_BYTES = 16
 
 
 def digest(body: bytes) -> bytes:
-    """The 16-byte blake2b digest by which references check what they name (R6)."""
+    """Return the 16-byte blake2b digest with which a reference is checked against what it names (R6)."""
     return blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
@@ -36,7 +38,7 @@ def unpack_logprobs(packed: bytes) -> list[float]:
 
 
 class CallRef(msgspec.Struct, frozen=True, array_like=True):
-    """A call record's place in the `calls` stream. A sequence alone is no identity: see R6."""
+    """The place of a call record in the `calls` stream. A sequence alone does not identify it: see R6."""
 
     seq: int
     id: str
@@ -44,7 +46,7 @@ class CallRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of a completion were sampled under one policy version."""
+    """The tokens [start, end) of a completion, which were sampled under one policy version."""
 
     version: int
     start: int
@@ -59,11 +61,11 @@ class FinishReason(StrEnum):
 
 class CallStatus(StrEnum):
     COMPLETE = "complete"
-    CUT_OFF = "cut_off"  # the client hung up: kept for replay, never trained
+    CUT_OFF = "cut_off"  # the client disconnected: kept for replay, never trained
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How tokens are drawn. The defaults are the unmodified distribution of the model."""
+    """The parameters of sampling. The defaults are the unmodified distribution of the model."""
 
     max_tokens: int = 0
     temperature: float = 1.0
@@ -73,14 +75,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: tuple[int, ...] = ()
     top_logprobs: int = 0  # alternatives to report for each position, 0 to 20
 
-    @property
-    def unbiased(self) -> bool:
-        """Whether recorded logprobs are those of the policy at this temperature, over all tokens."""
-        return self.top_p >= 1.0 and self.top_k == 0
-
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion. `tokens` int32 and `logprobs` float32 are of equal length."""
+    """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length."""
 
     tokens: bytes
     logprobs: bytes
@@ -101,7 +98,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_field="kind", omit_defaults=True):
-    """One model request inside an episode, as stored in the `calls` stream.
+    """One model call of an episode, as stored in the `calls` stream.
 
     The prompt is that of the parent call (its prompt, then the tokens of its choice `parent_choice`) followed by
     `prompt_tail`; without a parent it is `prompt_tail` alone. An episode of n turns therefore costs O(n) tokens.
@@ -130,12 +127,12 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
         return sum(len(choice.tokens) // 4 for choice in self.choices)
 
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
-        """Whether a choice was cut at a limit of its job: of a turn, or of prompt and completion together.
+        """Return whether a choice was cut at a limit of its job: of a turn, or of prompt and completion together.
 
-        One that ended at a smaller `max_tokens`, which its client asked for, is as long as it was meant to be.
+        A choice that ended at a smaller `max_tokens` of its request is as long as intended.
         """
-        room = min(turn_tokens_max, model_len_max - self.prompt_tokens)
-        return any(choice.finish == FinishReason.LENGTH and len(choice.tokens) // 4 >= room for choice in self.choices)
+        limit = min(turn_tokens_max, model_len_max - self.prompt_tokens)
+        return any(choice.finish == FinishReason.LENGTH and len(choice.tokens) // 4 >= limit for choice in self.choices)
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -147,12 +144,10 @@ def encode_record(record: CallRecord) -> bytes:
 
 
 def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
-    """Decode a record and, given the reference that led to it, check that it is the one that was meant.
+    """Decode a record, and with `ref` check that it is the one that was referenced.
 
-    Raises `LogCorrupted` when the digest or id differ, or the bytes are no call record.
+    Raises `LogCorrupted` when the digest or id differ, or when the bytes are not a call record.
     """
-    from bombus.errors import LogCorrupted
-
     if ref is not None and digest(body) != ref.digest:
         raise LogCorrupted(f"call {ref.id} at {ref.seq}: the stored record is not the one that was referenced")
     try:

@@ -1,30 +1,30 @@
 """The state of a hive: the fold of its events, and nothing else.
 
-Every service folds the same log with the same function, so they agree without asking each other. `evolve` never
-refuses: what is on the log has happened.
+Every service folds the same log with the same function, so all of them have the same state without asking each other.
+`evolve` never refuses an event: what is on the log has happened.
 """
 
 from collections.abc import Callable
 from enum import StrEnum
-from itertools import islice
 from typing import TypeVar
 
 import msgspec
 
 from bombus.hive import events as ev
+from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
 
-FOLD = 1  # grows when `evolve` gives another state for an old log: snapshots of the one before are then not used
-OUTCOMES_KEPT = 100_000  # how many ended episodes of a run can still be asked about
+FOLD = 1  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
-STEPS_NEEDED = 2  # at most so many are not contained in the older of a trainer's two checkpoints
-BOOTED = "booted"  # the stage of an engine that has booted and does not roll yet
+STEPS_NEEDED = 2  # at most this many steps are not in the older of a trainer's two checkpoints
+BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
 
 class Phase(StrEnum):
-    """The engine's phase, in the swarm contract's spelling."""
+    """The phase of an engine, as the swarm contract spells it."""
 
     OFFLINE = "ENGINE.OFFLINE"
     BOOTING = "ENGINE.BOOTING"
@@ -33,17 +33,8 @@ class Phase(StrEnum):
     WEIGHT_SYNCING = "ENGINE.WEIGHT_SYNCING"
 
 
-ARROWS: dict[Phase, frozenset[Phase]] = {
-    Phase.OFFLINE: frozenset({Phase.BOOTING}),
-    Phase.BOOTING: frozenset({Phase.ROLLING, Phase.OFFLINE}),
-    Phase.ROLLING: frozenset({Phase.ROLLING_POST, Phase.OFFLINE}),
-    Phase.ROLLING_POST: frozenset({Phase.WEIGHT_SYNCING, Phase.OFFLINE}),
-    Phase.WEIGHT_SYNCING: frozenset({Phase.ROLLING, Phase.OFFLINE}),
-}
-
-
 class Episode(msgspec.Struct, kw_only=True):
-    """An episode that is open: claimed, and neither ended nor aborted."""
+    """An open episode: claimed, and neither ended nor aborted."""
 
     id: str
     claim: str
@@ -54,7 +45,7 @@ class Episode(msgspec.Struct, kw_only=True):
     version: int
     task_hint: str = ""
     calls: list[NotedCall] = []
-    calls_from: int = 0  # no call of it lies before this sequence of the `calls` stream (retention.py says why)
+    calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
 
     def trainable_calls(self) -> list[NotedCall]:
@@ -77,7 +68,7 @@ class Completed(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Closed(msgspec.Struct, frozen=True, array_like=True):
-    """What became of an episode: the digest of its outcome, or why it was aborted."""
+    """The end of a closed episode: the digest of its outcome, or the reason of its abort."""
 
     client: str
     outcome: bytes = b""
@@ -105,7 +96,7 @@ class EvalStats(msgspec.Struct):
 
 
 class Counters(msgspec.Struct):
-    """Since the run began."""
+    """Totals since the run began."""
 
     claimed: int = 0
     ended: int = 0
@@ -123,27 +114,27 @@ class EngineState(msgspec.Struct, kw_only=True):
     name: str
     phase: Phase = Phase.OFFLINE
     phase_since_ns: int = 0
-    stage: str = ""  # while booting: what is being waited for
-    failure: str = ""  # why the last run ended, when it was not stopped
+    stage: str = ""  # while booting: what it waits for
+    failure: str = ""  # why the last run ended, "" when it did not fail
     configured: ev.EngineConfigured | None = None  # the latest
-    active: ev.EngineConfigured | None = None  # that of the run
+    active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
-    version: int = -1  # of the newest weights that are ready
-    step: int = 0  # the newest batch that was sealed
+    version: int = -1  # the version of the newest weights that are ready
+    step: int = 0  # the step of the newest sealed batch
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
     pool: dict[str, Completed] = {}  # in order of completion
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
-    newest_call: int = 0  # sequence of the call that was noted last, in any run
-    batch: ev.BatchReady | None = None  # sealed, its step not completed
-    steps_from: list[int] = []  # `calls_from` of the newest steps that were sealed, in any run: the replay window's
+    newest_call: int = 0  # sequence of the call noted last, in any run
+    batch: ev.BatchReady | None = None  # sealed, with its step not completed
+    steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
     trainer: str = ""
     trainer_epoch: int = 0
-    openings: dict[str, int] = {}  # commands by which trainers opened this run, with their epoch
+    openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
     loaded: set[str] = set()  # replicas that serve `weights`
@@ -151,13 +142,13 @@ class EngineState(msgspec.Struct, kw_only=True):
     agreed: set[str] = set()
     rewarded_ns: dict[str, int] = {}  # when each client last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
-    commands: dict[str, int] = {}  # configure, start and stop commands that were carried out, with their run
+    commands: dict[str, int] = {}  # configure, start and stop commands that were carried out: their runs
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
 
     @property
     def collection(self) -> Collection:
-        """The rules of the running job (those of the configured one before the first start)."""
+        """Return the rules of the running job; before the first start, those of the configured one."""
         source = self.active or self.configured
         return source.collection if source is not None else Collection()
 
@@ -170,14 +161,14 @@ class EngineState(msgspec.Struct, kw_only=True):
         return max(self.version, 0)
 
     def episode_number(self, episode: str) -> int | None:
-        """The number in an episode id of this engine's current run, None for any other id."""
+        """Return the number in an episode id of this engine's current run, None for any other id."""
         stem, _, number = episode.rpartition("-")
         if stem != f"{self.name}-{self.run}" or not number.isdigit():
             return None
         return int(number)
 
     def is_over(self, episode: str) -> bool:
-        """Whether this fold knows that the episode is no longer open. False for one it has not heard of yet."""
+        """Return whether this episode was open and is not any more. False for one that is not claimed yet."""
         number = self.episode_number(episode)
         if number is None:
             return True
@@ -196,15 +187,15 @@ class Hive(msgspec.Struct, kw_only=True):
 
     @property
     def refusing(self) -> str:
-        """Why no new work is taken, "" while there is room for it."""
+        """Return why no new work is taken, "" while there is room for it."""
         return " ".join(filled.why for filled in self.full.values())
 
     def engine(self, name: str) -> EngineState:
-        """The engine's state; a blank one, which is not kept, when no event has named it yet."""
+        """Return the state of an engine; an empty one, which is not kept, when no event has named it yet."""
         return self.engines.get(name) or EngineState(name=name)
 
 
-E_ = TypeVar("E_", bound=Event)
+_EventT = TypeVar("_EventT", bound=Event)
 _handlers: dict[type[Event], Callable[[EngineState, Event], None]] = {}
 
 
@@ -227,8 +218,10 @@ def evolve(hive: Hive, event: Event) -> None:
     _handlers[type(event)](engine, event)
 
 
-def _on(kind: type[E_]) -> Callable[[Callable[[EngineState, E_], None]], Callable[[EngineState, E_], None]]:
-    def register(handler: Callable[[EngineState, E_], None]) -> Callable[[EngineState, E_], None]:
+def _on(
+    kind: type[_EventT],
+) -> Callable[[Callable[[EngineState, _EventT], None]], Callable[[EngineState, _EventT], None]]:
+    def register(handler: Callable[[EngineState, _EventT], None]) -> Callable[[EngineState, _EventT], None]:
         _handlers[kind] = handler  # type: ignore[assignment]  # looked up by the event's own type
         return handler
 
@@ -246,20 +239,6 @@ def _remember(engine: EngineState, command: str) -> None:
         trim(engine.commands, COMMANDS_KEPT)
 
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-def trim(kept: dict[K, V], limit: int) -> None:
-    """Drop the oldest entries beyond `limit`, an eighth of them at a time.
-
-    Not one by one: a dict whose front is emptied again and again is searched through what was deleted.
-    """
-    if len(kept) > limit + limit // 8:
-        for key in list(islice(kept, len(kept) - limit)):
-            del kept[key]
-
-
 # ---- the engine's life ----------------------------------------------------------------------------------------
 
 
@@ -271,7 +250,7 @@ def _configured(engine: EngineState, event: ev.EngineConfigured) -> None:
 
 @_on(ev.EngineStarted)
 def _started(engine: EngineState, event: ev.EngineStarted) -> None:
-    """A run begins: left of the one before are replicas, what was answered, and which calls are kept (R8, R12)."""
+    """Begin a run. It keeps the replicas, the answered commands and the bounds of kept calls (R8, R12)."""
     fresh = EngineState(
         name=engine.name,
         configured=engine.configured,
@@ -370,7 +349,7 @@ def _calls_noted(engine: EngineState, event: ev.CallsNoted) -> None:
             counters.calls_late += 1
             continue
         episode.calls.append(call)
-        if call.ref.seq < episode.calls_from:  # a power cut has taken the end of the stream (R6)
+        if call.ref.seq < episode.calls_from:  # a power cut has removed the end of the stream (R6)
             episode.calls_from = call.ref.seq
         episode.last_call_ns = event.at_ns
         engine.newest_call = call.ref.seq
@@ -402,7 +381,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             stats.successes += bool(outcome.is_success)
             trim(engine.evals, EVALS_KEPT)
             continue
-        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last
+        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
         size = 200 + 8 * outcome.completion_tokens + 100 * len(outcome.calls)
         engine.pool[outcome.episode] = Completed(
             episode=outcome.episode,

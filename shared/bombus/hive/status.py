@@ -1,6 +1,6 @@
-"""What a hive is doing now, as data, as JSON and as text: behind `bombus status` and the screen.
+"""The status of a hive as data, as JSON and as text, for `bombus status` and the screen.
 
-All of it is worked out from the fold; nothing asks a server.
+All of it is derived from the fold, without a request to any server.
 """
 
 import msgspec
@@ -16,9 +16,9 @@ EVALS_SHOWN = 8
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """One measure of collection against its target. `decides` marks those that the engine's method waits for.
+    """One measure of collection and its target, 0 when the method sets none.
 
-    A target of 0 means that the method sets none.
+    `decides` marks the measure that the engine's method waits for.
     """
 
     name: str
@@ -28,9 +28,9 @@ class Measure(msgspec.Struct, frozen=True):
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
-    """A running episode. `idle_s` counts from its last recorded call.
+    """An open episode. `idle_s` counts from its last recorded call.
 
-    The coordinator's own figure can be lower: heartbeats and calls in flight are in the inbox only.
+    The coordinator may count less: heartbeats and calls in flight are only in the inbox.
     """
 
     episode: str
@@ -109,12 +109,12 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def seconds_between(start_ns: int, end_ns: int) -> float:
-    """Seconds from one moment to the other; never negative, clocks of two machines differ."""
+    """Return the seconds between two times, never negative: the clocks of two machines may differ."""
     return max(0, end_ns - start_ns) / 1e9
 
 
 def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
-    """How far the pool is from the next batch, in the measures that its method knows."""
+    """Return how far the pool is from the next batch, in the measures of the engine's method."""
     rules = engine.collection
     now = progress(engine, now_ns)
     if rules.method.is_by_agreement:
@@ -139,7 +139,7 @@ def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """One clause about what the engine is waiting for in its phase."""
+    """Return a clause about what the engine waits for in its phase."""
     match engine.phase:
         case Phase.OFFLINE:
             if engine.failure:
@@ -165,7 +165,7 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
 
 
 def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
-    """What an asynchronous run waits for beside the next batch."""
+    """Return what an asynchronous run waits for besides the next batch."""
     now = pace(engine)
     if now is None:
         return ""
@@ -177,7 +177,7 @@ def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
 
 
 def noting(detail: str, refusing: str) -> str:
-    """An engine's detail, with why the hive takes no new work."""
+    """Return an engine's detail with the reason why the hive takes no new work, if any."""
     return f"{detail}. No new work is taken: {refusing}" if refusing else detail
 
 
@@ -223,7 +223,10 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
 
 
 def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> EngineStatus:
-    """`refusing` is the hive's. `now_ns` is the reader's time: the fold's own stands still while no event comes."""
+    """Return the status of an engine; `refusing` is the hive's.
+
+    `now_ns` is the caller's time: the time of the fold stands still while there are no events.
+    """
     source = engine.active or engine.configured
     done = engine.step_done
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
@@ -259,14 +262,14 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
 
 
 def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
-    """The status of every engine; without `now_ns`, as of the newest event."""
+    """Return the status of every engine, by default at the time of the newest event."""
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
     engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
     return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing)
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
-    """`hive_status` as plain JSON values; a figure that is not finite becomes null."""
+    """Return `hive_status` as plain JSON values. A number that is not finite becomes null."""
     encoded = msgspec.json.encode(hive_status(hive, now_ns))
     return msgspec.json.decode(encoded, type=dict[str, object])
 
@@ -275,21 +278,21 @@ def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in at most two units: `4.2 s`, `3 m 05 s`, `7 h 12 m`, `3 d 04 h`."""
+    """Format a duration in at most two units: `4.2 s`, `3 m 05 s`, `7 h 12 m`, `3 d 04 h`."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} m {whole % 60:02d} s"
-    if whole < 86_400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
-    return f"{whole // 86_400} d {whole % 86_400 // 3600:02d} h"
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} m {total % 60:02d} s"
+    if total < 86_400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} m"
+    return f"{total // 86_400} d {total % 86_400 // 3600:02d} h"
 
 
 def byte_size(size: int) -> str:
-    """Bytes in units of a thousand: `512 B`, `43 kB`, `1.2 MB`, `988 MB`."""
+    """Format a number of bytes in units of a thousand: `512 B`, `43 kB`, `1.2 MB`, `988 MB`."""
     value = float(size)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 999.5:
@@ -299,7 +302,7 @@ def byte_size(size: int) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text from outside made safe for a terminal: one line, no control or escape characters."""
+    """Make text from outside safe for a terminal: one line, no control or escape characters."""
     return "".join(char if char.isprintable() else " " for char in text).strip()
 
 
@@ -391,7 +394,7 @@ def _engine_text(status: EngineStatus, now_ns: int) -> str:
 
 
 def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> str:
-    """The status of one engine, or of all when `engine` is empty. Ends with a newline."""
+    """Return the status of one engine, or of all when `engine` is "", as text that ends with a newline."""
     status = hive_status(hive, now_ns)
     chosen = [row for row in status.engines if engine in ("", row.engine)]
     if not chosen:

@@ -1,4 +1,4 @@
-"""Names on the bus. All of them carry the hive's name, so two hives share a server without meeting (R19)."""
+"""The names on the bus. All of them contain the hive's name, so several hives can share a server (R19)."""
 
 import re
 from zlib import crc32
@@ -8,7 +8,7 @@ _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
 def check_name(name: str, what: str) -> str:
-    """A hive's or engine's name: lower-case letters, digits and dashes, at most 32. Raises `ValueError`."""
+    """Return `name` if it is 1 to 32 lower-case letters, digits and dashes. Raises `ValueError` otherwise."""
     if not _NAME.match(name):
         raise ValueError(
             f"{what} {name!r} is not a valid name: use 1 to 32 lower-case letters, digits and dashes, "
@@ -18,7 +18,7 @@ def check_name(name: str, what: str) -> str:
 
 
 class Subjects:
-    """Streams, subjects and buckets of one hive."""
+    """The streams, subjects and buckets of one hive."""
 
     def __init__(self, hive: str) -> None:
         self.hive = check_name(hive, "hive")
@@ -28,7 +28,7 @@ class Subjects:
         self.calls_stream = f"{stem}_calls"
         self.blobs_bucket = f"{stem}_blobs"  # object store: tokenizers, snapshots
         self.secrets_bucket = f"{stem}_secrets"  # key-value: the key that signs episode keys
-        self.leases_bucket = f"{stem}_leases"  # key-value: who leads
+        self.leases_bucket = f"{stem}_leases"  # key-value: the leader's lease
         self.all_inbox = f"bombus.{hive}.inbox.>"
         self.all_events = f"bombus.{hive}.event.>"
         self.all_calls = f"bombus.{hive}.call.>"
@@ -40,11 +40,11 @@ class Subjects:
         return f"bombus.{self.hive}.event.{engine}.{kind}"
 
     def trainer(self, engine: str, epoch: int) -> str:
-        """Where the trainer of that epoch answers for as long as it lives. Not stored."""
+        """Return the subject on which the trainer of that epoch answers while it lives. Not stored."""
         return f"bombus.{self.hive}.trainer.{engine}.{epoch}"
 
     def full_copies(self, engine: str, epoch: int) -> str:
-        """Where that trainer is asked for a full copy of its newest policy version. Not stored."""
+        """Return the subject on which that trainer takes requests for a full copy of its newest version. Not stored."""
         return f"bombus.{self.hive}.full-copies.{engine}.{epoch}"
 
     def call(self, engine: str, episode: str) -> str:

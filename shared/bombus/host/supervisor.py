@@ -195,7 +195,7 @@ def _is_ready(host: str, port: int) -> bool:
 async def _start_job(bus: Bus, engine: str, job: RunConfig) -> None:
     """Configure and start an engine that is offline."""
     try:
-        await bus.ask(
+        await bus.inbox.request(
             inbox.Configure(
                 id=uuid.uuid4().hex,
                 engine=engine,
@@ -205,7 +205,7 @@ async def _start_job(bus: Bus, engine: str, job: RunConfig) -> None:
                 model=job.model.path,
             )
         )
-        await bus.ask(inbox.Start(id=uuid.uuid4().hex, engine=engine))
+        await bus.inbox.request(inbox.Start(id=uuid.uuid4().hex, engine=engine))
     except BombusError as error:
         log.warning("the job of engine %s was not started: %s", engine, error, extra={"engine": engine})
         return

@@ -6,7 +6,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, snapshots
+from bombus.bus import EPOCH, INBOX, Blobs, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.errors import BombusError, LogCorrupted
 from bombus.hive.events import AnyEvent
@@ -125,7 +125,7 @@ class BusSource(Source):
         self._end: LogEnd | None = None
 
     async def base(self) -> tuple[Hive, int]:
-        start = await snapshots.start_of(self.bus, whole=True)
+        start = await snapshots.start_of(self.bus, from_first=True)
         return start.hive, start.position
 
     async def end(self) -> LogEnd:
@@ -159,4 +159,4 @@ class BusSource(Source):
             return None
 
     async def blob(self, name: str) -> bytes:
-        return await self.bus.get_blob(name)
+        return await Blobs(self.bus).get(name)

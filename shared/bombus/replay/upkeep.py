@@ -36,7 +36,7 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
     kept = [await _load(bus, position) for position in await snapshots.positions(bus)]
-    check = _Check(await snapshots.start_of(bus, whole=True))
+    check = _Check(await snapshots.start_of(bus, from_first=True))
     first = check.position + 1
     waiting = {snapshot.position: snapshot for snapshot in kept if first <= snapshot.position <= end}
     async with Reader(bus, bus.subjects.events_stream, first) as reader:

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus.hive.bounded import trim
 from bombus.hive.events import NotedCall
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.inbox import CallRecorded
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Timings, digest, encode_record
-from bombus.hive.state import EngineState, trim
+from bombus.hive.state import EngineState
 from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
@@ -184,7 +185,7 @@ class Call:
         self._start_over()
         sampled = plan.sampling.max_tokens * self.request.completion.n
         size = record_bytes(self.request.body_bytes, plan.prompt.tail // 4, sampled)
-        if size > calls.bus.message_bytes_max:
+        if size > calls.bus.publisher.message_bytes_max:
             self._check_size()
         self._resources.enter_context(calls.capacity.reserve(size))
         self._resources.enter_context(calls.heartbeats.keep_alive(self.engine.name, self.request.claims.episode))
@@ -241,7 +242,7 @@ class Call:
         subject = calls.bus.subjects.call(record.engine, record.episode)
         headers = {"traceparent": request.traceparent} if request.traceparent else None
         limit_s = calls.settings.bus_timeout_s
-        ack = await calls.bus.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
+        ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
         await self.notify()
         if log.isEnabledFor(logging.DEBUG):
@@ -268,7 +269,7 @@ class Call:
         calls, request = self.calls, self.request
         noted = CallRecorded(id=record.id, engine=record.engine, run=record.run, call=self._noted(ref, record))
         try:
-            await calls.bus.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.bus_timeout_s)
+            await calls.bus.inbox.send(noted, traceparent=request.traceparent, timeout_s=calls.settings.bus_timeout_s)
         except BusUnavailable:
             if record.status == CallStatus.COMPLETE:
                 calls.unacknowledged[request.key] = self
@@ -345,7 +346,7 @@ class Call:
 
     def _check_size(self) -> None:
         """Raise `Refused` TOO_LARGE for a call whose record might not fit into the log, before it is sampled."""
-        limit = self.calls.bus.message_bytes_max
+        limit = self.calls.bus.publisher.message_bytes_max
         sampled = record_bytes(0, 0, self.plan.sampling.max_tokens * self.request.completion.n)
         size = len(encode_record(self._record(CallStatus.COMPLETE))) + sampled
         if size > limit:

@@ -108,7 +108,7 @@ class Histories:
     async def _calls_of(self, claims: KeyClaims, traceparent: str) -> tuple[NotedCall, ...]:
         lookup = Lookup(id=uuid.uuid4().hex, engine=claims.engine, episode=claims.episode)
         try:
-            found = await self._bus.ask(lookup, self._lookup_s_max, traceparent=traceparent)
+            found = await self._bus.inbox.request(lookup, self._lookup_s_max, traceparent=traceparent)
         except BusUnavailable as error:
             raise _unreadable(error) from error
         if not isinstance(found, Found):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import msgspec
 
-from bombus.bus import Bus
+from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
 from bombus.hive.state import EngineState
@@ -58,7 +58,7 @@ class EngineModels:
 
     async def _load(self, blob: str, name: str) -> TextModel:
         try:
-            files = _files.decode(await self._bus.get_blob(blob))
+            files = _files.decode(await Blobs(self._bus).get(blob))
         except EngineFault:
             raise
         except BombusError as error:

@@ -52,7 +52,7 @@ class EngineContext:
             traceparent = ""
         try:
             limit_s = min(timeout_s, self.gateway.settings.bus_timeout_s)
-            answer = await self.gateway.bus.ask(command, limit_s, traceparent=traceparent)
+            answer = await self.gateway.bus.inbox.request(command, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error

@@ -1,32 +1,32 @@
-"""bus/flight.py over the simulated bus: the same fences, legs and look at the last event after a failure."""
+"""bus/append.py over the simulated bus: the same fences, steps and check of the last event after a failure."""
 
 from collections.abc import Sequence
 
-from bombus.bus.flight import Outgoing, legs
+from bombus.bus.append import Outgoing, plan_steps
 from bombus.bus.headers import EPOCH
 from bombus.errors import BombusError, BusUnavailable, Deposed, LogCorrupted
 from tests.sim.link import Link
 from tests.sim.server import EPOCH_OPENED, EVENTS_STREAM
 from tests.sim.variants import Variant
 
-FLIGHT_S = 10.0
+APPEND_S = 10.0
 PAUSE_S = 0.2
 
-Landing = Sequence[Outgoing]
+Write = Sequence[Outgoing]
 
 
-async def fly(link: Link, decisions: Sequence[Landing], last: int, variant: Variant | None) -> int:
-    """Append behind `last` and return the new last sequence. Raises `Deposed`, `BusUnavailable`."""
+async def append(link: Link, decisions: Sequence[Write], last: int, variant: Variant | None) -> int:
+    """Append after `last` and return the new last sequence. Raises `Deposed`, `BusUnavailable`."""
     rest = list(decisions)
-    deadline_s = link.net.loop.now_s + FLIGHT_S
+    deadline_s = link.net.loop.now_s + APPEND_S
     while rest:
         failure = await _attempt(link, rest, last, variant)
         if failure is None:
             return last + sum(map(len, rest))
-        link.ground = None
-        landed = await _landed(link, rest, last)
-        last += sum(map(len, rest[:landed]))
-        rest = rest[landed:]
+        link.epoch_fence = None
+        stored = await _count_stored(link, rest, last)
+        last += sum(map(len, rest[:stored]))
+        rest = rest[stored:]
         if rest:
             if link.net.loop.now_s > deadline_s:
                 raise BusUnavailable(str(failure))
@@ -34,31 +34,31 @@ async def fly(link: Link, decisions: Sequence[Landing], last: int, variant: Vari
     return last
 
 
-async def _attempt(link: Link, decisions: Sequence[Landing], last: int, variant: Variant | None) -> BombusError | None:
+async def _attempt(link: Link, decisions: Sequence[Write], last: int, variant: Variant | None) -> BombusError | None:
     if len(decisions) == 1:
-        return await _fly_leg(link, [decisions[0]], last, None)
+        return await _append_step(link, [decisions[0]], last, None)
     try:
-        fence = await _ground(link, int(decisions[0][0].headers[EPOCH]))
+        fence = await _epoch_fence(link, int(decisions[0][0].headers[EPOCH]))
     except BusUnavailable as error:
         return error
-    for leg in legs(decisions, chained=link.server.replicas == 1):
-        failure = await _fly_leg(link, leg, last, None if variant == Variant.NO_EPOCH_FENCE else fence)
+    for step in plan_steps(decisions, chained=link.server.replicas == 1):
+        failure = await _append_step(link, step, last, None if variant == Variant.NO_EPOCH_FENCE else fence)
         if failure is not None:
             return failure
-        last += sum(map(len, leg))
+        last += sum(map(len, step))
     return None
 
 
-async def _fly_leg(link: Link, leg: Sequence[Landing], last: int, opened: int | None) -> BombusError | None:
-    """Send all without waiting, then wait for all."""
+async def _append_step(link: Link, step: Sequence[Write], last: int, opened: int | None) -> BombusError | None:
+    """Send all writes without waiting, then wait for all of them."""
     acks = []
-    for item in leg:
-        acks.append(link.submit(EVENTS_STREAM, item, last, opened))
-        last += len(item)
-    expected = last - sum(map(len, leg))
+    for write in step:
+        acks.append(link.submit(EVENTS_STREAM, write, last, opened))
+        last += len(write)
+    expected = last - sum(map(len, step))
     failure: BombusError | None = None
-    for item, ack in zip(leg, acks):
-        expected += len(item)
+    for write, ack in zip(step, acks):
+        expected += len(write)
         try:
             stored = await ack
         except BombusError as error:
@@ -69,8 +69,8 @@ async def _fly_leg(link: Link, leg: Sequence[Landing], last: int, opened: int | 
     return failure
 
 
-async def _landed(link: Link, decisions: Sequence[Landing], last: int) -> int:
-    """How many of these decisions are on the log behind `last`."""
+async def _count_stored(link: Link, decisions: Sequence[Write], last: int) -> int:
+    """Return how many of these decisions are on the log after `last`."""
     stored = await link.last(EVENTS_STREAM)
     end = 0 if stored is None else stored.seq
     if end < last:
@@ -87,11 +87,11 @@ async def _landed(link: Link, decisions: Sequence[Landing], last: int) -> int:
     raise Deposed(f"event {end} is not ours")
 
 
-async def _ground(link: Link, epoch: int) -> int:
-    """Where this epoch was opened; read once for an epoch and after failures."""
-    if link.ground is None or link.ground[0] != epoch:
+async def _epoch_fence(link: Link, epoch: int) -> int:
+    """Return where this epoch was opened. Read once per epoch and after failures."""
+    if link.epoch_fence is None or link.epoch_fence[0] != epoch:
         opened = await link.last(EVENTS_STREAM, EPOCH_OPENED)
         if opened is not None and int(opened.headers[EPOCH]) > epoch:
             raise Deposed(f"epoch {opened.headers[EPOCH]} is open")
-        link.ground = epoch, 0 if opened is None else opened.seq
-    return link.ground[1]
+        link.epoch_fence = epoch, 0 if opened is None else opened.seq
+    return link.epoch_fence[1]

@@ -1,0 +1,168 @@
+"""The transitions of an engine that follow from its state and the time: boot, roll, seal, drain, sync."""
+
+from bombus.hive import events as ev
+from bombus.hive.collection import completed_ns, enough, select
+from bombus.hive.events import AbortReason, DropReason
+from bombus.hive.pacing import last_chances, oldest_usable
+from bombus.hive.state import BOOTED, EngineState, Phase
+from bombus_coordinator.decision import Decision, Decisions
+from bombus_coordinator.engines import fail
+from bombus_coordinator.episodes import aborted
+from bombus_coordinator.live import Live, ns
+
+
+def _all_loaded(engine: EngineState, live: Live) -> bool:
+    """Return whether all replicas serve the newest weights, or at least one does and `sync_s` has passed (R15)."""
+    if not engine.loaded or engine.weights is None:
+        return False
+    if engine.loaded >= set(engine.replicas):
+        return True
+    return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
+
+
+def _booting(engine: EngineState, live: Live) -> Decisions:
+    if _all_loaded(engine, live):
+        if engine.stage != BOOTED:
+            yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        yield _roll(engine, live)
+        return
+    limit_s = engine.collection.boot_s
+    if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
+        yield from fail(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
+
+
+def _rolling(engine: EngineState, live: Live) -> Decisions:
+    if engine.collection.max_staleness > 0:
+        yield from _rolling_asynchronously(engine, live)
+    elif enough(engine, live.now_ns):
+        yield Decision(events=(ev.RollingClosed(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+    else:
+        yield from _clear_overflow(engine, live)
+
+
+def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
+    """Seal batches of an asynchronous run, which are trained and loaded while episodes continue."""
+    bound = oldest_usable(engine)
+    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
+    if stale:
+        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+    elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
+        if not _is_held(engine, live):
+            yield from _seal(engine, live)
+    else:
+        yield from _clear_overflow(engine, live)
+
+
+def _is_held(engine: EngineState, live: Live) -> bool:
+    """Return whether a complete batch waits for open episodes that would be too old for the next one.
+
+    As in a synchronous run, it waits at most `drain_s`.
+    """
+    if not last_chances(engine):
+        return False
+    assert engine.weights is not None
+    since = live.since(max(completed_ns(engine), engine.weights.at_ns))
+    return since + ns(engine.collection.drain_s) > live.now_ns
+
+
+def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
+    """Clear a pool that is over its limit, as a safety valve."""
+    rules = engine.collection
+    if len(engine.pool) > rules.max_pool_episodes or engine.pool_bytes > rules.max_pool_bytes:
+        yield Decision(
+            events=(
+                ev.PoolCleared(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    reason=DropReason.OVERFLOW,
+                    episodes=len(engine.pool),
+                    bytes=engine.pool_bytes,
+                ),
+            )
+        )
+
+
+def _dropped(engine: EngineState, live: Live, reason: DropReason, episodes: list[str]) -> ev.GroupDropped:
+    return ev.GroupDropped(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        reason=reason,
+        tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in episodes)),
+        episodes=tuple(episodes),
+    )
+
+
+def _draining(engine: EngineState, live: Live) -> Decisions:
+    """Seal the batch once no episode is open, or once their time is up."""
+    if engine.open:
+        if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
+            yield Decision(events=(aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED),))
+        return
+    if engine.batch is not None:
+        yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
+        return
+    yield from _seal(engine, live)
+
+
+def _seal(engine: EngineState, live: Live) -> Decisions:
+    selection = select(engine)
+    if selection.no_signal:
+        dropped = [completed.episode for completed in selection.no_signal]
+        yield Decision(events=(_dropped(engine, live, DropReason.NO_SIGNAL, dropped),))
+    assert engine.active is not None
+    yield Decision(
+        events=(
+            ev.BatchReady(
+                at_ns=live.now_ns,
+                engine=engine.name,
+                run=engine.run,
+                step=engine.step + 1,
+                groups=selection.groups,
+                config_digest=engine.active.config_digest,
+            ),
+        )
+    )
+
+
+def _roll(engine: EngineState, live: Live) -> Decision:
+    return Decision(
+        events=(ev.RollingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run, version=engine.version),)
+    )
+
+
+def _syncing(engine: EngineState, live: Live) -> Decisions:
+    if engine.version < engine.step or not _all_loaded(engine, live):
+        return
+    rules = engine.collection
+    if rules.method.is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
+        return
+    bound = engine.version - rules.max_carry_staleness
+    stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
+    if stale:
+        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+    yield _roll(engine, live)
+
+
+_SETTLE = {
+    Phase.BOOTING: _booting,
+    Phase.ROLLING: _rolling,
+    Phase.ROLLING_POST: _draining,
+    Phase.WEIGHT_SYNCING: _syncing,
+}
+
+
+def settle(engine: EngineState, live: Live) -> Decisions:
+    """Make the transitions that are due, one after another until none is.
+
+    Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
+    of them needs an atomic batch, which would cost the server a sync of its disk.
+    """
+    while (rule := _SETTLE.get(engine.phase)) is not None:
+        moved = False
+        for decision in rule(engine, live):
+            moved = True
+            yield decision
+        if not moved:
+            return

@@ -1,0 +1,219 @@
+"""Append decisions to the event log: many in flight at once, each fenced by what it must follow (R2, R4).
+
+What is stored is always a prefix of the decisions, cut between two of them. After any failure the log's last event says
+how many are stored, or that another coordinator leads.
+"""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from bombus.bus.connection import Bus
+from bombus.bus.headers import (
+    BATCH_COMMIT,
+    BATCH_ID,
+    BATCH_SEQUENCE,
+    EPOCH,
+    EXPECTED_LAST,
+    EXPECTED_LAST_FILTER,
+    EXPECTED_LAST_OF_SUBJECT,
+    MSG_ID,
+)
+from bombus.bus.wire import EpochFence, PubAck, ServerRefused
+from bombus.errors import BombusError, BusUnavailable, Deposed, LogCorrupted, Refused
+from bombus.hive.events import HIVE, EpochOpened
+
+logger = logging.getLogger(__name__)
+
+BATCH_MESSAGES_MAX = 1_000  # the server's limit
+ACK_WAIT_S = 3.0
+_PAUSE_S = 0.05
+_PAUSE_MAX_S = 1.0
+
+
+class Outgoing(msgspec.Struct, frozen=True):
+    """An event to append. `headers` carry at least the epoch (`Bombus-Epoch`); its author uses `msg_id` only once.
+
+    On the log the id is prefixed with the connection's, so that two coordinators that both believe they lead never
+    write the same one.
+    """
+
+    subject: str
+    body: bytes
+    msg_id: str
+    headers: Mapping[str, str]
+
+
+AtomicWrite = Sequence[Outgoing]  # stored as a whole: one event, or a batch of one or more decisions
+
+
+async def append(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int, timeout_s: float = 30.0) -> int:
+    """Append the events of `decisions` after event `expected_last`; return the new last sequence once all are stored.
+
+    Each decision is stored as a whole or not at all. After a failure the same call may be made again over the same bus:
+    what is already stored is recognised. The first append of an epoch is its `epoch.opened`, alone. Raises `Deposed`
+    when another coordinator has written, `BusUnavailable` when the log cannot be reached within `timeout_s` or is full,
+    `LogCorrupted` when it is shorter than `expected_last`, `ValueError` for a decision of more than 1,000 events.
+    """
+    rest = [decision for decision in decisions if decision]
+    for decision in rest:
+        if len(decision) > BATCH_MESSAGES_MAX:
+            raise ValueError(f"a decision of {len(decision)} events is over the limit of {BATCH_MESSAGES_MAX}")
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    pause_s = _PAUSE_S
+    while rest:
+        failure = await _attempt(bus, rest, expected_last)
+        if failure is None:
+            return expected_last + sum(map(len, rest))
+        if isinstance(failure, Refused):
+            raise failure
+        logger.warning("an append after event %d failed, checking how much is stored: %s", expected_last, failure)
+        bus.epoch_fence = None
+        stored = await _count_stored(bus, rest, expected_last)
+        if stored == 0 and isinstance(failure, ServerRefused) and pause_s > _PAUSE_S:
+            raise failure  # it was refused twice, so the failure of a server is not the reason
+        expected_last += sum(map(len, rest[:stored]))
+        rest = rest[stored:]
+        if rest:
+            if loop.time() + pause_s > deadline:
+                raise BusUnavailable(f"an append was not stored within {timeout_s:g} s: {failure}") from failure
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+    return expected_last
+
+
+async def _attempt(bus: Bus, decisions: Sequence[Sequence[Outgoing]], last: int) -> BombusError | None:
+    """Send everything. Return the first failure, or None when all is stored where it should be."""
+    if len(decisions) == 1:
+        return await _append_step(bus, [decisions[0]], last, {})  # the expected sequence is fence enough
+    try:
+        epoch_fence = await _epoch_fence(bus, int(decisions[0][0].headers[EPOCH]))
+    except BusUnavailable as error:
+        return error
+    fence = {
+        EXPECTED_LAST_OF_SUBJECT: str(epoch_fence.opened),
+        EXPECTED_LAST_FILTER: _epoch_subject(bus),
+    }
+    for step in plan_steps(decisions, chained=epoch_fence.replicas == 1):
+        failure = await _append_step(bus, step, last, fence)
+        if failure is not None:
+            return failure
+        last += sum(map(len, step))
+    return None
+
+
+def plan_steps(decisions: Sequence[Sequence[Outgoing]], chained: bool) -> list[list[AtomicWrite]]:
+    """Cut an append into steps. Each step waits for the one before; within a step nothing waits.
+
+    On one replica (`chained`) everything is one step: single events as they are, and everything from the first to the
+    last decision of several events in as few atomic batches as possible, because there each batch costs the server a
+    sync of its disk. On three replicas the server refuses a second message under the same fence while one is in
+    flight, and batches cost little: everything goes in batches, one to a step.
+    """
+    several = [index for index, decision in enumerate(decisions) if len(decision) > 1]
+    first, last = (several[0], several[-1]) if several else (len(decisions), -1)
+    if not chained:
+        first, last = 0, len(decisions) - 1
+    writes: list[list[Outgoing]] = []
+    for index, decision in enumerate(decisions):
+        if first < index <= last and len(writes[-1]) + len(decision) <= BATCH_MESSAGES_MAX:
+            writes[-1] += decision
+        else:
+            writes.append(list(decision))
+    return [list(writes)] if chained else [[write] for write in writes]
+
+
+async def _append_step(
+    bus: Bus, step: Sequence[AtomicWrite], last: int, fence: Mapping[str, str]
+) -> BombusError | None:
+    """Send all writes without waiting, then wait for all of them. Return the first failure.
+
+    An expected sequence alone does not fence the writes after the first: when another coordinator has appended as many
+    events as the refused writes before it held, it matches by accident. So each write also carries `fence`, which
+    requires that the last `epoch.opened` is still ours. (Naming the event before by its message id would work on one
+    replica; on three, nats-server 2.15 takes the mismatch for a write error and stops the stream.)
+    """
+    acks: list[tuple[int, asyncio.Future[PubAck]]] = []
+    failure: BombusError | None = None
+    for write in step:
+        try:
+            future = await _send(bus, write, {EXPECTED_LAST: str(last), **fence})
+        except BombusError as error:
+            failure = error
+            break
+        last += len(write)
+        acks.append((last, future))
+    results = await asyncio.gather(*(future for _, future in acks), return_exceptions=True)
+    for (expected, _), result in zip(acks, results):
+        if isinstance(result, BombusError):
+            return result
+        if isinstance(result, BaseException):
+            raise result
+        if result.duplicate or result.seq != expected:
+            return BusUnavailable(f"event {expected} was stored before, at {result.seq}")
+    return failure
+
+
+async def _send(bus: Bus, write: AtomicWrite, fence: Mapping[str, str]) -> asyncio.Future[PubAck]:
+    """Send one event as it is, several as an atomic batch, of which the server acknowledges only the last."""
+    event = write[-1]
+    if len(write) == 1:
+        headers = {**event.headers, **fence}
+    else:
+        for each in write:
+            bus.publisher.check(each.body)
+        batch = secrets.token_hex(8)  # a new one for each attempt: the server may still hold the start of the last
+        for number, each in enumerate(write[:-1], start=1):
+            headers = {MSG_ID: log_id(bus, each), BATCH_ID: batch, BATCH_SEQUENCE: str(number), **each.headers}
+            await bus.publisher.send_without_ack(each.subject, each.body, {**headers, **fence})
+            fence = {}
+        headers = {**event.headers, BATCH_ID: batch, BATCH_SEQUENCE: str(len(write)), BATCH_COMMIT: "1"}
+    return await bus.publisher.submit_once(
+        event.subject, event.body, msg_id=log_id(bus, event), headers=headers, timeout_s=ACK_WAIT_S
+    )
+
+
+async def _count_stored(bus: Bus, decisions: Sequence[Sequence[Outgoing]], expected_last: int) -> int:
+    """Return how many of these decisions are on the log after `expected_last`, by a leader read of its last event."""
+    epoch = int(decisions[0][0].headers[EPOCH])
+    stored = await bus.last(bus.subjects.events_stream)
+    last = 0 if stored is None else stored.seq
+    if last < expected_last:
+        raise LogCorrupted(f"the event log ends at {last}; {expected_last} was acknowledged before")
+    if stored is not None and int(stored.headers.get(EPOCH, "0")) > epoch:
+        raise Deposed(f"epoch {stored.headers[EPOCH]} is open, ours was {epoch}")
+    if last == expected_last or stored is None:
+        return 0
+    position = expected_last
+    for count, decision in enumerate(decisions, start=1):
+        position += len(decision)
+        event = decision[-1]
+        if position == last and log_id(bus, event) == stored.headers.get(MSG_ID) and event.body == stored.data:
+            return count
+        if position >= last:
+            break
+    raise Deposed(f"event {last} ({stored.headers.get(MSG_ID)}) is not ours: another coordinator writes")
+
+
+async def _epoch_fence(bus: Bus, epoch: int) -> EpochFence:
+    """Return where this epoch was opened and how many replicas the log has. Read once per epoch and after failures."""
+    if bus.epoch_fence is None or bus.epoch_fence.epoch != epoch:
+        opened = await bus.last(bus.subjects.events_stream, _epoch_subject(bus))
+        if opened is not None and int(opened.headers.get(EPOCH, "0")) > epoch:
+            raise Deposed(f"epoch {opened.headers[EPOCH]} is open, ours was {epoch}")
+        state = await bus.state(bus.subjects.events_stream)
+        bus.epoch_fence = EpochFence(epoch, 0 if opened is None else opened.seq, state.replicas)
+    return bus.epoch_fence
+
+
+def _epoch_subject(bus: Bus) -> str:
+    return bus.subjects.event(HIVE, str(EpochOpened.__struct_config__.tag))
+
+
+def log_id(bus: Bus, event: Outgoing) -> str:
+    """Return the message id under which the event is stored on the log."""
+    return f"{bus.token}.{event.msg_id}"
