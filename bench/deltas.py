@@ -31,9 +31,9 @@ from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.lora import adapters_of
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.publish.export import export, export_adapter, export_base, export_delta
-from bombus_trainer.publish.host_copy import Held
+from bombus_trainer.publish.host_copy import HostCopy
 from bombus_trainer.settings import Precision, TrainerSettings
 
 PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")
@@ -51,7 +51,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     return work(), process_time() - started
 
 
-def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:
+def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[EpisodeGroup]:
     """A batch of the model's own answers."""
     asked = [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n").ids for each in PROMPTS]
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=step)
@@ -72,7 +72,7 @@ def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:
         episodes = tuple(
             episode(f"{step}-{ticket}-{choice}", prompt, *made[ticket, choice], tokenizer) for choice in range(ANSWERS)
         )
-        groups.append(Group(f"{step}-{ticket}", episodes))
+        groups.append(EpisodeGroup(f"{step}-{ticket}", episodes))
     return groups
 
 
@@ -96,7 +96,7 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
     executor = Executor(folder, TrainerSettings.model_validate({"precision": Precision.BFLOAT16, **changes}))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
-    held = Held()
+    held = HostCopy()
     newest = export(executor, root / "weights", 0, 1, held=held)
     engine = make_engine(Path(newest.where), compute, run=1, version=0)
     base = Path(newest.where) / FULL_FILE

@@ -27,7 +27,7 @@ from bombus_inference.backends.torch.backend import make_engine
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import Precision, TrainerSettings
 
 PAD, EOS = "<pad>", "<eos>"
@@ -69,7 +69,7 @@ def reward(letter: int, tokens: list[int]) -> float:
     return sum(token == letter for token in tokens) / TOKENS
 
 
-def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[list[Group], float]:
+def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[list[EpisodeGroup], float]:
     """One group for each letter, and the mean reward."""
     equals = CHARACTERS.index("=") + 2
     sampling = SamplingParams(max_tokens=TOKENS, stop_token_ids=(1,))
@@ -103,7 +103,7 @@ def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[lis
             )
             episodes.append(EpisodeCalls(name, got, (record,)))
             rewards.append(got)
-        groups.append(Group(str(ticket), tuple(episodes)))
+        groups.append(EpisodeGroup(str(ticket), tuple(episodes)))
     return groups, statistics.fmean(rewards)
 
 

@@ -25,7 +25,7 @@ from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens,
 from bombus.weights.models import load_model
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import TrainerSettings
 
 WAYS = ("chunked", "full logits", "trainer", "plain")
@@ -94,7 +94,7 @@ def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> d
     answers = torch.randint(vocabulary, (2, tokens // 2))
     if way == "trainer":
         executor = Executor(folder, settings, {})
-        group = Group("task", tuple(answer(row, reward) for reward, row in enumerate(answers.tolist())))
+        group = EpisodeGroup("task", tuple(answer(row, reward) for reward, row in enumerate(answers.tolist())))
         before, started = peak_bytes(), process_time()
         metrics = executor.train_step([group], 1)
         loss, norm = metrics["loss"], metrics["grad_norm"]

@@ -17,10 +17,10 @@ from tests.trainer.small_batches import call, episode, tiny_model_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.peak_memory import peak_bytes
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.machine import this_machine
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -46,14 +46,14 @@ def model_folder(folder: Path, vocabulary: int, positions: int) -> Path:
     return folder
 
 
-def batch(vocabulary: int, tokens: int) -> list[Group]:
+def batch(vocabulary: int, tokens: int) -> list[EpisodeGroup]:
     random = torch.Generator().manual_seed(1)
     episodes = []
     for index in range(SEQUENCES):
         reply = torch.randint(vocabulary, (tokens // SEQUENCES - PROMPT,), generator=random).tolist()
         record = call(f"e{index}", list(range(PROMPT)), reply, logprob=-11.9, episode=f"e{index}")
         episodes.append(episode(f"e{index}", float(index), record))
-    return [Group("task", tuple(episodes))]
+    return [EpisodeGroup("task", tuple(episodes))]
 
 
 def measure(way: str, tokens: int, vocabulary: int, entropy_coef: float) -> str:
@@ -61,7 +61,7 @@ def measure(way: str, tokens: int, vocabulary: int, entropy_coef: float) -> str:
     with TemporaryDirectory() as place:
         folder = model_folder(Path(place), vocabulary, tokens)
         alone = Ranks.alone()
-        backend: Backend = (
+        backend: TrainerBackend = (
             Executor(folder, settings)
             if way == "torch"
             else VerlExecutor(folder, settings, alone, packed=way == "packed")

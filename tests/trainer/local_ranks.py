@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus_trainer.backend import Backend, BackendLost, Interrupted
+from bombus_trainer.backend import BackendLost, Interrupted, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations import Board, Leader, follow
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Part, digest_of
+from bombus_trainer.publish.export import ModelPart, digest_of
 from bombus_trainer.ranks import Ranks
 from tests.trainer.small_batches import call, episode, tiny_settings
 
@@ -61,7 +61,7 @@ class Rank(Executor):
         self.scenario = scenario
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         if self.scenario == "one fails" and not self.ranks.leads:
             raise MemoryError("no room for this rank")
@@ -80,7 +80,7 @@ class Rank(Executor):
         """By the leader alone: two that write the same checkpoint stand in each other's way."""
         return self.ranks.share(super().save(root, facts)) if self.ranks.leads else self.ranks.share()
 
-    def gather_weights(self, part: Part = Part.MODEL) -> None:
+    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
         """Each of these ranks has the whole model: nothing is asked of the others."""
 
 
@@ -123,7 +123,7 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
     dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=SIZE, timeout=timeout)
     board = Board(PrefixStore("board", store), Ranks.of_group(timeout), GRACE_S)
 
-    def load(_: RunConfig) -> Backend:
+    def load(_: RunConfig) -> TrainerBackend:
         return Rank(folder, board.ranks, scenario)
 
     if rank:
@@ -141,7 +141,7 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
 def _lead(leader: Leader, folder: Path) -> list[str]:
     first = call("a", list(range(20)), [1, 2, 3], episode="e1")
     second = call("b", list(range(20)), [4, 5], episode="e2")
-    groups = [Group("task", (episode("e1", 0.0, first), episode("e2", 1.0, second)))]
+    groups = [EpisodeGroup("task", (episode("e1", 0.0, first), episode("e2", 1.0, second)))]
     seen: list[str] = []
 
     def attempt(act: Callable[[], object]) -> None:

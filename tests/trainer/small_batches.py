@@ -22,7 +22,7 @@ from bombus.hive.records import (
     spans_of,
 )
 from bombus_trainer.data.batch import EpisodeCalls
-from bombus_trainer.data.packing import Item, Terms
+from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.settings import TrainerSettings
 
 VOCAB = 64
@@ -73,14 +73,14 @@ def episode(
     return EpisodeCalls(episode=name, reward=reward, records=records, call_rewards=call_rewards)
 
 
-def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, temperature: float = 1.0) -> Item:
+def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, temperature: float = 1.0) -> TrainingItem:
     """A sequence whose tokens at the positions `trained` are trained, with advantages 1 and weights 1."""
     positions = np.array(trained, dtype=np.int64)
     all_tokens = np.array(tokens, dtype=np.int64)
     ones = np.ones(len(positions), dtype=np.float32)
     ids = np.arange(first_id, first_id + len(positions))
     terms = Terms(ids, all_tokens[positions], ones * np.float32(temperature), -ones, ones, ones)
-    return Item(all_tokens, positions, terms)
+    return TrainingItem(all_tokens, positions, terms)
 
 
 def tiny_model_folder(

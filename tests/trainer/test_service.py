@@ -17,10 +17,10 @@ from bombus.hive import inbox
 from bombus.hive.events import StepCompleted, Weights
 from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
-from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import Group
-from bombus_trainer.data.reading import BusCalls, read_batch
+from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.data.sample_files import load_samples
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
@@ -99,7 +99,7 @@ async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage
     await stage.until(Phase.ROLLING, version=1)
     assert stage.engine.step_done is not None
     assert stage.engine.step_done.trainer_epoch == 2
-    executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    executor.train_step(list((await read_batch(BusCallReader(stage.bus), batch)).groups), 1)
     ready = stage.engine.weights
     assert ready is not None
     same = served(ready.weights)
@@ -115,7 +115,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     await stage.follower.wait_for(lambda _: stage.engine.batch is not None, WAIT_S)
     batch = stage.engine.batch
     assert batch is not None
-    metrics = executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    metrics = executor.train_step(list((await read_batch(BusCallReader(stage.bus), batch)).groups), 1)
     facts = Facts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
     saved = executor.save(stage.folder / "played", facts)
     await stage.say(
@@ -327,13 +327,13 @@ class Lost(Executor):
     """Stands for a model on several ranks of which one is gone."""
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         raise BackendLost("rank 1: no room")
 
 
 async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_makes_the_step(stage: Stage) -> None:
-    def load(job: RunConfig) -> Backend:
+    def load(job: RunConfig) -> TrainerBackend:
         return Lost(Path(job.model.path), TrainerSettings.of_job(job))
 
     trainer = asyncio.create_task(Trainer(stage.bus, stage.options, load=load).run())

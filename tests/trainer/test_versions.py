@@ -24,7 +24,7 @@ from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORM
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.publish.export import export, export_delta
-from bombus_trainer.publish.host_copy import Held
+from bombus_trainer.publish.host_copy import HostCopy
 from bombus_trainer.versions import check_fits
 from tests.trainer.backends.test_executor import batch
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
@@ -93,7 +93,7 @@ def test_steps_that_travel_as_deltas_give_the_bytes_of_full_copies(
     tmp_path: Path, changes: dict[str, object], tied: bool
 ) -> None:
     executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(learning_rate=1e-4, **changes))
-    held = Held()
+    held = HostCopy()
     newest = export(executor, tmp_path / "w", 0, 1, held=held)
     file = Path(newest.where) / FULL_FILE
     for step in (1, 2, 3):

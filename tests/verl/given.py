@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
@@ -36,10 +36,10 @@ def settings(case: str) -> TrainerSettings:
     return tiny_settings(**CASES[case])
 
 
-def groups(seed: int) -> list[Group]:
+def groups(seed: int) -> list[EpisodeGroup]:
     """Three tasks of four episodes: two turns, a branch, several temperatures, prompts and replies of any length."""
     episodes = {g: [_episode(f"e{g}{i}", 100 * seed + 10 * g + i, i) for i in range(4)] for g in range(3)}
-    return [Group(f"task{g}", tuple(members)) for g, members in episodes.items()]
+    return [EpisodeGroup(f"task{g}", tuple(members)) for g, members in episodes.items()]
 
 
 def _episode(name: str, seed: int, number: int) -> EpisodeCalls:

@@ -15,11 +15,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from bombus.errors import EngineFault
 from bombus.weights.deltas import FULL_FILE, file_sha256
 from bombus.weights.merging import merge_files
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
-from bombus_trainer.data.batch import Group
-from bombus_trainer.publish.export import Part, export, export_adapter, export_base
+from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.publish.export import ModelPart, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
@@ -48,7 +48,7 @@ def main(folder: Path, results: Path) -> None:
         dist.destroy_process_group()
 
 
-def exported(backend: Backend, ranks: Ranks, folder: Path, version: int) -> Found:
+def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) -> Found:
     """The digest of the weights and where they are, if we lead; the others take part in writing them."""
     if isinstance(backend, VerlExecutor) and not ranks.leads:
         backend.gather_weights()
@@ -57,7 +57,7 @@ def exported(backend: Backend, ranks: Ranks, folder: Path, version: int) -> Foun
     return {"sha256": weights.sha256, "where": weights.where}
 
 
-def steps(backend: Backend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
+def steps(backend: TrainerBackend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
     """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
     made: list[Found] = [exported(backend, ranks, folder, 0)]
     for step in range(first, first + STEPS):
@@ -82,7 +82,7 @@ def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
 def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
     """The digest of what a replica makes of the adapter that we publish, if we lead."""
     if not ranks.leads:
-        for part in (Part.BASE, Part.ADAPTER):
+        for part in (ModelPart.BASE, ModelPart.ADAPTER):
             backend.gather_weights(part)
         return ""
     base = export_base(backend, folder, 1)
@@ -133,8 +133,8 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
 
 def few(model: Path, ranks: Ranks) -> Found:
     """Steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
-    tasks = [Group("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
-    tasks += [Group("other", groups(1)[1].episodes[1:2])]
+    tasks = [EpisodeGroup("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
+    tasks += [EpisodeGroup("other", groups(1)[1].episodes[1:2])]
     found: Found = {}
     for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"verl_policy_loss": "vanilla"}}.items():
         chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus", **changes)

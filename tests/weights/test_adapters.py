@@ -26,7 +26,7 @@ from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import Part, digest_like, digest_of, export, export_adapter, export_base
+from bombus_trainer.publish.export import ModelPart, digest_like, digest_of, export, export_adapter, export_base
 from tests.inference.backends.small_engines import finish, request, worst_difference
 from tests.trainer.backends.test_executor import batch
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
@@ -89,7 +89,7 @@ def test_the_first_adapter_adds_nothing_and_the_digest_says_which_weights_these_
         assert (weights.format, weights.sha256) == (ADAPTER_FORMAT, file_sha256(file))
         assert weights.bytes == file.stat().st_size < made.base.bytes
         assert chain(weights) == [weights, made.base]
-    assert digest_of(made.executor, part=Part.BASE) == made.base.sha256, "training leaves it as it is"
+    assert digest_of(made.executor, part=ModelPart.BASE) == made.base.sha256, "training leaves it as it is"
     third = digest_like(made.executor, made.adapters[0])
     assert third not in {weights.sha256 for weights in made.adapters}
     assert digest_like(made.executor, made.merged[0]) == digest_of(made.executor) != third

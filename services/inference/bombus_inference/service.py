@@ -15,7 +15,7 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
-from bombus.hive.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
+from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Backend, Deliver, Policy
@@ -123,7 +123,7 @@ class Replica:
     async def _leave_for_now(self) -> None:
         """Nobody shall ask a replica that has lost its weights: it joins anew by being alive, with nothing loaded."""
         self._losses += 1
-        await self._say(
+        await self._bus.send_when_back(
             ReplicaLeaves(id=f"{self._life}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
         )
 
@@ -162,7 +162,7 @@ class Replica:
             run=ready.run,
             reason=f"replica {self.name} cannot load version {ready.version}: {why}",
         )
-        await self._say(broke)
+        await self._bus.send_when_back(broke)
         await self._follower.wait_for(lambda _: self._wanted() is not ready)
 
     async def _unless_over(self, run: int, loading: Coroutine[None, None, None]) -> None:
@@ -199,7 +199,7 @@ class Replica:
             version=version,
             replica=self.name,
         )
-        await self._say(loaded)
+        await self._bus.send_when_back(loaded)
 
     def _job(self, run: int) -> RunConfig:
         """What the engine runs with. A limit of ours below the job's is told once for each run."""
@@ -216,15 +216,6 @@ class Replica:
         return job
 
     # ---- what we say ------------------------------------------------------------------------------------------
-
-    async def _say(self, fact: Message) -> None:
-        """Put a fact into the inbox, however long the bus is away."""
-        while True:
-            try:
-                await self._bus.send(fact)
-                return
-            except BusUnavailable as error:
-                log.warning("a fact waits for the bus: %s", error)
 
     async def _tell(self, stage: str) -> None:
         """For `engine_status_detail` while the engine boots; what cannot be said at once is dropped."""

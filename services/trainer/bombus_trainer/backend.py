@@ -6,9 +6,9 @@ from typing import Protocol, TypeVar
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class BackendLost(EngineFault):
     """Some rank of the trainer failed where others did not, or is gone: only a new process can go on."""
 
 
-class Backend(Protocol):
+class TrainerBackend(Protocol):
     """One model in training. Not thread-safe: one call at a time.
 
     A step that raises may have made some of its updates: load another one, or `restore`, before the next.
@@ -40,7 +40,7 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics; a batch without any signal changes nothing.
 
@@ -57,13 +57,13 @@ class Backend(Protocol):
         """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
         ...
 
-    def outline(self, part: Part = Part.MODEL) -> Outline: ...
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """Hand the model as it is now to `use`: whole tensors, each made when its turn comes. Training is not
         disturbed. Parts other than the model are those of LoRA."""
         ...
 
 
-Loader = Callable[[RunConfig], Backend]
+Loader = Callable[[RunConfig], TrainerBackend]
 """Makes a job's model ready at step 0. Raises `EngineFault` for what this trainer cannot do."""

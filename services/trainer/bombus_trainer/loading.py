@@ -12,7 +12,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SEEDS = 2**31  # of weights that are made on the spot
 
 
-def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> Backend:
+def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
     """The job's model as step 0, by the job's backend, on all `ranks` (none: this process alone).
 
     Raises `EngineFault` when there is no such model, or it cannot be trained in this process.

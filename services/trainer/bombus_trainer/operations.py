@@ -16,10 +16,10 @@ from torch.distributed.distributed_c10d import Store
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
-from bombus_trainer.backend import Backend, BackendLost, Loader
-from bombus_trainer.data.batch import Group
+from bombus_trainer.backend import BackendLost, Loader, TrainerBackend
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 LOAD, STOP = "load", "stop"
 GRACE_S = 10.0  # for the others to say how it went, once one has failed
 POLL_S = 60.0
-Call = tuple[str, tuple[object, ...]]  # a method of the backend, and what it is given
+Operation = tuple[str, tuple[object, ...]]  # a method of the backend, and what it is given
 
 
 class Board:
@@ -41,18 +41,18 @@ class Board:
         self._store = store
         self._number = 0
 
-    def announce(self, call: Call) -> None:
+    def announce(self, call: Operation) -> None:
         """By the leader: the next operation, for all."""
         self._number += 1
         self._store.set(f"call/{self._number}", "there")
         self.ranks.share(call)
 
-    def next(self) -> Call:
+    def next(self) -> Operation:
         """By the others: wait for it, however long that takes."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
             pass
-        call: Call = self.ranks.share()
+        call: Operation = self.ranks.share()
         return call
 
     def say(self, failure: Exception | None) -> None:
@@ -80,11 +80,11 @@ class Leader:
         self._timeout_s = timeout_s
         self._lost: BackendLost | None = None
 
-    def load(self, job: RunConfig) -> Backend:
+    def load(self, job: RunConfig) -> TrainerBackend:
         """Raises `EngineFault` as `load` does, `BackendLost`."""
         return _Led(self, self.together((LOAD, (job,)), lambda: self._load(job)))
 
-    def together(self, call: Call, mine: Callable[[], T]) -> T:
+    def together(self, call: Operation, mine: Callable[[], T]) -> T:
         """Have all ranks do `call`; `mine` is our part of it. Raises what all have raised, or `BackendLost`."""
         if self._lost is not None:
             raise self._lost
@@ -116,7 +116,7 @@ class Leader:
 class _Led:
     """A backend of several ranks, as the leader's service sees it."""
 
-    def __init__(self, leader: Leader, mine: Backend) -> None:
+    def __init__(self, leader: Leader, mine: TrainerBackend) -> None:
         self._leader = leader
         self._mine = mine
 
@@ -133,7 +133,7 @@ class _Led:
         return self._mine.vocab_size
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         return self._leader.together(
             ("train_step", (groups, step)), lambda: self._mine.train_step(groups, step, interrupted)
@@ -145,10 +145,10 @@ class _Led:
     def restore(self, path: Path, digest: str) -> None:
         self._leader.together(("restore", (path, digest)), lambda: self._mine.restore(path, digest))
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
         return self._mine.outline(part)
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         return self._leader.together(("gather_weights", (part,)), lambda: self._mine.read_weights(use, part))
 
 
@@ -157,7 +157,7 @@ def follow(board: Board, load: Loader) -> None:
 
     By then it has left the process group, so that others do not wait for it.
     """
-    backend: Backend | None = None
+    backend: TrainerBackend | None = None
     while True:
         method, given = board.next()
         if method == STOP:

@@ -1,6 +1,6 @@
-"""Being a run's trainer: follows the log, opens the run, knows when it is over, says facts of its epoch (R11).
+"""Ownership of a run: become its trainer, notice when it is over, and publish facts under its trainer epoch (R11).
 
-What is done with it is in service.py.
+service.py decides what to do with a run that is owned.
 """
 
 import logging
@@ -10,25 +10,29 @@ from collections.abc import Callable
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import AnyEvent, BatchReady
 from bombus.hive.inbox import Done, Message, TrainerOpens
 from bombus.hive.state import EngineState, Phase
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.presence import Presence
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 30.0
+OPEN_S = 30.0
 
 
 class RunOver(Exception):
     """The run was stopped, has failed, or another trainer has opened it."""
 
 
-class Tenure:
-    """One trainer's place in its engine's runs, one after the other. `follow()` has to run beside everything else."""
+class RunOwnership:
+    """One trainer's hold on its engine's runs, one run after the other. `follow()` has to run as a task of its own.
+
+    A trainer that was superseded stands aside only for as long as its successor answers. Safety does not depend on
+    that: facts of an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step.
+    """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:
         self.run = 0  # the run that is, or was last, ours
@@ -39,7 +43,6 @@ class Tenure:
         self._options = options
         self._name = name
         self._follower = Follower(bus, self._on_event)
-        self._presence = Presence(bus, options.engine)
 
     # ---- what the log says ------------------------------------------------------------------------------------
 
@@ -103,7 +106,7 @@ class Tenure:
         reached(Point.TRAINER_OPENING)
         while True:
             try:
-                answer = await self._bus.ask(opens, ANSWER_S)
+                answer = await self._bus.ask(opens, OPEN_S)
                 break
             except BusUnavailable as error:
                 log.warning("opening run %d: %s", self.run, error)
@@ -112,9 +115,9 @@ class Tenure:
                 log.info("run %d is not to be trained: %s", self.run, refused.why)
                 raise RunOver from None
         assert isinstance(answer, Done)
-        await self._follower.wait_position(answer.position, ANSWER_S)
+        await self._follower.wait_position(answer.position, OPEN_S)
         self.epoch = answer.epoch
-        await self._presence.announce(answer.epoch)
+        await self._answer_pings(answer.epoch)
         reached(Point.TRAINER_OPENED)
         self.check()
 
@@ -128,22 +131,35 @@ class Tenure:
                 await self._follower.wait_for(lambda _: not self.is_running(), patience_s)
             except TimeoutError:
                 epoch = self.engine.trainer_epoch
-                there = await self._presence.is_there(epoch, patience_s)
-                if not there and self.engine.trainer_epoch == epoch:
+                alive = await self._is_alive(epoch, patience_s)
+                if not alive and self.engine.trainer_epoch == epoch:
                     log.warning("the trainer of run %d, epoch %d, is gone: taking over", self.run, epoch)
                     return
+
+    async def _answer_pings(self, epoch: int) -> None:
+        """Answer for this trainer epoch until the connection is closed.
+
+        A process that is gone has no subscription, and one that hangs does not answer.
+        """
+
+        async def answer(message: ReceivedMessage) -> None:
+            await self._bus.answer(message.reply, Done(epoch=epoch))
+
+        await self._bus.client.subscribe(self._bus.subjects.trainer(self._options.engine, epoch), cb=answer)
+
+    async def _is_alive(self, epoch: int, timeout_s: float) -> bool:
+        """Return whether the trainer of that epoch answers within `timeout_s`. True while the bus itself is away."""
+        try:
+            await self._bus.requests.ask(self._bus.subjects.trainer(self._options.engine, epoch), timeout_s=timeout_s)
+        except BusUnavailable:
+            return not self._bus.is_connected
+        return True
 
     # ---- what we say ------------------------------------------------------------------------------------------
 
     async def say(self, fact: Message) -> None:
-        """Put a fact into the inbox however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
-        while True:
-            try:
-                await self._bus.send(fact)
-                return
-            except BusUnavailable as error:
-                log.warning("a fact waits for the bus: %s", error)
-                await self.pause(self._options.retry_s)
+        """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
+        await self._bus.send_when_back(fact, lambda: self.pause(self._options.retry_s))
 
     def id(self, what: str) -> str:
         """The same fact has the same id, however often it is sent."""

@@ -21,11 +21,19 @@ from bombus.faults import Point, reached
 from bombus.hive.events import OBJECTS, Weights, WeightsReady
 from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, chain
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.directories import epoch_of, keep_only
-from bombus_trainer.publish.export import Part, complete, digest_of, export, export_adapter, export_base, export_delta
-from bombus_trainer.publish.host_copy import Held
+from bombus_trainer.publish.directories import epoch_of, remove_others
+from bombus_trainer.publish.export import (
+    ModelPart,
+    complete,
+    digest_of,
+    export,
+    export_adapter,
+    export_base,
+    export_delta,
+)
+from bombus_trainer.publish.host_copy import HostCopy
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +50,8 @@ class Versions:
         self._root = root
         self._run = run
         self._epoch = trainer_epoch
-        self._held = Held()
-        self._executor: Backend | None = None  # what the held version was exported by
+        self._held = HostCopy()
+        self._executor: TrainerBackend | None = None  # what the held version was exported by
         self._adapter_base: Weights | None = None  # what adapters are on, once it is where replicas look for it
         self._booted = False  # the log's newest version is held, if it ever will be
         self._full_until = 0  # deltas were not worth it: not tried before this version
@@ -65,7 +73,7 @@ class Versions:
     def _stored(self) -> bool:
         return self._options.weights_by == "objects"
 
-    async def check(self, executor: Backend) -> None:
+    async def check(self, executor: TrainerBackend) -> None:
         """Raises `EngineFault` when this model cannot be published in the way that the trainer was told."""
         if not self._stored:
             return
@@ -73,11 +81,13 @@ class Versions:
 
     # ---- publishing -------------------------------------------------------------------------------------------
 
-    async def put_out(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
+    async def publish(
+        self, executor: TrainerBackend, version: int, tokenizer: str, newest: WeightsReady | None
+    ) -> Weights:
         """Write a version where replicas look for it. `newest` is the log's newest: what a delta may build on."""
         async with self._lock:
             if self._options.weights_lora == "adapter" and executor.settings.lora_rank:
-                base = self._adapter_base = self._adapter_base or await self._put_out_base(executor, newest)
+                base = self._adapter_base = self._adapter_base or await self._publish_base(executor, newest)
                 weights = await asyncio.to_thread(
                     export_adapter, executor, self._root, version, self._epoch, tokenizer, base
                 )
@@ -86,18 +96,18 @@ class Versions:
             self._booted = True
             return await self._store(weights)
 
-    async def _put_out_base(self, executor: Backend, newest: WeightsReady | None) -> Weights:
+    async def _publish_base(self, executor: TrainerBackend, newest: WeightsReady | None) -> Weights:
         """What adapters are on: that of the log's newest version, if it is still there and still ours."""
         known = None if newest is None else newest.weights.adapter_of
         if known is not None and (self._folder(known.where) / FULL_FILE).exists():
-            if await asyncio.to_thread(digest_of, executor, part=Part.BASE) == known.sha256:
+            if await asyncio.to_thread(digest_of, executor, part=ModelPart.BASE) == known.sha256:
                 return known
             log.warning("the model as loaded here is not what the run's adapters are on: it is published anew")
         return await self._store(await asyncio.to_thread(export_base, executor, self._root, self._epoch))
 
-    def _write(self, executor: Backend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
+    def _write(self, executor: TrainerBackend, version: int, tokenizer: str, newest: WeightsReady | None) -> Weights:
         if self._options.full_every == 1:
-            self._held = Held()
+            self._held = HostCopy()
             return export(executor, self._root, version, self._epoch, tokenizer)
         self._executor = executor
         base = self._base(version, newest)
@@ -143,7 +153,7 @@ class Versions:
         links = [link for ready in named if ready is not None for link in self._chain(ready.weights)]
         wheres = [link.where for link in links]
         async with self._lock:  # a full copy on its way is in a draft, which would be removed
-            await asyncio.to_thread(keep_only, self._root, wheres, self._epoch)
+            await asyncio.to_thread(remove_others, self._root, wheres, self._epoch)
             if self._stored:
                 await self._prune_objects({PurePath(where).name for where in wheres})
 
@@ -171,12 +181,12 @@ class Versions:
 
     # ---- full copies on demand --------------------------------------------------------------------------------
 
-    async def recall(self, executor: Backend, newest: WeightsReady | None) -> None:
+    async def recall(self, executor: TrainerBackend, newest: WeightsReady | None) -> None:
         """After a restart: hold the log's newest version again, which `executor` has, if it is a delta there."""
         await self._hold(executor, newest)
         self._booted = True
 
-    async def _hold(self, executor: Backend, newest: WeightsReady | None) -> None:
+    async def _hold(self, executor: TrainerBackend, newest: WeightsReady | None) -> None:
         if newest is None or newest.weights.format != DELTA_FORMAT or self._holds(newest):
             return
         async with self._lock:
@@ -185,7 +195,7 @@ class Versions:
             self._held.settle(newest.version, found)
         if not self._holds(newest):
             log.warning("version %d cannot be made again here: its digest would be %s", newest.version, found)
-            self._held = Held()
+            self._held = HostCopy()
 
     async def _on_asked(self, message: ReceivedMessage) -> None:
         if self._booted:  # who gets no answer asks again

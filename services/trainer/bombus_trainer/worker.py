@@ -20,7 +20,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import Refused
 from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus_trainer import service
-from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.cli import add_options, options_of
 from bombus_trainer.loading import load_backend
 from bombus_trainer.operations import Board, Leader, follow
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(url: str, hive: str, options: TrainerOptions) -> int:
     board = _join(options)
 
-    def load(job: RunConfig) -> Backend:
+    def load(job: RunConfig) -> TrainerBackend:
         return load_backend(job, options, board.ranks)
 
     if not board.ranks.leads:

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from nats.aio.client import Client
@@ -162,6 +162,20 @@ class Bus:
     async def send(self, message: Message, *, traceparent: str = "", timeout_s: float = 10.0) -> int:
         """Put a fact into the inbox, once for its id, and return its sequence there."""
         return (await self._asker.send(message, traceparent=traceparent, timeout_s=timeout_s)).seq
+
+    async def send_when_back(self, message: Message, pause: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Put a fact into the inbox, however long the bus is away.
+
+        `pause` is awaited after each failed attempt; raising from it gives the fact up.
+        """
+        while True:
+            try:
+                await self.send(message)
+                return
+            except BusUnavailable as error:
+                logger.warning("a fact waits for the bus: %s", error)
+            if pause is not None:
+                await pause()
 
     async def ask(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
         """Put a command into the inbox and wait for the coordinator's answer.

@@ -81,10 +81,10 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
 }
 CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's name and slime's
 
-Name = TypeVar("Name", bound=StrEnum)
+Algorithm = TypeVar("Algorithm", bound=StrEnum)
 
 
-def named(kind: type[Name], text: str) -> Name | None:
+def named(kind: type[Algorithm], text: str) -> Algorithm | None:
     """What `text` names, by our name or another's; `dr-grpo` and `reinforce++` are understood. None: nothing."""
     plain = text.lower().replace("-", "_").replace("++", "_plus_plus")
     plain = ALIASES.get(kind, {}).get(plain, plain)

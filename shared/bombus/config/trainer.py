@@ -7,11 +7,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from bombus.config.algorithms import (
     CRITIC_ESTIMATORS,
     Aggregation,
+    Algorithm,
     Correction,
     Estimator,
     KlEstimator,
     Loss,
-    Name,
     Overlong,
     named,
 )
@@ -26,7 +26,7 @@ def _kl_estimator(value: object) -> object:
     return (named(KlEstimator, value) if isinstance(value, str) else None) or value
 
 
-def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
+def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
     """The name as we have it. Raises `ValueError` for one that the torch backend does not know; verl may."""
     if info.data.get("backend") != "torch":
         return name

@@ -4,7 +4,12 @@ import pytest
 import torch
 
 from bombus.config.algorithms import Correction
-from bombus_trainer.algorithms.corrections import Weights, line_means, off_policy_sequences, sampler_correction
+from bombus_trainer.algorithms.corrections import (
+    CorrectionWeights,
+    line_means,
+    off_policy_sequences,
+    sampler_correction,
+)
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from tests.trainer.small_batches import tiny_settings
 
@@ -13,7 +18,7 @@ SAMPLER = torch.log(torch.tensor([0.4, 0.2, 0.25, 0.3]))  # ratios 1.25, 4, 0.4,
 LINES = torch.tensor([0, 1, 0, 1])  # products 0.5 and 4: tokens of a sequence need not lie side by side
 
 
-def corrected(correction: Correction, low: float = 0.0, high: float = 2.0) -> Weights:
+def corrected(correction: Correction, low: float = 0.0, high: float = 2.0) -> CorrectionWeights:
     return sampler_correction(OLD, SAMPLER, LINES, 2, correction, low, high)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from bombus.hive.records import CallRecord, FinishReason
 from bombus_trainer.algorithms.overlong import soft_penalty
-from bombus_trainer.data.batch import EpisodeCalls, Group, prepare
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, prepare
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 PENALTY = tiny_settings(overlong="penalty", overlong_buffer=20, turn_tokens_max=100)
@@ -47,8 +47,8 @@ def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
     assert both.was_cut(turn_tokens_max=10, model_len_max=11)
 
 
-def group(*members: EpisodeCalls) -> list[Group]:
-    return [Group("t", members)]
+def group(*members: EpisodeCalls) -> list[EpisodeGroup]:
+    return [EpisodeGroup("t", members)]
 
 
 def test_a_penalty_lowers_the_reward_that_is_compared() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.hive.records import CallRecord, unpack_logprobs, unpack_tokens
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from tests.trainer.small_batches import episode, tiny_model_folder, tiny_settings
 from tests.verl.given import groups
 
@@ -22,10 +22,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def batch() -> list[Group]:
+def batch() -> list[EpisodeGroup]:
     """Three tasks, and one whose episodes all earned the same."""
     equal = (episode(f"equal-{each.episode}", 1.0, *each.records) for each in groups(9)[0].episodes)
-    return [*groups(3), Group("equal", tuple(equal))]
+    return [*groups(3), EpisodeGroup("equal", tuple(equal))]
 
 
 def calls(records: Iterable[CallRecord]) -> Iterator[tuple[list[int], list[int], torch.Tensor, float]]:
@@ -45,7 +45,7 @@ def weight(members: list[EpisodeCalls], one: EpisodeCalls, aggregation: str) -> 
     return 1 / (len(counts) * (counts[one.episode] if aggregation == "episode" else LENGTH))
 
 
-def advantage(group: Group, one: EpisodeCalls) -> float:
+def advantage(group: EpisodeGroup, one: EpisodeCalls) -> float:
     rewards = [each.reward for each in group.episodes]
     mean = sum(rewards) / len(rewards)
     return (one.reward - mean) / (sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) + 1e-6)

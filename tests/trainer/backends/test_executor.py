@@ -14,12 +14,12 @@ from bombus.hive.records import digest
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.optim import learning_rate
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.data.packing import pack
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
-from bombus_trainer.publish.directories import keep_only
+from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import export
 from tests.trainer.small_batches import VOCAB, call, episode, item, tiny_model_folder, tiny_settings
 
@@ -47,9 +47,9 @@ def two_turns(name: str, seed: int, reward: float) -> EpisodeCalls:
     return episode(name, reward, first, second)
 
 
-def batch(seed: int = 0) -> list[Group]:
+def batch(seed: int = 0) -> list[EpisodeGroup]:
     return [
-        Group(
+        EpisodeGroup(
             f"task{g}",
             tuple(two_turns(f"e{g}{i}", 100 * seed + 10 * g + i, reward=float(i % 2)) for i in range(4)),
         )
@@ -105,7 +105,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
             episode(f"e{i}", float(arm % 3 == 0), call(f"c{i}", prompt, [arm], logprob=float(logprobs[arm])))
             for i, arm in enumerate(arms)
         ]
-        metrics = executor.train_step([Group("arms", tuple(episodes))], step)
+        metrics = executor.train_step([EpisodeGroup("arms", tuple(episodes))], step)
         assert metrics["kl_sampler_abs"] < 1e-3
         rewards.append(metrics["reward_mean"])
     assert rewards[0] < 0.7
@@ -115,7 +115,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
 def test_a_group_without_signal_changes_nothing(folder: Path) -> None:
     executor = Executor(folder, tiny_settings())
     before = weights_of(executor)
-    same = Group("t", tuple(two_turns(f"e{i}", i, reward=1.0) for i in range(4)))
+    same = EpisodeGroup("t", tuple(two_turns(f"e{i}", i, reward=1.0) for i in range(4)))
     metrics = executor.train_step([same], 1)
     assert weights_of(executor) == before
     assert (metrics["updates"], metrics["groups_without_signal"], metrics["tokens_computed"]) == (0, 1, 0)
@@ -147,7 +147,7 @@ def test_an_episode_whose_records_are_nonsense_leaves_its_group(folder: Path) ->
     executor = Executor(folder, tiny_settings())
     outside = episode("odd", 100.0, call("odd", [1, 2], [VOCAB + 5]))
     (group, *_) = batch()
-    metrics = executor.train_step([Group(group.task, (*group.episodes, outside))], 1)
+    metrics = executor.train_step([EpisodeGroup(group.task, (*group.episodes, outside))], 1)
     assert metrics["episodes_left_out"] == 1
     other = Executor(folder, tiny_settings())
     other.train_step([group], 1)
@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_fails_the_step_and_updates_nothing(folder: Pa
     executor = Executor(folder, tiny_settings())
     before = weights_of(executor)
     (group, *_) = batch()
-    absurd = Group("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
+    absurd = EpisodeGroup("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
     with pytest.raises(EngineFault, match="not finite"):
         executor.train_step([absurd], 1)
     assert weights_of(executor) == before
@@ -305,7 +305,7 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
     saved = [executor.save(tmp_path / "c", facts(step)) for step in (1, 2, 3)]
     for name in (".draft-epoch-1-left", ".draft-epoch-2-being-written", "step-00000009-epoch-2-attempt-1"):
         (tmp_path / "c" / name).mkdir()
-    keep_only(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
+    remove_others(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
     assert sorted(place.name for place in (tmp_path / "c").iterdir()) == [
         ".draft-epoch-2-being-written",
         "step-00000002-epoch-1-attempt-1",
@@ -313,7 +313,7 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
         "step-00000009-epoch-2-attempt-1",
     ]
     where = [export(executor, tmp_path / "w", version, 1).where for version in (0, 1, 2)]
-    keep_only(tmp_path / "w", where[1:], trainer_epoch=1)
+    remove_others(tmp_path / "w", where[1:], trainer_epoch=1)
     assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.model import PolicyModel
-from bombus_trainer.data.packing import Item, pack
+from bombus_trainer.data.packing import TrainingItem, pack
 from tests.trainer.small_batches import VOCAB, item, tiny_model_folder, tiny_settings
 
 
@@ -18,10 +18,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def branching_items() -> list[Item]:
+def branching_items() -> list[TrainingItem]:
     """Three prompts; completions that share prompts, share each other's beginnings, or are the same."""
     random = np.random.default_rng(0)
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     first_id = 0
     for _ in range(3):
         prompt = random.integers(0, VOCAB, random.integers(20, 60)).tolist()
@@ -36,7 +36,7 @@ def branching_items() -> list[Item]:
     return items
 
 
-def plain_logprobs(model: torch.nn.Module, wanted: Item) -> torch.Tensor:
+def plain_logprobs(model: torch.nn.Module, wanted: TrainingItem) -> torch.Tensor:
     logits = model(input_ids=torch.from_numpy(wanted.tokens_T)[None]).logits[0].double()
     at = torch.from_numpy(wanted.positions_N)
     scaled = logits[at - 1] / torch.from_numpy(wanted.terms.temperatures_N).double()[:, None]

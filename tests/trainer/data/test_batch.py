@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from bombus_trainer.data.batch import Group, mini_batches, prepare
+from bombus_trainer.data.batch import EpisodeGroup, mini_batches, prepare
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 
-def two_groups() -> list[Group]:
+def two_groups() -> list[EpisodeGroup]:
     return [
-        Group("t", (episode("a", 0.0, call("a", [1], [2, 3])), episode("b", 4.0, call("b", [1], [4])))),
-        Group("u", (episode("c", 2.0, call("c", [5], [6])),)),
+        EpisodeGroup("t", (episode("a", 0.0, call("a", [1], [2, 3])), episode("b", 4.0, call("b", [1], [4])))),
+        EpisodeGroup("u", (episode("c", 2.0, call("c", [5], [6])),)),
     ]
 
 
@@ -40,7 +40,7 @@ def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
 
 
 def test_equal_rewards_in_all_groups_say_nothing() -> None:
-    same = [Group("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
+    same = [EpisodeGroup("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
     assert not prepare(same, tiny_settings(estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
 
 

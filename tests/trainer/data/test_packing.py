@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from bombus.config.algorithms import Correction, Loss
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from bombus_trainer.backends.torch.attention import plan
-from bombus_trainer.backends.torch.transfer import apart, together
-from bombus_trainer.data.packing import Bin, Item, Segment, pack
+from bombus_trainer.backends.torch.transfer import join_arrays, split_buffer
+from bombus_trainer.data.packing import Bin, Segment, TrainingItem, pack
 from tests.trainer.small_batches import item, tiny_settings
 
 
@@ -74,7 +74,7 @@ lines = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=
 def test_every_term_is_predicted_from_exactly_its_own_prefix(
     given_lines: list[list[int]], bin_tokens: int, shared_tokens_min: int, share: bool
 ) -> None:
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     prefix_of: dict[int, list[int]] = {}
     for line in given_lines:
         items.append(item(line, range(1, len(line)), first_id=len(prefix_of)))
@@ -83,11 +83,11 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
     bins = pack(items, bin_tokens, share, shared_tokens_min)
     found: dict[int, list[int]] = {}
     line_of = {term: number for number, each in enumerate(items) for term in each.terms.ids_N.tolist()}
-    together: dict[int, set[tuple[int, int]]] = {}
+    join_arrays: dict[int, set[tuple[int, int]]] = {}
     for number, packed in enumerate(bins):
         assert set(packed.lines_N.tolist()) == set(range(packed.sequences))
         for term, line in zip(packed.terms.ids_N.tolist(), packed.lines_N.tolist(), strict=True):
-            together.setdefault(line_of[term], set()).add((number, line))
+            join_arrays.setdefault(line_of[term], set()).add((number, line))
         assert len(packed.tokens_T) <= max(bin_tokens, max(map(len, given_lines)) - 1)
         assert np.all(np.diff(packed.head_of_term_N) >= 0)
         for term, head in zip(packed.terms.ids_N.tolist(), packed.head_of_term_N.tolist(), strict=True):
@@ -95,8 +95,8 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
             found[term] = seen_by(packed, row)
             assert packed.positions_T[row] == len(found[term]) - 1
     assert found == prefix_of
-    assert all(len(places) == 1 for places in together.values()), "a sequence lies in one bin, under one number"
-    assert len(set.union(*together.values())) == len(items)
+    assert all(len(places) == 1 for places in join_arrays.values()), "a sequence lies in one bin, under one number"
+    assert len(set.union(*join_arrays.values())) == len(items)
 
 
 @given(lines, st.integers(1, 60), st.sampled_from(Loss), st.sampled_from(Correction), st.booleans(), st.integers(0, 99))
@@ -105,7 +105,7 @@ def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     given_lines: list[list[int]], bin_tokens: int, loss: Loss, correction: Correction, opsm: bool, seed: int
 ) -> None:
     """Whatever looks at whole sequences finds them whole, in whichever order a trie has their tokens."""
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     for line in given_lines:
         items.append(item(line, range(1, len(line)), first_id=sum(len(each.terms) for each in items)))
     random = torch.Generator().manual_seed(seed)
@@ -139,7 +139,7 @@ def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, i
         start = sum(each.length for each in segments)
         segments.append(Segment(start, length, depth, parent))
     layout = plan(segments)
-    tree = layout.tree(apart(together(layout.arrays), layout.arrays))
+    tree = layout.tree(split_buffer(join_arrays(layout.arrays), layout.arrays))
     laid: list[tuple[int, list[int]]] = []
     for block in tree.blocks:
         lines_, queries = block.queries_BQ.shape

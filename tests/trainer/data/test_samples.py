@@ -13,11 +13,11 @@ from pyarrow import parquet
 from bombus.config.documents import parse_job
 from bombus.errors import EngineFault, Refused
 from bombus.hive.records import Choice, FinishReason
-from bombus_trainer.data.batch import Group, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
-from bombus_trainer.data.packing import Item
+from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
+from bombus_trainer.data.packing import TrainingItem
 from bombus_trainer.data.sample_files import load_samples, write
 from bombus_trainer.data.samples import Origin, Sample, Status, samples_of
-from bombus_trainer.data.sequences import Sequence as Merged
+from bombus_trainer.data.sequences import TokenSequence as Merged
 from bombus_trainer.replay.debug_rollouts import allowed_template
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
@@ -25,7 +25,7 @@ ORIGIN = Origin("main", 1, 3)
 SETTINGS = tiny_settings(mini_batch_num=2)
 
 
-def groups() -> list[Group]:
+def groups() -> list[EpisodeGroup]:
     """Turns, a rewritten history, several choices, another temperature, rewards for single calls, no signal."""
     first = call("a1", [1, 2, 3], [10, 11], logprob=-0.1)
     turns = episode("a", 1.0, first, call("a2", [4], [12, 13, 14], parent=first, logprob=-0.3, version=2))
@@ -35,7 +35,11 @@ def groups() -> list[Group]:
     rewarded = episode("c", 0.5, call("c1", [5, 6], [30, 31]), call_rewards=(0.5,))
     plain = episode("d", 1.5, call("d1", [5, 6], [32]), call_rewards=(1.5,))
     silent = [episode(name, 1.0, call(f"{name}1", [7], [40])) for name in ("e", "f")]
-    return [Group("t1", (turns, branches)), Group("t2", (rewarded, plain)), Group("t3", tuple(silent))]
+    return [
+        EpisodeGroup("t1", (turns, branches)),
+        EpisodeGroup("t2", (rewarded, plain)),
+        EpisodeGroup("t3", tuple(silent)),
+    ]
 
 
 def samples() -> list[Sample]:
@@ -72,7 +76,7 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
     return PreparedBatch(tuple(prepared), first_id, 0, 0, ())
 
 
-def flat(items: list[list[Item]]) -> list[bytes]:
+def flat(items: list[list[TrainingItem]]) -> list[bytes]:
     """Every number that the loss is computed from."""
     found = []
     for item in (item for part in items for item in part):
@@ -120,7 +124,7 @@ def test_a_sequence_that_ended_at_its_length_is_truncated() -> None:
         msgspec.structs.replace(record.choices[0], finish=FinishReason.LENGTH),
         record.choices[1],
     )
-    group = [Group("t", (episode("x", 1.0, msgspec.structs.replace(record, choices=cut)),))]
+    group = [EpisodeGroup("t", (episode("x", 1.0, msgspec.structs.replace(record, choices=cut)),))]
     found = samples_of(ORIGIN, group, prepare(group, SETTINGS, VOCAB))
     assert [sample.status for sample in found] == [Status.TRUNCATED, Status.COMPLETED]
 

@@ -16,7 +16,7 @@ LOG_BOUND = 20.0  # no ratio is taken to be further from 1 than exp(20)
 
 
 @dataclass(frozen=True)
-class Weights:
+class CorrectionWeights:
     """For each token [N]: what its surrogate is multiplied by, and whether a bound changed or removed it."""
 
     importance_N: Tensor
@@ -46,17 +46,17 @@ def sequence_ratios(old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: in
     return torch.exp(sums_S.clamp(-LOG_BOUND, LOG_BOUND))[lines_N]
 
 
-def truncated(ratios_N: Tensor, low: float, high: float) -> Weights:
+def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
     """Truncated importance sampling: each ratio, kept within [low, high].
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", for tokens. On whole
     sequences the estimate is unbiased but for the bound, and of a variance that grows with their length.
     """
     none_N = torch.zeros_like(ratios_N, dtype=torch.bool)
-    return Weights(ratios_N.clamp(low, high), (ratios_N >= high) | (ratios_N < low), none_N)
+    return CorrectionWeights(ratios_N.clamp(low, high), (ratios_N >= high) | (ratios_N < low), none_N)
 
 
-def masked(ratios_N: Tensor, low: float, high: float) -> Weights:
+def masked(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
     """Masked importance sampling: a ratio within [low, high] as it is, 0 for one outside of it.
 
     On tokens with both bounds: IcePop (Ling Team 2025, arXiv:2510.18855), M(k) = k if alpha <= k <= beta, else 0.
@@ -64,16 +64,16 @@ def masked(ratios_N: Tensor, low: float, high: float) -> Weights:
     from the Training-Inference Mismatch".
     """
     outside_N = (ratios_N < low) | (ratios_N > high)
-    return Weights(torch.where(outside_N, 0.0, ratios_N), torch.zeros_like(outside_N), outside_N)
+    return CorrectionWeights(torch.where(outside_N, 0.0, ratios_N), torch.zeros_like(outside_N), outside_N)
 
 
 def sampler_correction(
     old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, correction: Correction, low: float, high: float
-) -> Weights:
+) -> CorrectionWeights:
     """The correction of that name. A `high` of 0 switches it off: all ones."""
     if correction == Correction.NONE or high <= 0.0:
         none_N = torch.zeros_like(old_N, dtype=torch.bool)
-        return Weights(torch.ones_like(old_N), none_N, none_N)
+        return CorrectionWeights(torch.ones_like(old_N), none_N, none_N)
     if correction in (Correction.SEQUENCE_TIS, Correction.SEQUENCE_MASK):
         ratios_N = sequence_ratios(old_N, sampler_N, lines_N, lines)
     else:

@@ -1,6 +1,6 @@
 """From the groups of a batch to what is computed: sequences with an advantage and a weight for each trained token."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +11,8 @@ from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import call_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.overlong import penalties, was_cut
-from bombus_trainer.data.packing import Item, Terms
-from bombus_trainer.data.sequences import Floats, MergedEpisode, Sequence, merge_calls
+from bombus_trainer.data.packing import Terms, TrainingItem
+from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
 from bombus_trainer.settings import TrainerSettings
 
 
@@ -28,7 +28,7 @@ class EpisodeCalls:
 
 
 @dataclass(frozen=True)
-class Group:
+class EpisodeGroup:
     task: str
     episodes: tuple[EpisodeCalls, ...]
 
@@ -37,7 +37,7 @@ class Group:
 class Line:
     """One sequence with its advantages [T] and the number of its first term in the batch."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     advantages_T: Floats
     first_id: int
 
@@ -74,7 +74,7 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
     return merged
 
 
-def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
+def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
     """Merge and give advantages. An episode that is corrupted leaves its group before anything is computed of it."""
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
@@ -96,7 +96,7 @@ def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: in
     return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
 
 
-def episode_advantages(episodes: SequenceOf[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
+def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
     """One advantage for each call of each episode of a group, overlong calls punished if the settings say so.
 
     Of an estimator that normalises over the batch this is what goes into that.
@@ -115,7 +115,7 @@ def episode_advantages(episodes: SequenceOf[EpisodeCalls], settings: TrainerSett
 
 
 def _prepare_group(
-    kept: SequenceOf[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
+    kept: Sequence[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
 ) -> PreparedGroup:
     advantages = episode_advantages([episode for episode, _ in kept], settings)
     lines: list[Line] = []
@@ -130,11 +130,11 @@ def _prepare_group(
     return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
 
 
-def _signal(lines: SequenceOf[Line]) -> bool:
+def _signal(lines: Sequence[Line]) -> bool:
     return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines)
 
 
-def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
+def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
     """The groups with the advantages of all their trained tokens normalised together."""
     parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
@@ -164,7 +164,7 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
     }
 
 
-def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[Item]]:
+def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:
     """Deal the groups of a batch out to its updates, anew in each of its epochs; groups stay whole.
 
     Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
@@ -181,8 +181,8 @@ def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epo
 
 
 def _items(
-    computed: SequenceOf[PreparedGroup], silent: SequenceOf[PreparedGroup], settings: TrainerSettings
-) -> list[Item]:
+    computed: Sequence[PreparedGroup], silent: Sequence[PreparedGroup], settings: TrainerSettings
+) -> list[TrainingItem]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
     if settings.aggregation == Aggregation.EPISODE:
         weights = episode_weights(tokens)
@@ -193,10 +193,10 @@ def _items(
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
 
 
-def _item(line: Line, weight: float) -> Item:
+def _item(line: Line, weight: float) -> TrainingItem:
     sequence = line.sequence
     positions_N = np.flatnonzero(sequence.loss_mask_T)
-    return Item(
+    return TrainingItem(
         tokens_T=sequence.tokens_T,
         positions_N=positions_N,
         terms=Terms(

@@ -88,7 +88,7 @@ def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class RowLayout:
     """D documents end to end, T tokens with their padding.
 
     `cu_seqlens_D` [D + 1] is where documents begin, int32 as flash attention wants it. `position_ids_T` begin again
@@ -100,7 +100,7 @@ class Layout:
     source_T: Ints
 
 
-def lay_out(lengths: Sequence[int], multiple: int = 1) -> Layout:
+def lay_out(lengths: Sequence[int], multiple: int = 1) -> RowLayout:
     """Documents one after the other, each padded at its end to a multiple of `multiple` tokens.
 
     Without a ring nothing is padded. For ring attention `multiple` is 2 x the size of the ring: see `zigzag`.
@@ -113,7 +113,7 @@ def lay_out(lengths: Sequence[int], multiple: int = 1) -> Layout:
         for position, length, start in zip(positions, lengths, starts.tolist(), strict=False)
     ]
     nothing = np.zeros(0, dtype=np.int64)
-    return Layout(
+    return RowLayout(
         cu_seqlens_D=np.cumsum([0, *padded]).astype(np.int32),
         position_ids_T=np.concatenate([nothing, *positions]),
         source_T=np.concatenate([nothing, *sources]),

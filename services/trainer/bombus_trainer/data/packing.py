@@ -39,7 +39,7 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class TrainingItem:
     """One sequence to train: tokens [T], the ascending positions of its N trained tokens (all >= 1), their terms."""
 
     tokens_T: Ints
@@ -151,7 +151,9 @@ def common_prefix(left: Ints, right: Ints) -> int:
     return int(different[0]) if len(different) else length
 
 
-def pack(items: Iterable[Item], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16) -> list[Bin]:
+def pack(
+    items: Iterable[TrainingItem], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16
+) -> list[Bin]:
     """Fill bins of at most `bin_tokens` computed tokens; a longer sequence has a bin of its own. Deterministic.
 
     Sequences that share prefixes go in lexicographic order, each into the bin of its neighbour while there is room;
@@ -164,11 +166,11 @@ def pack(items: Iterable[Item], bin_tokens: int, share_prefixes: bool = True, sh
     return [_bin_of([alone[index] for index in each]) for each in filled]
 
 
-def _shared_bins(items: Iterable[Item], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
+def _shared_bins(items: Iterable[TrainingItem], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
     # A sequence's last token is only ever predicted: it needs no row.
     ordered = sorted(items, key=lambda item: item.tokens_T[:-1].astype(">u4").tobytes())
     trie = _Trie(shared_tokens_min)
-    content: list[tuple[Item, _Node]] = []
+    content: list[tuple[TrainingItem, _Node]] = []
     for item in ordered:
         inputs = item.tokens_T[:-1]
         if content and trie.tokens + len(inputs) - trie.shared(inputs) > bin_tokens:
@@ -179,13 +181,13 @@ def _shared_bins(items: Iterable[Item], bin_tokens: int, shared_tokens_min: int)
         yield _lay_out(trie, content)
 
 
-def _bin_of(items: Iterable[Item]) -> Bin:
+def _bin_of(items: Iterable[TrainingItem]) -> Bin:
     """Sequences end to end, nothing shared."""
     trie = _Trie(None)
     return _lay_out(trie, [(item, trie.add(item.tokens_T[:-1])) for item in items])
 
 
-def _lay_out(trie: _Trie, content: list[tuple[Item, _Node]]) -> Bin:
+def _lay_out(trie: _Trie, content: list[tuple[TrainingItem, _Node]]) -> Bin:
     number: dict[int, int] = {}
     segments: list[Segment] = []
     start = 0

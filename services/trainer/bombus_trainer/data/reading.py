@@ -8,12 +8,12 @@ from bombus.bus import Bus
 from bombus.errors import LogCorrupted
 from bombus.hive.events import BatchEpisode, BatchReady
 from bombus.hive.records import CallRecord, CallRef, decode_record
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 
 ANCESTORS_MAX = 4096
 
 
-class Calls(Protocol):
+class CallReader(Protocol):
     """Where call records are read from: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
@@ -21,7 +21,7 @@ class Calls(Protocol):
         ...
 
 
-class BusCalls:
+class BusCallReader:
     """The calls of a hive that runs."""
 
     def __init__(self, bus: Bus) -> None:
@@ -36,12 +36,12 @@ class BusCalls:
 class ReadBatch:
     """`lost` says of each episode that could not be read why, `stale` of each that is too old how old it is."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[EpisodeGroup, ...]
     lost: dict[str, str]
     stale: dict[str, int]
 
 
-async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
+async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
     """All calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
     Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
@@ -51,7 +51,7 @@ async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None 
         known = await _read(calls, refs)
     except LogCorrupted:
         known = {}  # one of them is bad: read episode by episode to see which
-    groups: list[Group] = []
+    groups: list[EpisodeGroup] = []
     lost: dict[str, str] = {}
     stale: dict[str, int] = {}
     for group in batch.groups:
@@ -67,7 +67,7 @@ async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None 
                 stale[episode.episode] = age
             else:
                 kept.append(read)
-        groups.append(Group(group.task, tuple(kept)))
+        groups.append(EpisodeGroup(group.task, tuple(kept)))
     return ReadBatch(tuple(groups), lost, stale)
 
 
@@ -77,7 +77,7 @@ def _age(episode: EpisodeCalls, step: int) -> int:
     return step - 1 - min((span.version for span in spans if span.end > span.start), default=step - 1)
 
 
-async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
+async def _episode(calls: CallReader, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
     missing = [ref for ref in episode.calls if ref not in known]
     found = known | await _read(calls, missing) if missing else known
     records = tuple(found[ref] for ref in episode.calls)
@@ -90,7 +90,7 @@ async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, Cal
     )
 
 
-async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
+async def _ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
     """Parents that do not belong to the episode (cut off, or late), and theirs."""
     have = {record.id for record in records}
     context: list[CallRecord] = []
@@ -104,5 +104,5 @@ async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallR
     return tuple(context)
 
 
-async def _read(calls: Calls, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
+async def _read(calls: CallReader, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
     return dict(zip(refs, await calls.records(refs), strict=True))

@@ -1,7 +1,6 @@
 """A batch as samples in the form of slime's debug rollout data: what was trained, token by token, outside of bombus."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -9,10 +8,10 @@ from typing import Any
 import msgspec
 
 from bombus.hive.records import CallRecord, FinishReason
-from bombus_trainer.data.batch import EpisodeCalls, Group, Line, PreparedBatch
-from bombus_trainer.data.sequences import Sequence
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, Line, PreparedBatch
+from bombus_trainer.data.sequences import TokenSequence
 
-Decode = Callable[[SequenceOf[int]], str]
+Decode = Callable[[Sequence[int]], str]
 OURS = "bombus"  # the key of `metadata` below which ours lies; beside it is what the client said of the episode
 
 
@@ -68,7 +67,7 @@ class Sample:
 
 def samples_of(
     origin: Origin,
-    groups: SequenceOf[Group],
+    groups: Sequence[EpisodeGroup],
     prepared: PreparedBatch,
     decode: Decode | None = None,
     said: Mapping[str, Mapping[str, Any]] | None = None,
@@ -128,7 +127,7 @@ def _sample(
     )
 
 
-def _status(sequence: Sequence, last: CallRecord) -> Status:
+def _status(sequence: TokenSequence, last: CallRecord) -> Status:
     """Whether the sequence's last call was cut off at its length. Of several choices it is the one that ends it."""
     for choice in last.choices:
         tokens = choice.token_ids()

@@ -4,7 +4,7 @@ A node is one choice of one call. Its path is its parent's path, the call's prom
 leaf's path is a sequence. Branches share their common prefix: it is trained in the first sequence that holds it.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
+class TokenSequence:
     """One line of an episode, cut behind its last trained token. All arrays have the length of `tokens` (T).
 
     `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are given at sampled tokens; elsewhere
@@ -42,7 +42,7 @@ class Sequence:
 class MergedEpisode:
     """`merged_calls` of `calls` extended another call token for token; the others began a line of their own."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     calls: int
     merged_calls: int
     trained_tokens: int
@@ -60,7 +60,7 @@ class _Node:
     trained: bool
 
 
-def merge_calls(episode: str, records: SequenceOf[CallRecord], context: SequenceOf[CallRecord] = ()) -> MergedEpisode:
+def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
     """Merge the calls that belong to `episode` (in the order in which they were recorded).
 
     `context` holds calls that do not belong to the episode any more but are parents of ones that do (a call that
@@ -72,7 +72,7 @@ def merge_calls(episode: str, records: SequenceOf[CallRecord], context: Sequence
     nodes = _link(records, context)
     parents = {id(node.parent) for node in nodes if node.parent is not None}
     claimed: set[tuple[int, int]] = set()
-    sequences: list[Sequence] = []
+    sequences: list[TokenSequence] = []
     for leaf in nodes:
         if id(leaf) in parents:
             continue
@@ -84,7 +84,7 @@ def merge_calls(episode: str, records: SequenceOf[CallRecord], context: Sequence
     return MergedEpisode(tuple(sequences), len(records), len(merged), trained)
 
 
-def _link(records: SequenceOf[CallRecord], context: SequenceOf[CallRecord]) -> list[_Node]:
+def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
     """Make the nodes, parents before children. Context calls are numbered behind the episode's own."""
     numbered = [*enumerate(records), *enumerate(context, start=len(records))]
     waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
@@ -154,10 +154,10 @@ def _line(leaf: _Node) -> list[_Node]:
 def _sequence(
     episode: str,
     line: list[_Node],
-    records: SequenceOf[CallRecord],
-    context: SequenceOf[CallRecord],
+    records: Sequence[CallRecord],
+    context: Sequence[CallRecord],
     claimed: set[tuple[int, int]],
-) -> Sequence | None:
+) -> TokenSequence | None:
     """Lay one line out, claiming what nobody trains yet. None when nothing in it is left to train."""
     tokens = np.frombuffer(line[-1].path, dtype="<i4").astype(np.int64)
     length = len(tokens)
@@ -187,4 +187,6 @@ def _sequence(
     if not len(trained):
         return None
     end = int(trained[-1]) + 1
-    return Sequence(episode, tokens[:end], mask[:end], logprobs[:end], versions[:end], calls[:end], temperatures[:end])
+    return TokenSequence(
+        episode, tokens[:end], mask[:end], logprobs[:end], versions[:end], calls[:end], temperatures[:end]
+    )

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from bombus_trainer.data.bins import balanced, best_fit, padded
-from bombus_trainer.data.packing import Item
+from bombus_trainer.data.packing import TrainingItem
 
-MicroBatch = list[Item]
+MicroBatch = list[TrainingItem]
 
 
-def deal(
-    items: Sequence[Item], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
+def shard(
+    items: Sequence[TrainingItem], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
 ) -> list[list[MicroBatch]]:
     """The micro-batches of each rank: as many for one as for another, and about as much work.
 
@@ -38,7 +38,7 @@ def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
     return sum(lengths) if packed else len(lengths) * max(lengths)
 
 
-def _as_many(bins: list[MicroBatch], count: int, shortest: Item, packed: bool) -> list[MicroBatch]:
+def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed: bool) -> list[MicroBatch]:
     """`count` micro-batches: the largest are cut in two, and fillers are only where nothing is left to cut."""
 
     def cost(micro_batch: MicroBatch) -> int:
@@ -60,6 +60,6 @@ def _middle(count: int) -> list[list[int]]:
     return [[*range(count // 2)], [*range(count // 2, count)]]
 
 
-def _filler(item: Item) -> Item:
+def _filler(item: TrainingItem) -> TrainingItem:
     nothing = np.zeros(0, dtype=np.int64)
-    return Item(item.tokens_T[:2], nothing, item.terms.take(nothing))
+    return TrainingItem(item.tokens_T[:2], nothing, item.terms.take(nothing))

@@ -19,7 +19,7 @@ from torch import Tensor
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.weights.deltas import file_sha256
-from bombus_trainer.publish.directories import draft_in, durable_folder, fsync_folder
+from bombus_trainer.publish.directories import draft_directory, fsync_directory, make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
 
 MANIFEST = "manifest.json"
@@ -94,9 +94,9 @@ def save_files(
 
 
 def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
-    durable_folder(root)
+    make_durable_directory(root)
     place = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
-    draft = draft_in(root, facts.trainer_epoch)
+    draft = draft_directory(root, facts.trainer_epoch)
     try:
         reached(Point.TRAINER_CHECKPOINT_BEGUN)
         manifest = msgspec.json.encode(fill(draft))
@@ -104,12 +104,12 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        fsync_folder(draft)
+        fsync_directory(draft)
         reached(Point.TRAINER_CHECKPOINT_WRITTEN)
         if place.exists():  # of a log that is no more: on one log no attempt comes twice
             shutil.rmtree(place)
         draft.rename(place)
-        fsync_folder(root)
+        fsync_directory(root)
         reached(Point.TRAINER_CHECKPOINT_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -153,7 +153,7 @@ def seal_files(folder: Path, mine: Callable[[str], bool]) -> dict[str, Seal]:
                 os.fsync(opened.fileno())
             seals[name] = Seal(file.stat().st_size, file_sha256(file))
     for place in (each for each in folder.rglob("*") if each.is_dir()):
-        fsync_folder(place)
+        fsync_directory(place)
     return seals
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 _OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
 
-def draft_in(root: Path, trainer_epoch: int) -> Path:
-    """A new folder to be filled and renamed. What a crash leaves of it is removed by `keep_only`."""
+def draft_directory(root: Path, trainer_epoch: int) -> Path:
+    """A new folder to be filled and renamed. What a crash leaves of it is removed by `remove_others`."""
     return Path(tempfile.mkdtemp(prefix=f".draft-epoch-{trainer_epoch}-", dir=root))
 
 
@@ -26,7 +26,7 @@ def epoch_of(name: str) -> int | None:
     return int(ours[1]) if ours else None
 
 
-def keep_only(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
+def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
     """Remove what trainers up to `trainer_epoch` left below `root`, but for the folders `named` (paths on the log)."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
@@ -37,16 +37,16 @@ def keep_only(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def durable_folder(path: Path) -> None:
+def make_durable_directory(path: Path) -> None:
     """Make a folder, and those above it that are missing, so that they survive a power cut."""
     if path.exists():
         return
-    durable_folder(path.parent)
+    make_durable_directory(path.parent)
     path.mkdir(exist_ok=True)
-    fsync_folder(path.parent)
+    fsync_directory(path.parent)
 
 
-def fsync_folder(path: Path) -> None:
+def fsync_directory(path: Path) -> None:
     """Make names in a folder durable: a rename is only as safe as the folder that records it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -19,8 +19,8 @@ from bombus.faults import Point, reached
 from bombus.hive.events import Weights, WeightsReady
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT, AdapterConfig
 from bombus.weights.deltas import BASE, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, GAPS, Patch
-from bombus_trainer.publish.directories import draft_in
-from bombus_trainer.publish.host_copy import Changes, Held
+from bombus_trainer.publish.directories import draft_directory
+from bombus_trainer.publish.host_copy import Changes, HostCopy
 from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
 
 DELTA_SHARE_MAX = 0.5  # a delta of more than this share of the full file is not worth what it costs to apply
@@ -32,7 +32,7 @@ T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 
 
-class Part(StrEnum):
+class ModelPart(StrEnum):
     """What of a model is read: all of it, adapters merged; what LoRA's adapters are on; or these alone."""
 
     MODEL = "model"
@@ -61,19 +61,24 @@ def adapter_outline(config: AdapterConfig, tensors: Tensors) -> Outline:
     return Outline(torch.float32, _shapes(dict(tensors)), {**METADATA, ADAPTER_CONFIG: config.to_json()})
 
 
-class Source(Protocol):
+class WeightsSource(Protocol):
     """What has weights to be written: any trainer backend."""
 
     @property
     def files(self) -> Mapping[str, bytes]: ...
 
-    def outline(self, part: Part = Part.MODEL) -> Outline: ...
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T: ...
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T: ...
 
 
 def export(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str = "", held: Held | None = None
+    source: WeightsSource,
+    root: Path,
+    version: int,
+    trainer_epoch: int,
+    tokenizer: str = "",
+    held: HostCopy | None = None,
 ) -> Weights:
     """Write version `version` below `root`; `where` is its folder, `bytes` and `sha256` are of its tensors' file.
 
@@ -89,23 +94,23 @@ def export(
     return _full(place, written, tokenizer)
 
 
-def export_base(source: Source, root: Path, trainer_epoch: int) -> Weights:
+def export_base(source: WeightsSource, root: Path, trainer_epoch: int) -> Weights:
     """What the adapters of all versions are on, as a full copy."""
-    outline = source.outline(Part.BASE)
+    outline = source.outline(ModelPart.BASE)
     with _place(root, "base", trainer_epoch) as (draft, place):
         _write_files(draft, source.files, outline.dtype)
-        written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, tensors), Part.BASE)
+        written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, tensors), ModelPart.BASE)
     return _full(place, written, tokenizer="")
 
 
 def export_adapter(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str, base: Weights
+    source: WeightsSource, root: Path, version: int, trainer_epoch: int, tokenizer: str, base: Weights
 ) -> Weights:
     """As `export`, but only the adapters on `base`. The digest is that of their file, which also says their scale."""
-    outline = source.outline(Part.ADAPTER)
+    outline = source.outline(ModelPart.ADAPTER)
     with _place(root, _version(version), trainer_epoch) as (draft, place):
         (draft / ADAPTER_CONFIG).write_text(outline.metadata[ADAPTER_CONFIG])
-        written = source.read_weights(lambda tensors: outline.write(draft / ADAPTER_FILE, tensors), Part.ADAPTER)
+        written = source.read_weights(lambda tensors: outline.write(draft / ADAPTER_FILE, tensors), ModelPart.ADAPTER)
     return Weights(
         where=str(place),
         format=ADAPTER_FORMAT,
@@ -117,7 +122,13 @@ def export_adapter(
 
 
 def export_delta(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str, held: Held, base: WeightsReady
+    source: WeightsSource,
+    root: Path,
+    version: int,
+    trainer_epoch: int,
+    tokenizer: str,
+    held: HostCopy,
+    base: WeightsReady,
 ) -> Weights:
     """As `export`, but only what has changed since `base`, which is the version that is held.
 
@@ -147,9 +158,9 @@ def export_delta(
     return weights
 
 
-def complete(source: Source, place: Path, held: Held, trainer_epoch: int) -> None:
+def complete(source: WeightsSource, place: Path, held: HostCopy, trainer_epoch: int) -> None:
     """Put the full file of the version that is held, and what belongs to it, into its folder, beside its delta."""
-    draft = draft_in(place.parent, trainer_epoch)
+    draft = draft_directory(place.parent, trainer_epoch)
     try:
         outline = source.outline()
         _write_files(draft, source.files, outline.dtype)
@@ -161,20 +172,20 @@ def complete(source: Source, place: Path, held: Held, trainer_epoch: int) -> Non
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def digest_of(source: Source, held: Held | None = None, part: Part = Part.MODEL) -> str:
+def digest_of(source: WeightsSource, held: HostCopy | None = None, part: ModelPart = ModelPart.MODEL) -> str:
     """The `sha256` that these weights' file would have, without writing it. They are held if that is wanted."""
     outline = source.outline(part)
     return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors)), part).sha256
 
 
-def digest_like(source: Source, weights: Weights | None) -> str:
+def digest_like(source: WeightsSource, weights: Weights | None) -> str:
     """The `sha256` that would be on the log for these weights, had they travelled as `weights` did."""
     return digest_of(
-        source, part=Part.ADAPTER if weights is not None and weights.adapter_of is not None else Part.MODEL
+        source, part=ModelPart.ADAPTER if weights is not None and weights.adapter_of is not None else ModelPart.MODEL
     )
 
 
-def _through(held: Held | None, tensors: Tensors) -> Tensors:
+def _through(held: HostCopy | None, tensors: Tensors) -> Tensors:
     return tensors if held is None else held.follow(tensors)
 
 
@@ -193,7 +204,7 @@ def _place(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Pa
     """A draft to be filled and the folder that it becomes."""
     root.mkdir(parents=True, exist_ok=True)
     place = root / f"{name}-epoch-{trainer_epoch}"
-    draft = draft_in(root, trainer_epoch)
+    draft = draft_directory(root, trainer_epoch)
     try:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         draft.chmod(0o755)

@@ -32,7 +32,7 @@ class Changes:
             self.patches.clear()
 
 
-class Held:
+class HostCopy:
     """Empty at first. `sha256` is that of the version's file, and empty while the values are of no one version."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bombus.errors import BombusError, EngineFault
-from bombus_trainer.backend import Backend
-from bombus_trainer.data.batch import Group, prepare
+from bombus_trainer.backend import TrainerBackend
+from bombus_trainer.data.batch import EpisodeGroup, prepare
 from bombus_trainer.data.sample_files import write
 from bombus_trainer.data.samples import Decode, Origin, samples_of, text_of
 
@@ -35,7 +35,7 @@ def allowed_template(asked: str, run_folder: Path, root: Path | None) -> str:
 class DebugRollouts:
     """Writes the samples of each step of a run to `template`, `{rollout_id}` being the step."""
 
-    def __init__(self, template: str, backend: Backend) -> None:
+    def __init__(self, template: str, backend: TrainerBackend) -> None:
         self._template = template
         self._backend = backend
         self._decode: Decode | None = None
@@ -44,7 +44,7 @@ class DebugRollouts:
         except ValueError as error:
             log.warning("debug rollout data has no texts: %s", error)
 
-    def save(self, origin: Origin, groups: Sequence[Group]) -> dict[str, float]:
+    def save(self, origin: Origin, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
         """Write a step's file, and say in a metric whether that failed: it is no reason to lose the step."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:

@@ -15,11 +15,11 @@ from bombus_trainer.data.reading import read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint
-from bombus_trainer.publish.export import Part, digest_like, digest_of
+from bombus_trainer.publish.export import ModelPart, digest_like, digest_of
 from bombus_trainer.replay.logged_run import LoggedRun
 from bombus_trainer.settings import TrainerSettings
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Retraining:
 
     @classmethod
     async def at(
-        cls, source: Source, logged: LoggedRun, step: int, settings: TrainerSettings, allow_download: bool, say: Say
+        cls, source: Source, logged: LoggedRun, step: int, settings: TrainerSettings, allow_download: bool, say: Report
     ) -> "Retraining":
         """Stand as near before or at `step` as a checkpoint allows; `say` is told from where that is.
 
@@ -101,11 +101,11 @@ def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSetting
 
 def _begins_as(executor: Executor, version: Weights) -> bool:
     base = version.adapter_of
-    on_same = base is None or digest_of(executor, part=Part.BASE) == base.sha256
+    on_same = base is None or digest_of(executor, part=ModelPart.BASE) == base.sha256
     return on_same and digest_like(executor, version) == version.sha256
 
 
-def _newest_kept(logged: LoggedRun, step: int, say: Say) -> Checkpoint | None:
+def _newest_kept(logged: LoggedRun, step: int, say: Report) -> Checkpoint | None:
     for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
         done: StepCompleted = logged.checkpoints[number]
         if not Path(done.checkpoint).is_dir():

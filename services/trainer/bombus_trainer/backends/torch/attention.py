@@ -35,7 +35,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
+class TrieAttention:
     """The plan of one bin. `where_T` finds each row's result in the blocks' results laid end to end."""
 
     blocks: tuple[Block, ...]
@@ -43,13 +43,13 @@ class Tree:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class AttentionPlan:
     """A row's attention cut into blocks, as arrays by name: `tree` makes tensors of them once they have been moved."""
 
     arrays: dict[str, Ints]
     masked: tuple[bool, ...]  # of each block: whether it has a segment with ancestors
 
-    def tree(self, moved: Mapping[str, Tensor]) -> Tree:
+    def tree(self, moved: Mapping[str, Tensor]) -> TrieAttention:
         """`moved` has `arrays`, and may have others."""
         blocks = []
         for number, masked in enumerate(self.masked):
@@ -59,10 +59,10 @@ class Plan:
                 sees_BQ = offsets_B[:, None] + torch.arange(queries_BQ.shape[1], device=offsets_B.device)
                 mask_BQK = torch.arange(keys_BK.shape[1], device=offsets_B.device) <= sees_BQ[:, :, None]
             blocks.append(Block(queries_BQ, keys_BK, mask_BQK))
-        return Tree(tuple(blocks), moved["where"])
+        return TrieAttention(tuple(blocks), moved["where"])
 
 
-def plan(segments: Sequence[Segment]) -> Plan:
+def plan(segments: Sequence[Segment]) -> AttentionPlan:
     """Cut a row's attention into blocks."""
     keys = _key_rows(segments)
     lengths = [(len(keys[index]), segment.length) for index, segment in enumerate(segments)]
@@ -85,7 +85,7 @@ def plan(segments: Sequence[Segment]) -> Plan:
         offsets_B = np.array([segments[index].depth for index in members])
         masked.append(bool(offsets_B.any()))
         arrays |= {f"queries.{number}": queries_BQ, f"keys.{number}": keys_BK, f"offsets.{number}": offsets_B}
-    return Plan({**arrays, "where": where_T}, tuple(masked))
+    return AttentionPlan({**arrays, "where": where_T}, tuple(masked))
 
 
 def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
@@ -129,7 +129,7 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree: Tree,
+    tree: TrieAttention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: object,

@@ -15,21 +15,23 @@ from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
-from bombus_trainer.backends.torch.model import PolicyModel, Scored
+from bombus_trainer.backends.torch.model import PolicyModel, ScoredTerms
 from bombus_trainer.backends.torch.optim import Optimizer, learning_rate
-from bombus_trainer.data.batch import Group, PreparedBatch, mini_batches, prepare, staleness
-from bombus_trainer.data.packing import Bin, Item, pack
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import Bin, TrainingItem, pack
 from bombus_trainer.data.sequences import Floats
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
-def loss_of_terms(scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings) -> PolicyLoss:
+def loss_of_terms(
+    scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
+) -> PolicyLoss:
     """What N trained tokens add to the loss of their update, whoever computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
@@ -66,7 +68,7 @@ class Executor:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """See `Backend.train_step`."""
         tally = Tally()
@@ -88,7 +90,7 @@ class Executor:
 
     def _update(
         self,
-        items: list[Item],
+        items: list[TrainingItem],
         rate: float,
         old: Floats | None,
         tally: Tally,
@@ -136,7 +138,7 @@ class Executor:
             tally.note_flops(self.model.flops(packed, backward=False))
         return old
 
-    def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
+    def _bins(self, items: list[TrainingItem], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
         settings = self.settings
         tokens_max = settings.bin_tokens if settings.packing else 1  # a bin for each: none fits beside another
         share = settings.packing and settings.share_prefixes
@@ -172,23 +174,23 @@ class Executor:
         self.optimizer.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
-        if part == Part.ADAPTER:
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
+        if part == ModelPart.ADAPTER:
             return adapter_outline(self.model.adapter_config(), self.model.adapter_weights())
         return Outline(self.model.export_dtype, self.model.dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `Backend.read_weights`."""
-        if part == Part.ADAPTER:
+        if part == ModelPart.ADAPTER:
             return use(self.model.adapter_weights())
-        return use(self.model.dense_weights(merged=part == Part.MODEL))
+        return use(self.model.dense_weights(merged=part == ModelPart.MODEL))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
+def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str, float]:
     return {
         **reward_metrics(groups),
         "groups": float(len(groups)),

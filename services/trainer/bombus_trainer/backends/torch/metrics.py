@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bombus_trainer.algorithms.kl import kl_k3
 from bombus_trainer.algorithms.losses import PolicyLoss
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
 
 MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
@@ -100,7 +100,7 @@ class Tally:
         }
 
 
-def reward_metrics(groups: list[Group]) -> dict[str, float]:
+def reward_metrics(groups: list[EpisodeGroup]) -> dict[str, float]:
     rewards = torch.tensor([episode.reward for group in groups for episode in group.episodes])
     if not len(rewards):
         return {"reward_mean": 0.0, "reward_std": 0.0}

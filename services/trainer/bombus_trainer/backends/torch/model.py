@@ -26,8 +26,8 @@ from bombus_trainer.backends.torch.lora import (
     adapters_off,
     add_adapters,
 )
-from bombus_trainer.backends.torch.transfer import move
-from bombus_trainer.data.packing import Bin, Item, Terms, pack
+from bombus_trainer.backends.torch.transfer import to_device
+from bombus_trainer.data.packing import Bin, Terms, TrainingItem, pack
 from bombus_trainer.data.sequences import Ints
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.settings import Precision, TrainerSettings
@@ -42,7 +42,7 @@ CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ScoredTerms:
     """For each term of a bin [N]: its logprob, with gradient unless it was switched off, and its entropy, with
     gradient if there is a bonus for it.
 
@@ -97,7 +97,7 @@ class PolicyModel:
 
     # ---- computing --------------------------------------------------------------------------------------------
 
-    def score(self, packed: Bin) -> Scored:
+    def score(self, packed: Bin) -> ScoredTerms:
         """Logprobs of a bin's terms under the current weights, at each term's temperature."""
         return self._score(self._model, packed)
 
@@ -120,9 +120,9 @@ class PolicyModel:
     def peak_flops(self) -> float | None:
         return peak_of(self.device)
 
-    def _score(self, model: "PreTrainedModel", packed: Bin) -> Scored:
+    def _score(self, model: "PreTrainedModel", packed: Bin) -> ScoredTerms:
         layout, terms = plan(packed.segments), packed.terms
-        moved = move(
+        moved = to_device(
             {
                 "tokens": packed.tokens_T,
                 "positions": packed.positions_T,
@@ -152,7 +152,7 @@ class PolicyModel:
         entropy_grad = self._settings.entropy_coef > 0.0
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
         scores = chosen_logprobs(chosen_UH, weight_VH, head, entropy_grad)
-        return Scored(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
+        return ScoredTerms(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
@@ -233,12 +233,12 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     return _stored_dtype(folder) if settings.precision == Precision.AUTO else DTYPES[settings.precision]
 
 
-def probe(line: Ints, number: int) -> Item:
+def probe(line: Ints, number: int) -> TrainingItem:
     """A sequence that is only looked at, the `number`-th of its length: all its tokens but the first are terms."""
     count = len(line) - 1
     ones = np.ones(count, dtype=np.float32)
     ids = np.arange(count) + number * count
-    return Item(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
+    return TrainingItem(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:

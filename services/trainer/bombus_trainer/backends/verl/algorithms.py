@@ -13,8 +13,8 @@ from bombus.errors import EngineFault
 from bombus_trainer.algorithms.corrections import sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import PolicyLoss, token_ratio
-from bombus_trainer.backends.torch.model import Scored
-from bombus_trainer.data.batch import Group, Line, PreparedBatch, PreparedGroup
+from bombus_trainer.backends.torch.model import ScoredTerms
+from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup
 from bombus_trainer.settings import TrainerSettings
 
 Estimate = Callable[..., tuple[Tensor, Tensor]]
@@ -42,7 +42,9 @@ def check_estimator(name: str, estimate: Estimate) -> None:
         )
 
 
-def with_advantages(batch: PreparedBatch, groups: Iterable[Group], estimate: Estimate, config: object) -> PreparedBatch:
+def with_advantages(
+    batch: PreparedBatch, groups: Iterable[EpisodeGroup], estimate: Estimate, config: object
+) -> PreparedBatch:
     """The batch with verl's advantages. Each episode is one response: all its trained tokens, one behind another.
 
     Its reward is given at the last of them, as verl does.
@@ -87,7 +89,7 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
 def loss_of_row(
     function: VerlLoss,
     config: object,
-    scored: Scored,
+    scored: ScoredTerms,
     old_N: Tensor,
     reference_N: Tensor | None,
     settings: TrainerSettings,

@@ -22,16 +22,16 @@ from bombus.errors import EngineFault
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
-from bombus_trainer.backends.torch.model import Scored, probe
+from bombus_trainer.backends.torch.model import ScoredTerms, probe
 from bombus_trainer.backends.verl.algorithms import check_estimator, look_up, loss_of_row, with_advantages
-from bombus_trainer.backends.verl.head import TermsHead, of_sequences, question_of, tensors_of
-from bombus_trainer.data.batch import Group, PreparedBatch
+from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sharding import MicroBatch
 from bombus_trainer.settings import TrainerSettings
 
 VERSION = "0.9.1"  # its engines "may still change": another version is another file to write
-Advantages = Callable[[PreparedBatch, list[Group]], PreparedBatch]
-Loss = Callable[[Scored, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
+Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
+TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
@@ -136,7 +136,7 @@ def _engine_class() -> Any:
 
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             packed = self.model_config.use_remove_padding
-            self._head.question = question_of(micro_batch, packed, self._head.rows_max)
+            self._head.question = query_of(micro_batch, packed, self._head.rows_max)
             return super().prepare_model_inputs(micro_batch)
 
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
@@ -189,14 +189,14 @@ def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tu
     yield from unfuse_moe_params(tensors, engine.model_config.hf_config.model_type)
 
 
-def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, Loss]:
+def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
     """What gives advantages in place of ours, if anything, and the loss. Raises `EngineFault` for unknown names."""
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig
 
     estimate: Advantages | None = None
-    loss: Loss = loss_of_terms
+    loss: TermLoss = loss_of_terms
     if name := settings.verl_adv_estimator:
         function = look_up("trainer.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
         check_estimator(name, function)

@@ -20,17 +20,17 @@ from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.executor import batch_metrics
 from bombus_trainer.backends.torch.flops import flops_of_step, peak_of
 from bombus_trainer.backends.torch.metrics import Tally
-from bombus_trainer.backends.torch.model import LOSS_TERMS, Scored, export_dtype
+from bombus_trainer.backends.torch.model import LOSS_TERMS, ScoredTerms, export_dtype
 from bombus_trainer.backends.torch.optim import learning_rate
-from bombus_trainer.backends.torch.transfer import move
+from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.backends.verl import engine as verl_engine
-from bombus_trainer.data.batch import Group, PreparedBatch, mini_batches, prepare, staleness
-from bombus_trainer.data.packing import Item, Terms
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats
-from bombus_trainer.data.sharding import MicroBatch, computed_tokens, deal
+from bombus_trainer.data.sharding import MicroBatch, computed_tokens, shard
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -75,7 +75,7 @@ class VerlExecutor:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         """See `Backend.train_step`. The leader's `interrupted` counts."""
         tally = Tally()
@@ -104,7 +104,7 @@ class VerlExecutor:
         }
 
     def _update(
-        self, items: list[Item], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
+        self, items: list[TrainingItem], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
     ) -> None:
         self._engine.optimizer_zero_grad()
         share = 0.0
@@ -143,11 +143,11 @@ class VerlExecutor:
             logprobs_N, entropy_N = (model_output[name].values() for name in ("log_probs", "entropy"))
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
-            moved = move(arrays, device)
+            moved = to_device(arrays, device)
             shares = [logprobs_N[:0].sum()]  # a micro-batch without terms has a gradient too: zeros
             for part in self._parts(counts):
                 of_terms = {name: values_N[part] for name, values_N in moved.items()}
-                scored = Scored(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
+                scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
                 tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
@@ -197,11 +197,11 @@ class VerlExecutor:
         return found[0]
 
     def _micro_batches(
-        self, items: list[Item], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
+        self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[MicroBatch]:
         settings = self.settings
         tokens_max = settings.bin_tokens if settings.packing else 1  # a pass for each: none fits beside another
-        dealt = deal(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
+        dealt = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
         if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
             terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
@@ -252,12 +252,12 @@ class VerlExecutor:
                 raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
-        if part == Part.ADAPTER:
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
+        if part == ModelPart.ADAPTER:
             return adapter_outline(self._adapter_config(), self._adapter_shards())
         return Outline(self._export_dtype, self._dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
         """See `Backend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
         tensors = self._weights(part)
         with torch.no_grad():
@@ -267,16 +267,16 @@ class VerlExecutor:
                 for _ in tensors:
                     pass
 
-    def gather_weights(self, part: Part = Part.MODEL) -> None:
+    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
         """Take part in the leader's `read_weights`."""
         with torch.no_grad():
             for _ in self._weights(part):
                 pass
 
-    def _weights(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        if part == Part.ADAPTER:
+    def _weights(self, part: ModelPart) -> Iterator[tuple[str, Tensor]]:
+        if part == ModelPart.ADAPTER:
             return ((name, _whole(value)) for name, value in self._adapter_shards())
-        return self._dense_weights(with_adapters=part == Part.MODEL)
+        return self._dense_weights(with_adapters=part == ModelPart.MODEL)
 
     def _dense_shapes(self) -> dict[str, Shape]:
         empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())

@@ -17,7 +17,7 @@ from bombus_trainer.data.sharding import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
+class TermQuery:
     """Which of the hidden states [B x T] that reach the head predict the N terms, and what is asked of them."""
 
     rows_N: Tensor
@@ -39,7 +39,7 @@ class TermsHead(nn.Module):
         self.weight: nn.Parameter = output.weight
         self.rows_max: int = max(16, logits_bytes_max // (4 * output.out_features))
         self.entropy_grad: bool = entropy_grad
-        self.question: Question | None = None
+        self.question: TermQuery | None = None
         self.answer: Tensor | None = None
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     return {name: jagged(torch.from_numpy(values_T), offsets) for name, values_T in flat.items()}
 
 
-def question_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> Question:
+def query_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> TermQuery:
     """What the head is asked of a micro-batch of `tensors_of`, on their device."""
     mask = tensors["loss_mask"]
     kept_T = mask.values() > 0
@@ -83,7 +83,7 @@ def question_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> Ques
         among_T = torch.nested.to_padded_tensor(mask, 0.0, output_size=size).flatten()
     targets_N, temperatures_N = (tensors[name].values()[kept_T] for name in ("targets", "temperatures"))
     head = HeadPlan(torch.arange(len(targets_N), device=mask.device), targets_N, temperatures_N, rows_max)
-    return Question(among_T.nonzero()[:, 0], head)
+    return TermQuery(among_T.nonzero()[:, 0], head)
 
 
 def of_sequences(values_N: Tensor, mask: Tensor) -> Tensor:
