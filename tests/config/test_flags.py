@@ -7,11 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+from pydantic import BaseModel, Field, model_validator
 
 from bombus.cli import COMMANDS, main
 from bombus.commands.replay import SUBCOMMANDS
+from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
+from bombus.errors import Refused
 from bombus_trainer import launcher, ray_ranks, worker
 
 NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, starting with a letter or digit"
@@ -195,3 +199,107 @@ def test_help_says_what_every_argument_is_and_what_holds_without_it() -> None:
             assert not given or "default" in str(action.help), where
             seen += 1
     assert seen > 150
+
+
+# ---- arguments from a settings model ------------------------------------------------------------------------------
+
+
+class Cache(BaseModel):
+    folder: Path | None = Field(default=None, description="where it lies")
+    size_mb: Annotated[int, Flag(name="--cache-mb", metavar="MB")] = Field(
+        default=64, ge=1, le=4096, description="memory; 50% of it for keys"
+    )
+
+
+class Limits(BaseModel):
+    calls: int = Field(default=8, ge=1, description="open at once")
+    rate: float | None = Field(default=None, gt=0, description="a second; none: any")
+
+
+class Example(BaseModel):
+    hive: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://nowhere"
+    mode: Literal["fast", "slow"] = Field(default="slow", description="how it goes")
+    quiet: bool = Field(default=False, description="say nothing")
+    checked: bool = Field(default=True, description="check everything")
+    replica: Annotated[str, Flag(default="a new name")] = Field(default="", description="what it is called")
+    engines: Annotated[tuple[str, ...], Flag(name="--engine", read=name_of("engine"), default="main")] = Field(
+        default=("main",), description="may be given several times"
+    )
+    secret: Annotated[bytes, NoFlag()] = b""
+    cache: Cache = Field(default=Cache(), title="the cache", description="of weights")
+    limits: Limits = Limits()
+
+    @model_validator(mode="after")
+    def _fast_is_quiet(self) -> "Example":
+        if self.mode == "fast" and not self.quiet:
+            raise ValueError("mode fast is quiet")
+        return self
+
+
+def example_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="example")
+    parser.add_argument("--nats", default="nats://here")
+    parser.add_argument("--hive", default="lab")
+    add_settings_arguments(parser, Example)
+    return parser
+
+
+def example(words: str, **given: object) -> Example:
+    return settings_from(Example, example_parser().parse_args(words.split()), given)
+
+
+def test_without_words_settings_have_their_defaults_and_those_of_arguments_declared_elsewhere() -> None:
+    assert example("") == Example(hive="lab", bus_url="nats://here")
+
+
+def test_each_field_is_set_by_its_flag() -> None:
+    words = "--nats n --hive h --mode fast --quiet --no-checked --replica r --engine a --engine b"
+    words += " --folder /tmp --cache-mb 5 --calls 3 --rate 0.5"
+    assert example(words, secret=b"s") == Example(
+        hive="h",
+        bus_url="n",
+        mode="fast",
+        quiet=True,
+        checked=False,
+        replica="r",
+        engines=("a", "b"),
+        secret=b"s",
+        cache=Cache(folder=Path("/tmp"), size_mb=5),
+        limits=Limits(calls=3, rate=0.5),
+    )
+
+
+def test_a_value_given_by_path_counts_and_not_the_typed_one() -> None:
+    assert settings_from(Example, example_parser().parse_args([]), {"cache.size_mb": 7}).cache.size_mb == 7
+
+
+def test_help_comes_from_the_description_and_shows_the_default() -> None:
+    text = " ".join(example_parser().format_help().split())
+    for line in (
+        "--mode {fast,slow} how it goes (default: slow)",
+        "--quiet say nothing ",
+        "--checked, --no-checked check everything (default: True)",
+        "--replica REPLICA what it is called (default: a new name)",
+        "--engine ENGINE may be given several times (default: main)",
+        "--calls CALLS open at once (default: 8)",
+        "the cache: of weights --folder FOLDER where it lies --cache-mb MB memory; 50% of it for keys (default: 64)",
+    ):
+        assert line in text
+    assert "--secret" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--cache-mb 0", "--cache-mb 0 is refused: it takes a whole number, at least 1, at most 4096"),
+        ("--rate 0", "--rate 0.0 is refused: it takes a number, more than 0"),
+        ("--mode fast", "mode fast is quiet"),
+    ],
+)
+def test_settings_that_are_refused_name_the_flag_of_their_field(words: str, why: str) -> None:
+    with pytest.raises(Refused) as refused:
+        example(words)
+    assert refused.value.why == why
+    with pytest.raises(Refused, match=r"--quiet: mode fast"):
+        settings_from(Example, example_parser().parse_args(["--mode", "fast"]), flags={"": "--quiet"})

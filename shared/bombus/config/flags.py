@@ -1,9 +1,12 @@
-"""A command line that is refused: one sentence for each thing that is wrong, naming the flag as it is typed."""
+"""Command lines: arguments made from the fields of a settings model, and refusals that name the flag as it is typed."""
 
 import argparse
 import shlex
-from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -16,14 +19,161 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class Parser(argparse.ArgumentParser):
-    """Of argparse's refusals the sentence alone, without the list of everything that could be typed."""
+    """A parser whose errors are one sentence, without the list of everything that could be typed."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')}; see `{self.prog} --help`\n")
 
 
+# ---- arguments from a settings model ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """Says how a field is given on the command line, where that does not follow from the field itself.
+
+    Put it into the field's annotation: `port: Annotated[int, Flag(metavar="N")] = Field(default=0, description=...)`.
+
+    - `name` is the flag, such as `--nats`; by default the field's name with dashes.
+    - `help` replaces the field's description.
+    - `default` describes the default where its value does not explain itself: "a new name".
+    - `read` converts the typed text, for each item where the field is a tuple; it raises `argparse.ArgumentTypeError`.
+    - `declared_elsewhere`: another function, such as `add_hive_arguments`, adds the argument to the parser.
+    """
+
+    name: str = ""
+    metavar: str | None = None
+    help: str = ""
+    default: str = ""
+    read: Callable[[str], object] | None = None
+    declared_elsewhere: bool = False
+
+
+@dataclass(frozen=True)
+class NoFlag:
+    """Marks a field that the command line does not set; `settings_from` is given its value."""
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A field that has a flag. `path` is its dotted place in the settings."""
+
+    path: str
+    field: FieldInfo
+    flag: Flag
+
+    @property
+    def name(self) -> str:
+        return self.flag.name or "--" + self.path.rpartition(".")[2].replace("_", "-")
+
+    @property
+    def destination(self) -> str:
+        """The attribute of the parsed arguments, named by argparse after the flag."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+    def add_to(self, parser: "argparse._ActionsContainer") -> None:
+        default = self.field.get_default(call_default_factory=True)
+        given: dict[str, Any] = {"help": self._help(default), "default": default}
+        kind = _without_none(self.field.annotation)
+        if kind is bool:
+            given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
+            parser.add_argument(self.name, **given)
+            return
+        if get_origin(kind) is tuple:
+            kind = _without_annotation(get_args(kind)[0])
+            given |= {"action": "append", "default": None}  # argparse would append to another default
+        given |= _values(kind) if self.flag.read is None else {"type": self.flag.read}
+        if self.flag.metavar is not None:
+            given["metavar"] = self.flag.metavar
+        parser.add_argument(self.name, **given)
+
+    def _help(self, default: object) -> str:
+        text = (self.flag.help or self.field.description or "").replace("%", "%%")
+        if self.flag.default:
+            return f"{text} (default: {self.flag.default})"
+        if default is None or default is False or default in ("", ()):
+            return text
+        shown = typed(default).replace("%", "%%") if isinstance(default, tuple) else "%(default)s"
+        return f"{text} (default: {shown})"
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
+    """Add an argument for each field of a settings model: its flag, type, choices, help and default are the field's.
+
+    The fields of nested models get arguments too. Those of a nested model whose field has a title stand under that
+    title in the help, with the field's description.
+    """
+    groups: dict[str, argparse._ActionsContainer] = {}
+    for argument in _arguments(model):
+        if argument.flag.declared_elsewhere:
+            continue
+        group = argument.path.partition(".")[0] if "." in argument.path else ""
+        if group not in groups:
+            holder = model.model_fields.get(group)
+            titled = holder is not None and holder.title is not None
+            groups[group] = parser.add_argument_group(holder.title, holder.description) if titled and holder else parser
+        argument.add_to(groups[group])
+
+
+def settings_from(
+    model: type[Settings],
+    arguments: argparse.Namespace,
+    given: Mapping[str, object] = {},
+    flags: Mapping[str, str] = {},
+) -> Settings:
+    """Make settings from parsed arguments. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
+
+    `given` has values by dotted path, for fields without a flag or in place of what was typed. For `flags` see
+    `made_of_flags`.
+    """
+    tree: dict[str, Any] = {}
+    found = {argument.path: getattr(arguments, argument.destination) for argument in _arguments(model)}
+    for path, value in {**{path: value for path, value in found.items() if value is not None}, **given}.items():
+        *groups, name = path.split(".")
+        place = tree
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[name] = value
+    return made_of_flags(model, tree, flags)
+
+
+def _arguments(model: type[BaseModel], prefix: str = "") -> Iterator[_Argument]:
+    for name, field in model.model_fields.items():
+        if any(isinstance(item, NoFlag) for item in field.metadata):
+            continue
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _arguments(kind, f"{prefix}{name}.")
+            continue
+        flag = next((item for item in field.metadata if isinstance(item, Flag)), Flag())
+        yield _Argument(f"{prefix}{name}", field, flag)
+
+
+def _values(kind: Any) -> dict[str, Any]:
+    """What argparse is told about the values of a type."""
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return {"choices": tuple(str(member) for member in kind)}
+    return {"type": kind}
+
+
+def _without_none(kind: Any) -> Any:
+    """The X in `X | None`."""
+    kinds = get_args(kind)
+    return _without_annotation(next(one for one in kinds if one is not NoneType)) if NoneType in kinds else kind
+
+
+def _without_annotation(kind: Any) -> Any:
+    """The X in `Annotated[X, ...]`."""
+    return kind.__origin__ if hasattr(kind, "__metadata__") else kind
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
 def name_of(what: str) -> Callable[[str], str]:
-    """What argparse checks the name of a hive or an engine with."""
+    """Return a checker for argparse of the name of a hive or an engine."""
 
     def checked(name: str) -> str:
         try:
@@ -35,24 +185,25 @@ def name_of(what: str) -> Callable[[str], str]:
 
 
 def check_range(flag: str, value: float, least: float, most: float) -> None:
-    """Raises `Refused(BAD_CONFIG)`."""
+    """Raise `Refused(BAD_CONFIG)` for a value outside `least` to `most`."""
     if not least <= value <= most:
         raise Refused(Code.BAD_CONFIG, f"{flag} {value} is refused: it takes {least} to {most}")
 
 
-def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str]) -> Settings:
-    """Settings out of what was typed. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
+def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:
+    """Make settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
 
-    `flags` has the flag of a field where that is not called like it, by the dotted path; under the empty path the one
-    that a fault of several fields together is about.
+    A field is named by its flag. `flags` overrides that by the dotted path of a field; under the empty path it has the
+    flag to name for a fault of several fields together.
     """
     try:
         return model.model_validate(given)
     except ValidationError as error:
+        names = {argument.path: argument.name for argument in _arguments(model)} | dict(flags)
         sentences = []
         for problem in error.errors(include_url=False):
             path = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))
-            flag = flags.get(path, f"--{path.rpartition('.')[2].replace('_', '-')}" if path else "")
+            flag = names.get(path, f"--{path.rpartition('.')[2].replace('_', '-')}" if path else "")
             why = problem["msg"].removeprefix("Value error, ")
             field = _field(model, path)
             if not path or field is None:
@@ -64,7 +215,7 @@ def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Map
 
 
 def typed(value: object) -> str:
-    """A value as it stands on a command line."""
+    """Return a value as it is typed on a command line."""
     return shlex.join(str(item) for item in value) if isinstance(value, list | tuple) else shlex.quote(str(value))
 
 
