@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from bombus.config.job import validated
 from bombus.hive.events import WeightsReady
 from bombus.hive.generation import Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
@@ -34,14 +35,14 @@ from bombus_trainer.backends.torch.lora import adapters_of
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.publish.export import export, export_adapter, export_base, export_delta
 from bombus_trainer.publish.host_copy import HostCopy
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")
 ANSWERS, ANSWER_TOKENS = 4, 24
 WAYS: dict[str, dict[str, object]] = {
-    "full, lr 1e-6": {"learning_rate": 1e-6},
-    "full, lr 1e-5": {"learning_rate": 1e-5},
-    "LoRA r16, lr 1e-4": {"learning_rate": 1e-4, "lora_rank": 16},
+    "full, lr 1e-6": {"lr": 1e-6},
+    "full, lr 1e-5": {"lr": 1e-5},
+    "LoRA r16, lr 1e-4": {"lr": 1e-4, "lora_rank": 16},
 }
 T = TypeVar("T")
 
@@ -93,7 +94,9 @@ def episode(name: str, prompt: list[int], tokens: bytes, logprobs: bytes, tokeni
 
 
 def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root: Path) -> None:
-    executor = Executor(folder, TrainerSettings.model_validate({"precision": Precision.BFLOAT16, **changes}))
+    executor = Executor(
+        folder, TrainerSettings(job=validated({"model": {"dtype": "bfloat16"}, "trainer": changes}, {}))
+    )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
     held = HostCopy()

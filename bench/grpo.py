@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from bombus.config.algorithms import Aggregation
+from bombus.config.job import validated
 from bombus.hive.generation import Finished, Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
 from bombus_inference.backends.torch.backend import make_engine
@@ -28,7 +28,7 @@ from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz=.0123456"
@@ -108,15 +108,9 @@ def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[lis
 
 
 def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    settings = TrainerSettings(
-        seed=arguments.seed,
-        learning_rate=arguments.lr,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        precision=Precision.FLOAT32,
-        aggregation=Aggregation.TOKEN,
-    )
-    executor = Executor(folder, settings)
+    trainer = {"lr": arguments.lr, "weight_decay": 0.0, "grad_clip": 1.0, "loss_aggregation": "token"}
+    job = validated({"model": {"dtype": "float32", "seed": arguments.seed}, "trainer": trainer}, {})
+    executor = Executor(folder, TrainerSettings(job=job))
     limits = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
     engine = make_engine(folder, limits, run=1, version=0)
     numbers = random.Random(arguments.seed)

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bombus.config.job import validated
 from bombus.weights.models import build_tiny, load_model
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import Terms, TrainingItem, pack
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: in
 
 
 def measure(work: Workload, folder: Path, bin_tokens: int, repeats: int) -> None:
-    policy = PolicyModel.load(folder, TrainerSettings(precision=Precision.FLOAT32))
+    policy = PolicyModel.load(folder, TrainerSettings(job=validated({"model": {"dtype": "float32"}}, {})))
     plain = load_model(folder, dtype="float32")
     items = items_of(work, policy.vocab_size)
     trained = sum(len(each.terms) for each in items)

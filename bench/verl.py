@@ -9,6 +9,7 @@ from time import perf_counter
 import torch
 from tests.trainer.small_batches import call, episode
 
+from bombus.config.job import validated
 from bombus.weights.models import resolve_model
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
@@ -61,7 +62,7 @@ def main() -> None:
     print(this_machine("cpu"))
     for model in arguments.model:
         folder = resolve_model(model, dtype="float32")
-        settings = TrainerSettings(learning_rate=1e-5)
+        settings = TrainerSettings(job=validated({"trainer": {"lr": 1e-5}}, {}))
         ours, ours_found = measure(Executor(folder, settings), model, arguments.steps)
         verl, verl_found = measure(VerlExecutor(folder, settings, Ranks.alone()), model, arguments.steps)
         groups, members, prompt, reply = SHAPES[model]

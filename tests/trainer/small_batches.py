@@ -7,8 +7,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from bombus.config.groups import Tree
+from bombus.config.job import validated
 from bombus.hive.records import (
     CallRecord,
     CallRef,
@@ -24,6 +25,7 @@ from bombus.hive.records import (
 from bombus_trainer.data.batch import EpisodeCalls
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.settings import TrainerSettings
+from tests.small_models import small_llama
 
 VOCAB = 64
 
@@ -87,19 +89,8 @@ def tiny_model_folder(
     folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32, hidden_size: int = 32
 ) -> Path:
     """A Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,  # far from uniform, so that mistakes show
-    )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    shape = {"vocab_size": VOCAB, "hidden_size": hidden_size, "max_position_embeddings": 512}
+    small_llama(**shape, tie_word_embeddings=tied).to(dtype).save_pretrained(folder)
     return tiny_tokenizer(folder)
 
 
@@ -110,5 +101,12 @@ def tiny_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def tiny_settings(**changes: object) -> TrainerSettings:
-    return TrainerSettings.model_validate({"learning_rate": 1e-2, "weight_decay": 0.0, **changes})
+def tiny_settings(rollout: Tree | None = None, model: Tree | None = None, **changes: object) -> TrainerSettings:
+    """Settings for the tiny model: `changes` are the trainer's own settings or those of its part of a job.
+
+    Every loss is clipped and corrected in the same way unless a test says otherwise.
+    """
+    own = {name: changes.pop(name) for name in list(changes) if name in TrainerSettings.model_fields}
+    same = {"lr": 1e-2, "weight_decay": 0.0, "clip_low": 0.2, "clip_high": 0.2, "correction": "token_tis"}
+    job = validated({"rollout": rollout or {}, "model": model or {}, "trainer": {**same, **changes}}, {})
+    return TrainerSettings.model_validate({"job": job, **own})

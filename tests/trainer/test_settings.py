@@ -36,10 +36,8 @@ def test_every_algorithm_of_a_job_reaches_the_trainer() -> None:
         "overlong_penalty": 0.5,
     }
     settings = TrainerSettings.of_job(job(**asked))
-    ours = {"adv_estimator": "estimator", "tis_clip": "importance_cap", "tis_clip_low": "importance_floor"}
-    assert {name: getattr(settings, ours.get(name, name)) for name in asked} == asked
-    lengths = settings.response_tokens_max, settings.turn_tokens_max, settings.model_len_max
-    assert (settings.aggregation, lengths) == ("constant", (15000, 4096, 18000))
+    assert {name: getattr(settings.config, name) for name in asked} == asked
+    assert (settings.estimator, settings.loss, settings.config.loss_aggregation) == ("dr_grpo", "gspo", "constant")
 
 
 def test_micro_batches_are_the_jobs_on_a_gpu_and_smaller_on_a_cpu() -> None:
@@ -65,11 +63,6 @@ def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytes
     assert [record.message for record in caplog.records if record.name == "bombus_trainer.loading"] == [
         "a micro-batch holds 4096 tokens at most and not the job's 32000: --bin-tokens changes that"
     ]
-
-
-def test_a_job_that_asks_for_nothing_trains_with_the_trainers_own_defaults() -> None:
-    settings = TrainerSettings.of_job(job())
-    assert settings == TrainerSettings(bin_tokens=settings.bin_tokens)
 
 
 def test_names_that_are_not_ours_are_verls() -> None:

@@ -87,12 +87,12 @@ def test_a_delta_is_a_safetensors_file_that_names_what_it_changes(tmp_path: Path
     assert second.delta_bytes == (tmp_path / "1" / DELTA_FILE).stat().st_size
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"model": {"dtype": "bfloat16"}}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_that_travel_as_deltas_give_the_bytes_of_full_copies(
     tmp_path: Path, changes: dict[str, object], tied: bool
 ) -> None:
-    executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(learning_rate=1e-4, **changes))
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(lr=1e-4, **changes))
     held = HostCopy()
     newest = export(executor, tmp_path / "w", 0, 1, held=held)
     file = Path(newest.where) / FULL_FILE

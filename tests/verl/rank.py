@@ -21,6 +21,7 @@ from bombus_trainer.backends.verl.executor import VerlExecutor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.export import ModelPart, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
+from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
 
@@ -66,6 +67,25 @@ def steps(backend: TrainerBackend, ranks: Ranks, folder: Path, first: int = 1) -
     return made
 
 
+class VerlSettings(TrainerSettings):
+    """Settings that take verl's functions of these names, also where we have our own of the same name."""
+
+    estimator_name: str = ""
+    loss_name: str = ""
+
+    @property
+    def verl_adv_estimator(self) -> str:
+        return self.estimator_name
+
+    @property
+    def verl_policy_loss(self) -> str:
+        return self.loss_name
+
+
+def verl_settings(estimator_name: str = "", loss_name: str = "", **changes: object) -> TrainerSettings:
+    return VerlSettings(**dict(tiny_settings(**changes)), estimator_name=estimator_name, loss_name=loss_name)
+
+
 def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
     chosen = settings(case)
     verl = steps(VerlExecutor(model, chosen, ranks, packed=case in PACKED), ranks, folder / "verl")
@@ -74,7 +94,7 @@ def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
 
 def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
     """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
-    chosen = tiny_settings(lora_rank=4, lora_alpha=8.0, kl_coef=0.1)
+    chosen = tiny_settings(lora_rank=4, lora_alpha=8, kl_coef=0.1)
     backend = VerlExecutor(model, chosen, ranks)
     return {"verl": steps(backend, ranks, folder), "merged_sha256": merged_adapter(backend, ranks, folder / "adapter")}
 
@@ -114,17 +134,17 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
     ours = VerlExecutor(model, tiny_settings(), ranks).train_step(groups(1), 1)
     found["ours"] = [ours["loss"], ours["grad_norm"]]
     for name, changes in {
-        "vanilla": {"verl_policy_loss": "vanilla"},
-        "sapo": {"verl_policy_loss": "sapo"},
-        "gspo": {**CASES["gspo"], "verl_policy_loss": "gspo"},
-        "grpo": {"verl_adv_estimator": "grpo"},
-        "reinforce_plus_plus": {"verl_adv_estimator": "reinforce_plus_plus"},
-        "unknown loss": {"verl_policy_loss": "clever"},
-        "unknown estimator": {"verl_adv_estimator": "clever"},
-        "critic": {"verl_adv_estimator": "gae"},
+        "vanilla": {"loss_name": "vanilla"},
+        "sapo": {"loss_name": "sapo"},
+        "gspo": {**CASES["gspo"], "loss_name": "gspo"},
+        "grpo": {"estimator_name": "grpo"},
+        "reinforce_plus_plus": {"estimator_name": "reinforce_plus_plus"},
+        "unknown loss": {"loss_name": "clever"},
+        "unknown estimator": {"estimator_name": "clever"},
+        "critic": {"estimator_name": "gae"},
     }.items():
         try:
-            metrics = VerlExecutor(model, tiny_settings(**changes), ranks).train_step(groups(1), 1)
+            metrics = VerlExecutor(model, verl_settings(**changes), ranks).train_step(groups(1), 1)
             found[name] = [metrics["loss"], metrics["grad_norm"]]
         except EngineFault as error:
             found[name] = str(error)
@@ -136,12 +156,12 @@ def few(model: Path, ranks: Ranks) -> Found:
     tasks = [EpisodeGroup("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
     tasks += [EpisodeGroup("other", groups(1)[1].episodes[1:2])]
     found: Found = {}
-    for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"verl_policy_loss": "vanilla"}}.items():
-        chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus", **changes)
+    for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"loss_name": "vanilla"}}.items():
+        chosen = verl_settings(enable_packing=False, adv_estimator="reinforce_plus_plus", **changes)
         metrics = VerlExecutor(model, chosen, ranks).train_step(tasks, 1)
         found[name] = [metrics["loss"], metrics["grad_norm"]]
         found["bins"] = metrics["bins"]
-    chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus")
+    chosen = tiny_settings(enable_packing=False, adv_estimator="reinforce_plus_plus")
     metrics = Executor(model, chosen).train_step(tasks, 1)
     found["torch"] = [metrics["loss"], metrics["grad_norm"]]
     return found

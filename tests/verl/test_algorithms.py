@@ -19,7 +19,7 @@ from bombus_trainer.algorithms.aggregation import constant_weights, episode_weig
 from bombus_trainer.algorithms.corrections import line_means, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
-from bombus_trainer.settings import TrainerSettings
+from tests.trainer.small_batches import tiny_settings
 
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
 SEQUENCES, LENGTH = 12, 10
@@ -143,8 +143,8 @@ def with_gradient(values_ST: torch.Tensor, loss: Callable[[torch.Tensor], torch.
 def test_losses_and_their_gradients_are_verls(
     batch: Batch, name: str, theirs: str, dual_clip: float, weigh: Callable, mode: str, corrected: bool
 ) -> None:
-    settings = TrainerSettings(
-        loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, importance_cap=1.2 if corrected else 0.0
+    settings = tiny_settings(
+        loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, tis_clip=1.2 if corrected else 0.0
     )
     weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
 
@@ -172,9 +172,7 @@ def test_losses_and_their_gradients_are_verls(
 @pytest.mark.parametrize("corrected", [False, True])
 def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch: Batch, corrected: bool) -> None:
     """Its ratio is to the sampler, verl's bypass mode; with a correction to the old policy, with verl's weights."""
-    settings = TrainerSettings(
-        loss="importance_sampling", correction="token_tis" if corrected else "none", importance_cap=1.2
-    )
+    settings = tiny_settings(loss="importance_sampling", correction="token_tis" if corrected else "none", tis_clip=1.2)
     weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
 
     def loss_here(logprobs_ST: torch.Tensor) -> torch.Tensor:

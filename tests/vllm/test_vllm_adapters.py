@@ -44,7 +44,7 @@ class Stage:
 def lora_executor(folder: Path, rank: int) -> Executor:
     llama(0).save_pretrained(folder)
     files = {"config.json": (folder / "config.json").read_bytes()}
-    return Executor(folder, tiny_settings(lora_rank=rank, lora_alpha=2.0 * rank), files)
+    return Executor(folder, tiny_settings(lora_rank=rank, lora_alpha=2 * rank), files)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -51,8 +51,8 @@ class Made:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
-    chosen = tiny_settings(lora_rank=2, lora_alpha=8.0, lora_targets=TARGETS, precision=request.param)
-    executor = Executor(tiny_model_folder(tmp_path / "model", tied=True), chosen.model_copy(update=LEARNS))
+    chosen = tiny_settings(lora_rank=2, lora_alpha=8, target_modules=",".join(TARGETS), model={"dtype": request.param})
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied=True), chosen)
     root = tmp_path / "w"
     made = Made(executor, export_base(executor, root, 1), [], [])
     for version in (0, 1):
@@ -60,9 +60,6 @@ def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
         made.merged.append(export(executor, tmp_path / "merged", version, 1))
         executor.train_step(batch(), version + 1)
     return made
-
-
-LEARNS = {"learning_rate": 0.01}
 
 
 # ---- files --------------------------------------------------------------------------------------------------------

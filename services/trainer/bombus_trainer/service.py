@@ -78,7 +78,8 @@ class Trainer:
         """Load, publish what the log lacks, make outstanding steps; after a failure all of it again, a little later."""
         ownership = self._ownership
         await ownership.open()
-        async with Versions(self._bus, self._options, self._place("weights"), ownership.run, ownership.epoch) as versions:
+        root = self._place("weights")
+        async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
 
     async def _make_steps(self, versions: Versions) -> None:
@@ -139,8 +140,9 @@ class Trainer:
     async def _stage(self, stage: str) -> None:
         ownership = self._ownership
         if ownership.engine.phase == Phase.BOOTING:
-            message_id = ownership.id(stage.replace(" ", "-"))
-            await ownership.say(StageReached(id=message_id, engine=self._options.engine, run=ownership.run, stage=stage))
+            stage_id = ownership.id(stage.replace(" ", "-"))
+            message = StageReached(id=stage_id, engine=self._options.engine, run=ownership.run, stage=stage)
+            await ownership.say(message)
 
     async def _load(self) -> TrainerBackend:
         """The model as the log's newest step left it."""

@@ -86,7 +86,7 @@ class Versions:
     ) -> Weights:
         """Write a version where replicas look for it. `newest` is the log's newest: what a delta may build on."""
         async with self._lock:
-            if self._options.weights_lora == "adapter" and executor.settings.lora_rank:
+            if self._options.weights_lora == "adapter" and executor.settings.config.lora_rank:
                 base = self._adapter_base = self._adapter_base or await self._publish_base(executor, newest)
                 weights = await asyncio.to_thread(
                     export_adapter, executor, self._root, version, self._epoch, tokenizer, base

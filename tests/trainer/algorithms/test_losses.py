@@ -186,7 +186,7 @@ def test_the_whole_loss_worked_out_by_hand() -> None:
         [0.25, 0.5],
         sampler=torch.log(torch.tensor([0.2, 0.5])),  # importance 2 and 0.8
         reference=torch.log(torch.tensor([0.5, 0.4])),  # k3: 0 and 2 - log 2 - 1
-        importance_cap=4.0,
+        tis_clip=4.0,
         kl_coef=0.1,
     )
     first = 0.25 * (2.0 * -1.2)
@@ -201,7 +201,7 @@ def test_the_whole_loss_worked_out_by_hand() -> None:
 def test_with_one_update_the_gradient_is_the_corrected_policy_gradient(loss: Loss) -> None:
     logprobs = torch.tensor([-1.0, -2.0]).requires_grad_()
     result = loss_of(
-        logprobs, logprobs.detach(), [1.0, -1.0], [0.5, 0.5], sampler=[-1.0, -2.5], importance_cap=2.0, loss=loss
+        logprobs, logprobs.detach(), [1.0, -1.0], [0.5, 0.5], sampler=[-1.0, -2.5], tis_clip=2.0, loss=loss
     )
     assert gradient(logprobs, result) == pytest.approx([-0.5, 0.5 * exp(0.5)])
 
@@ -232,7 +232,7 @@ def test_the_ratio_of_importance_sampling_is_to_the_sampler_and_bounded_only_by_
     old = torch.tensor([-2.0, -1.0])
     logprobs = (old + torch.tensor([log(1.5), log(0.5)])).requires_grad_()
     sampler = [-4.0, 0.0]
-    given = {"correction": correction, "importance_floor": floor, "loss": "importance_sampling"}
+    given = {"correction": correction, "tis_clip_low": floor, "loss": "importance_sampling"}
     result = loss_of(logprobs, old, [1.0, -2.0], sampler=sampler, **given)
     expected = [-weights[0] * 1.0, -weights[1] * -2.0]
     assert float(result.loss.detach()) == pytest.approx(sum(expected))
@@ -257,7 +257,7 @@ def test_only_the_current_policy_carries_gradient(loss: Loss, correction: Correc
     )
     advantages, lines = torch.tensor([1.0, -1.0, 2.0, -0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     settings = tiny_settings(
-        loss=loss, correction=correction, importance_floor=0.95, clip_low=0.15, use_opsm=True, opsm_delta=0.02
+        loss=loss, correction=correction, tis_clip_low=0.95, clip_low=0.15, use_opsm=True, opsm_delta=0.02
     )
     inputs = LossInputs(current, old, sampler, advantages, torch.ones(4, dtype=torch.float64), lines, 2)
     result = policy_loss(inputs, settings)
@@ -326,7 +326,7 @@ def test_no_correction_touches_the_kl_term(correction: Correction) -> None:
         reference=torch.log(torch.tensor([0.5, 0.4])),
         kl_coef=0.1,
         correction=correction,
-        importance_floor=0.5,
+        tis_clip_low=0.5,
     )
     assert float(result.loss) == pytest.approx(0.1 * (1.0 - log(2.0)))
 

@@ -84,13 +84,13 @@ def test_an_update_is_what_it_is_by_hand(folder: Path, aggregation: str, loss: s
     floor = LOW if correction == "token_mask" else 0.0
     for bin_tokens in (48, 4096):
         settings = tiny_settings(
-            aggregation=aggregation,
+            {"max_response_length": LENGTH, "max_response_length_in_one_turn": LENGTH},
+            loss_aggregation=aggregation,
             loss=loss,
             correction=correction,
             clip_low=1.0,
-            importance_cap=HIGH,
-            importance_floor=floor,
-            response_tokens_max=LENGTH,
+            tis_clip=HIGH,
+            tis_clip_low=floor,
             bin_tokens=bin_tokens,
         )
         found = Executor(folder, settings).train_step(batch(), 1)

@@ -88,7 +88,7 @@ def test_a_step_after_a_restart_is_the_step_without_one(
     assert weights_of(restarted) == weights_of(executor)
 
 
-@pytest.mark.parametrize("changes", [{"learning_rate": 0.02}, {"learning_rate": 0.05, "lora_rank": 4}])
+@pytest.mark.parametrize("changes", [{"lr": 0.02}, {"lr": 0.05, "lora_rank": 4}])
 def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[str, object]) -> None:
     """Every third token pays. Sampled from exported weights, so that the whole way round is in it."""
     executor = Executor(folder, tiny_settings(**changes))
@@ -183,13 +183,13 @@ def test_micro_batches_add_up_to_the_update_of_the_whole(folder: Path) -> None:
 
 
 ALGORITHMS: list[dict[str, object]] = [
-    {"estimator": "reinforce_plus_plus_baseline", "aggregation": "token"},
+    {"adv_estimator": "reinforce_plus_plus_baseline", "loss_aggregation": "token"},
     {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     {"loss": "cispo", "entropy_coef": 0.01},
     {"loss": "importance_sampling", "correction": "sequence_tis"},
     {"correction": "sequence_mask", "use_opsm": True, "opsm_delta": 0.01},
-    {"correction": "icepop", "importance_floor": 0.2, "importance_cap": 5.0},
-    {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "constant"},
+    {"correction": "icepop", "tis_clip_low": 0.2, "tis_clip": 5.0},
+    {"kl_coef": 0.1, "kl_estimator": "k2", "loss_aggregation": "constant"},
 ]
 
 
@@ -218,7 +218,7 @@ def test_an_entropy_bonus_widens_the_distribution(folder: Path) -> None:
 def test_without_packing_each_sequence_is_computed_alone_and_the_update_is_the_same(folder: Path) -> None:
     found = []
     for packing in (False, True):
-        executor = Executor(folder, tiny_settings(packing=packing))
+        executor = Executor(folder, tiny_settings(enable_packing=packing))
         found.append(executor.train_step(batch(), 1))
     alone, packed = found
     assert alone["bins"] == 3 * 4
@@ -233,7 +233,7 @@ def test_a_kl_term_pulls_back_to_the_model_as_loaded(folder: Path) -> None:
     assert executor.train_step(batch(2), 2)["kl_reference"] > 0.0
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "lora_alpha": 8.0}])
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "lora_alpha": 8}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_load_with_transformers_and_compute_the_same(
     tmp_path: Path, tied: bool, changes: dict[str, object]
@@ -255,7 +255,7 @@ def test_exported_weights_load_with_transformers_and_compute_the_same(
 
 
 def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: Path) -> None:
-    executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8.0))
+    executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8))
     executor.train_step(batch(), 1)
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path, 1, 1).where).state_dict()
@@ -318,11 +318,11 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
-    linear = tiny_settings(learning_rate=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    linear = tiny_settings(lr=1.0, warmup_steps=2, lr_schedule="linear", total_steps=6)
     assert [learning_rate(step, linear) for step in range(1, 8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    cosine = tiny_settings(learning_rate=1.0, schedule="cosine", total_steps=4)
+    cosine = tiny_settings(lr=1.0, lr_schedule="cosine", total_steps=4)
     assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(10**6, tiny_settings(learning_rate=0.1, schedule="cosine")) == 0.1
+    assert learning_rate(10**6, tiny_settings(lr=0.1, lr_schedule="cosine")) == 0.1
 
 
 def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) -> None:

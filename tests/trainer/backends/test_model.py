@@ -84,7 +84,7 @@ def test_entropy_is_that_of_the_distribution_at_its_temperature(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    "changes", [{"gradient_checkpointing": True}, {"lora_rank": 4}, {"lora_rank": 4, "precision": "bfloat16"}]
+    "changes", [{"gradient_checkpointing": True}, {"lora_rank": 4}, {"lora_rank": 4, "model": {"dtype": "bfloat16"}}]
 )
 def test_other_ways_to_compute_give_gradients_to_every_trained_parameter(
     folder: Path, changes: dict[str, object]
@@ -132,7 +132,7 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -
 def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:
     """What a GPU does with a bfloat16 model, here on the CPU."""
     (packed,) = pack(branching_items(), 1 << 20)
-    policy = PolicyModel.load(folder, tiny_settings(precision="bfloat16"))
+    policy = PolicyModel.load(folder, tiny_settings(model={"dtype": "bfloat16"}))
     exact = policy.score(packed).logprobs_N.detach()
     policy._autocast = True
     rounded = policy.score(packed).logprobs_N

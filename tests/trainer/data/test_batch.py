@@ -15,7 +15,7 @@ def two_groups() -> list[EpisodeGroup]:
 
 
 def advantages(estimator: str) -> list[float]:
-    found = prepare(two_groups(), tiny_settings(estimator=estimator), VOCAB)
+    found = prepare(two_groups(), tiny_settings(adv_estimator=estimator), VOCAB)
     return [float(line.advantages_T[-1]) for group in found.groups for line in group.lines]
 
 
@@ -32,7 +32,7 @@ def test_its_baseline_takes_the_groups_mean_away_first() -> None:
 
 
 def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
-    found = prepare(two_groups(), tiny_settings(estimator="reinforce_plus_plus"), VOCAB)
+    found = prepare(two_groups(), tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB)
     for group in found.groups:
         for line in group.lines:
             assert line.advantages_T.dtype == np.float32
@@ -41,7 +41,7 @@ def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
 
 def test_equal_rewards_in_all_groups_say_nothing() -> None:
     same = [EpisodeGroup("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
-    assert not prepare(same, tiny_settings(estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
+    assert not prepare(same, tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,8 @@ def test_equal_rewards_in_all_groups_say_nothing() -> None:
     ],
 )
 def test_each_aggregation_gives_tokens_their_weights(aggregation: str, weights: list[float]) -> None:
-    settings = tiny_settings(aggregation=aggregation, response_tokens_max=10, kl_coef=0.1)
+    lengths = {"max_response_length": 10, "max_response_length_in_one_turn": 10}
+    settings = tiny_settings(lengths, loss_aggregation=aggregation, kl_coef=0.1)
     found = prepare(two_groups(), settings, VOCAB)
     (items,) = mini_batches(found, settings, 1, 0)
     assert np.concatenate([item.terms.weights_N for item in items]).tolist() == pytest.approx(weights)

@@ -112,7 +112,7 @@ def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     policy, old, sampler, advantages = torch.randn(4, sum(len(each.terms) for each in items), generator=random) / 2
     policy.requires_grad_()
     rules = tiny_settings(
-        loss=loss, correction=correction, importance_floor=0.3, use_opsm=opsm, opsm_delta=0.05, clip_low=0.1
+        loss=loss, correction=correction, tis_clip_low=0.3, use_opsm=opsm, opsm_delta=0.05, clip_low=0.1
     )
 
     def gradient(bins: list[Bin]) -> torch.Tensor:

@@ -108,7 +108,8 @@ def surrogate(inputs: LossInputs, settings: TrainerSettings) -> tuple[Tensor, Te
     sampler of it, within its bounds; what is left is r = current / old.
     """
     logprobs_N, old_N, advantages_N = inputs.logprobs_N, inputs.old_logprobs_N, inputs.advantages_N
-    low, high = settings.clip_low, settings.clip_high
+    config = settings.config
+    low, high = config.clip_low, config.clip_high
     if settings.loss == Loss.IMPORTANCE_SAMPLING and not settings.corrects:
         old_N = inputs.sampler_logprobs_N
     if settings.loss == Loss.GSPO:
@@ -121,7 +122,7 @@ def surrogate(inputs: LossInputs, settings: TrainerSettings) -> tuple[Tensor, Te
         return cispo_surrogate(logprobs_N, ratio_N, advantages_N, low, high), ratio_N, outside_N
     if settings.loss == Loss.IMPORTANCE_SAMPLING:
         return plain_N, ratio_N, torch.zeros_like(plain_N, dtype=torch.bool)
-    surrogate_N = clipped_surrogate(ratio_N, advantages_N, low, high, settings.dual_clip)
+    surrogate_N = clipped_surrogate(ratio_N, advantages_N, low, high, config.dual_clip)
     return surrogate_N, ratio_N, surrogate_N.detach() != plain_N.detach()
 
 
@@ -131,21 +132,22 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     surrogate_N, ratio_N, clipped_N = surrogate(inputs, settings)
     old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N
     lines_N, lines = inputs.lines_N, inputs.lines
-    low, high = settings.importance_floor, settings.importance_cap
-    weights = sampler_correction(old_N, sampler_N, lines_N, lines, settings.correction, low, high)
+    config = settings.config
+    low, high = config.tis_clip_low, config.tis_clip
+    weights = sampler_correction(old_N, sampler_N, lines_N, lines, config.correction, low, high)
     importance_N, masked_N = weights.importance_N, weights.masked_N
-    if settings.use_opsm:
+    if config.use_opsm:
         far_N = off_policy_sequences(
-            inputs.logprobs_N, sampler_N, inputs.advantages_N, lines_N, lines, settings.opsm_delta
+            inputs.logprobs_N, sampler_N, inputs.advantages_N, lines_N, lines, config.opsm_delta
         )
         importance_N, masked_N = torch.where(far_N, 0.0, importance_N), masked_N | far_N
     terms_N = importance_N * surrogate_N
     kl_N = None
-    if inputs.reference_logprobs_N is not None and settings.kl_coef > 0.0:
-        kl_N = KL_ESTIMATES[settings.kl_estimator](inputs.logprobs_N, inputs.reference_logprobs_N)
-        terms_N = terms_N + settings.kl_coef * kl_N
-    if inputs.entropy_N is not None and settings.entropy_coef > 0.0:
-        terms_N = terms_N - settings.entropy_coef * inputs.entropy_N
+    if inputs.reference_logprobs_N is not None and config.kl_coef > 0.0:
+        kl_N = KL_ESTIMATES[config.kl_estimator](inputs.logprobs_N, inputs.reference_logprobs_N)
+        terms_N = terms_N + config.kl_coef * kl_N
+    if inputs.entropy_N is not None and config.entropy_coef > 0.0:
+        terms_N = terms_N - config.entropy_coef * inputs.entropy_N
     return PolicyLoss(
         loss=(inputs.weights_N * terms_N).sum(),
         ratio_N=ratio_N.detach(),

@@ -10,7 +10,8 @@ from bombus_trainer.settings import TrainerSettings
 
 def was_cut(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
     """Whether one of an episode's calls was cut at a limit of the job, see `CallRecord.was_cut`."""
-    return any(record.was_cut(settings.turn_tokens_max, settings.model_len_max) for record in records)
+    limits = settings.job.rollout
+    return any(record.was_cut(limits.max_response_length_in_one_turn, limits.max_model_len) for record in records)
 
 
 def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
@@ -21,13 +22,13 @@ def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
     """
     if was_cut((record,), settings):
         return -1.0
-    limit, buffer = settings.turn_tokens_max, settings.overlong_buffer
+    limit, buffer = settings.job.rollout.max_response_length_in_one_turn, settings.config.overlong_buffer
     longest = max((len(choice.tokens) // 4 for choice in record.choices), default=0)
     return -min(max(longest - (limit - buffer), 0) / buffer, 1.0)
 
 
 def penalties(records: tuple[CallRecord, ...], settings: TrainerSettings) -> list[float]:
     """What is added to each call's reward. An episode's own reward takes the worst of them."""
-    if settings.overlong != Overlong.PENALTY:
+    if settings.config.overlong != Overlong.PENALTY:
         return [0.0] * len(records)
-    return [settings.overlong_penalty * soft_penalty(record, settings) for record in records]
+    return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]

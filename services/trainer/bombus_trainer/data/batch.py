@@ -110,7 +110,7 @@ def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettin
         ],
         [[record.completion_tokens() for record in episode.records] for episode in episodes],
         settings.estimator,
-        settings.normalise_std,
+        settings.config.normalise_by_std,
     )
 
 
@@ -121,7 +121,7 @@ def _prepare_group(
     lines: list[Line] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
-        masked = settings.overlong == Overlong.MASK and was_cut(episode.records, settings)
+        masked = settings.config.overlong == Overlong.MASK and was_cut(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
         for sequence in () if masked else merged.sequences:
@@ -170,12 +170,12 @@ def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epo
     Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
     are not computed, unless a KL term or an entropy bonus pulls on them too.
     """
-    everywhere = settings.pulls_everywhere
+    everywhere = settings.trains_every_token
     computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]
     silent = [group for group in batch.groups if not (group.signal or everywhere)]
-    parts = min(settings.mini_batch_num, len(computed))
+    parts = min(settings.config.mini_batch_num, len(computed))
     if parts > 1:
-        order = np.random.default_rng([settings.seed, step, epoch]).permutation(len(computed))
+        order = np.random.default_rng([settings.job.model.seed, step, epoch]).permutation(len(computed))
         computed = [computed[index] for index in order]
     return [_items(computed[part::parts], silent[part::parts], settings) for part in range(parts)]
 
@@ -184,12 +184,12 @@ def _items(
     computed: Sequence[PreparedGroup], silent: Sequence[PreparedGroup], settings: TrainerSettings
 ) -> list[TrainingItem]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
-    if settings.aggregation == Aggregation.EPISODE:
+    if settings.config.loss_aggregation == Aggregation.EPISODE:
         weights = episode_weights(tokens)
-    elif settings.aggregation == Aggregation.TOKEN:
+    elif settings.config.loss_aggregation == Aggregation.TOKEN:
         weights = token_weights(tokens)
     else:
-        weights = constant_weights(tokens, settings.response_tokens_max)
+        weights = constant_weights(tokens, settings.job.rollout.max_response_length)
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
 
 

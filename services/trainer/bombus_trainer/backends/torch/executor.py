@@ -55,7 +55,7 @@ class Executor:
 
         Raises `EngineFault` when it cannot be loaded or trained.
         """
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.job.model.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.model = PolicyModel.load(folder, settings)
@@ -76,7 +76,7 @@ class Executor:
             batch = prepare(groups, self.settings, self.model.vocab_size)
         old = self._old_logprobs(batch, step, tally, interrupted)
         rate = learning_rate(step, self.settings)
-        for epoch in range(self.settings.ppo_epochs):
+        for epoch in range(self.settings.config.ppo_epochs):
             for items in mini_batches(batch, self.settings, step, epoch):
                 self._update(items, rate, old, tally, interrupted)
         return {
@@ -113,7 +113,7 @@ class Executor:
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
-        reference_N = self.model.score_reference(packed) if settings.kl_coef > 0.0 else None
+        reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if not isfinite(loss):
@@ -128,7 +128,7 @@ class Executor:
     ) -> Floats | None:
         """The logprobs of all the batch's terms before its first update; None when there is only one update."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.ppo_epochs <= 1:
+        if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
         items = [item for part in parts for item in part]
@@ -140,9 +140,10 @@ class Executor:
 
     def _bins(self, items: list[TrainingItem], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
         settings = self.settings
-        tokens_max = settings.bin_tokens if settings.packing else 1  # a bin for each: none fits beside another
-        share = settings.packing and settings.share_prefixes
-        bins = pack(items, tokens_max, share, settings.shared_tokens_min)
+        packing = settings.config.enable_packing
+        tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
+        share = packing and settings.share_prefixes
+        bins = pack(items, tokens_max, share)
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
         for packed in bins:

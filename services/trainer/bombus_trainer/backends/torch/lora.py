@@ -70,7 +70,7 @@ def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
 
 def adapter_config(model: nn.Module, rank: int, alpha: float) -> AdapterConfig:
     targets = sorted({name.rpartition(".")[2] for name in adapters_of(model)})
-    return AdapterConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+    return AdapterConfig(r=rank, lora_alpha=float(alpha), target_modules=targets)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

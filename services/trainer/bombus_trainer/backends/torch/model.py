@@ -30,12 +30,12 @@ from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.data.packing import Bin, Terms, TrainingItem, pack
 from bombus_trainer.data.sequences import Ints
 from bombus_trainer.publish.tensorfile import Shape
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 CHECK_TOKENS = 12
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
@@ -67,7 +67,7 @@ class PolicyModel:
         self._settings = settings
         self._reference: PreTrainedModel | None = None
         self._autocast = False
-        self._cost = cost_of(model, trained=settings.lora_rank == 0)
+        self._cost = cost_of(model, trained=settings.config.lora_rank == 0)
         width = torch.finfo(torch.float32).bits // 8
         self._head_rows_max = max(16, settings.logits_bytes_max // (width * self.vocab_size))
 
@@ -78,19 +78,20 @@ class PolicyModel:
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
         """
         export = export_dtype(folder, settings)
-        on_cpu = settings.device == "cpu" and settings.precision == Precision.AUTO
-        held = torch.float32 if on_cpu or not settings.lora_rank else export
+        on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
+        held = torch.float32 if on_cpu or not settings.config.lora_rank else export
         model = load_model(folder, dtype=str(held).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
         policy = cls(model, export, settings)
         policy._check_faithful()  # in the precision that the weights have: bfloat16 would hide what it looks for
         # Weights that are trained stay in float32; on a GPU the layers multiply in what will be served.
-        policy._autocast = settings.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
-        if settings.lora_rank:
-            add_adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.seed)
-        elif settings.kl_coef > 0.0:
+        policy._autocast = settings.config.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
+        config = settings.config
+        if config.lora_rank:
+            add_adapters(model, config.lora_rank, config.lora_alpha, settings.lora_targets, settings.job.model.seed)
+        elif config.kl_coef > 0.0:
             policy._reference = copy.deepcopy(model).requires_grad_(False)
-        if settings.gradient_checkpointing:
+        if config.gradient_checkpointing:
             model.train()  # transformers checkpoints in training mode only; there is no dropout in an RL policy
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return policy
@@ -104,7 +105,7 @@ class PolicyModel:
     def score_reference(self, packed: Bin) -> Tensor:
         """Logprobs [N] under the weights that training began with, without gradient."""
         with torch.no_grad():
-            if self._settings.lora_rank:
+            if self._settings.config.lora_rank:
                 with adapters_off(self._model):
                     return self._score(self._model, packed).logprobs_N
             if self._reference is None:
@@ -149,7 +150,7 @@ class PolicyModel:
             rows_max=self._head_rows_max,
         )
         weight_VH = model.get_output_embeddings().weight
-        entropy_grad = self._settings.entropy_coef > 0.0
+        entropy_grad = self._settings.config.entropy_coef > 0.0
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
         scores = chosen_logprobs(chosen_UH, weight_VH, head, entropy_grad)
         return ScoredTerms(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
@@ -215,7 +216,8 @@ class PolicyModel:
         return adapter_weights(self._model)
 
     def adapter_config(self) -> AdapterConfig:
-        return adapter_config(self._model, self._settings.lora_rank, self._settings.lora_alpha)
+        config = self._settings.config
+        return adapter_config(self._model, config.lora_rank, config.lora_alpha)
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
         """Tied weights come once, under the first of their names."""
@@ -230,7 +232,8 @@ class PolicyModel:
 
 def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     """The precision of the weights that replicas get. Raises `EngineFault` when the model cannot be read."""
-    return _stored_dtype(folder) if settings.precision == Precision.AUTO else DTYPES[settings.precision]
+    dtype = settings.job.model.dtype
+    return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
 
 
 def probe(line: Ints, number: int) -> TrainingItem:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bombus.errors import EngineFault
-from bombus_trainer.settings import Schedule, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
@@ -15,14 +15,15 @@ def learning_rate(step: int, settings: TrainerSettings) -> float:
 
     Warm-up step k of w has k / w of the rate; decay begins behind it and ends at `total_steps`.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    config = settings.config
+    peak, warmup = config.lr, config.warmup_steps
     if step <= warmup:
         return peak * step / warmup
-    if settings.schedule == Schedule.CONSTANT or settings.total_steps == 0:
+    if config.lr_schedule == "constant" or config.total_steps == 0:
         return peak
-    span = max(settings.total_steps - warmup, 1)
+    span = max(config.total_steps - warmup, 1)
     progress = min((step - warmup - 1) / span, 1.0)
-    if settings.schedule == Schedule.LINEAR:
+    if config.lr_schedule == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + cos(pi * progress))
 
@@ -36,13 +37,13 @@ class Optimizer:
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
         groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": matrices, "weight_decay": settings.config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
+            lr=settings.config.lr,
+            betas=settings.config.betas,
             fused=True,
         )
 
@@ -54,7 +55,7 @@ class Optimizer:
 
         Raises `EngineFault`, and changes nothing, when a gradient is not finite.
         """
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.grad_clip))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
         if not isfinite(norm):
             self.zero_grad()
             raise EngineFault(f"the gradients are not finite (their norm is {norm})")

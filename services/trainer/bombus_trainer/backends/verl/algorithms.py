@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -86,42 +86,45 @@ def _regroup(group: PreparedGroup, of_episode: Mapping[str, Any]) -> PreparedGro
     return PreparedGroup(tuple(lines), group.tokens, signal)
 
 
-def loss_of_row(
-    function: VerlLoss,
-    config: object,
-    scored: ScoredTerms,
-    old_N: Tensor,
-    reference_N: Tensor | None,
-    settings: TrainerSettings,
-) -> PolicyLoss:
-    """verl's loss of one sequence, in our aggregation: its mean over the sequence times the weights of the tokens."""
-    logprobs_N, device = scored.logprobs_N, scored.logprobs_N.device
-    weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
-    one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # the number of the one sequence
-    low, high = settings.importance_floor, settings.importance_cap
-    correction = sampler_correction(old_N, sampler_N, one_N, 1, settings.correction, low, high)
-    mean, _ = function(
-        old_log_prob=old_N[None],
-        log_prob=logprobs_N[None],
-        advantages=scored.terms["advantages_N"][None],
-        response_mask=torch.ones_like(logprobs_N)[None],
-        loss_agg_mode="token-mean",
-        config=config,
-        rollout_is_weights=correction.importance_N[None],
-    )
-    loss = mean * weights_N.sum()
-    kl_N = None
-    if reference_N is not None and settings.kl_coef > 0.0:
-        kl_N = KL_ESTIMATES[settings.kl_estimator](logprobs_N, reference_N)
-        loss = loss + (weights_N * settings.kl_coef * kl_N).sum()
-    if settings.entropy_coef > 0.0:
-        loss = loss - (weights_N * settings.entropy_coef * scored.entropy_N).sum()
-    return PolicyLoss(
-        loss=loss,
-        ratio_N=token_ratio(logprobs_N, old_N).detach(),
-        clipped_N=torch.zeros_like(logprobs_N, dtype=torch.bool),
-        importance_N=correction.importance_N,
-        capped_N=correction.capped_N,
-        masked_N=correction.masked_N,
-        kl_reference_N=None if kl_N is None else kl_N.detach(),
-    )
+@dataclass(frozen=True)
+class VerlPolicyLoss:
+    """A policy loss of verl's registry, with the actor's configuration that verl hands to it."""
+
+    function: VerlLoss
+    config: object
+
+    def __call__(
+        self, scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
+    ) -> PolicyLoss:
+        """Compute the loss of one sequence in our aggregation: verl's mean over it times the weights of its tokens."""
+        logprobs_N, device = scored.logprobs_N, scored.logprobs_N.device
+        weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
+        one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # the number of the one sequence
+        job = settings.config
+        low, high = job.tis_clip_low, job.tis_clip
+        correction = sampler_correction(old_N, sampler_N, one_N, 1, job.correction, low, high)
+        mean, _ = self.function(
+            old_log_prob=old_N[None],
+            log_prob=logprobs_N[None],
+            advantages=scored.terms["advantages_N"][None],
+            response_mask=torch.ones_like(logprobs_N)[None],
+            loss_agg_mode="token-mean",
+            config=self.config,
+            rollout_is_weights=correction.importance_N[None],
+        )
+        loss = mean * weights_N.sum()
+        kl_N = None
+        if reference_N is not None and job.kl_coef > 0.0:
+            kl_N = KL_ESTIMATES[job.kl_estimator](logprobs_N, reference_N)
+            loss = loss + (weights_N * job.kl_coef * kl_N).sum()
+        if job.entropy_coef > 0.0:
+            loss = loss - (weights_N * job.entropy_coef * scored.entropy_N).sum()
+        return PolicyLoss(
+            loss=loss,
+            ratio_N=token_ratio(logprobs_N, old_N).detach(),
+            clipped_N=torch.zeros_like(logprobs_N, dtype=torch.bool),
+            importance_N=correction.importance_N,
+            capped_N=correction.capped_N,
+            masked_N=correction.masked_N,
+            kl_reference_N=None if kl_N is None else kl_N.detach(),
+        )

@@ -23,7 +23,7 @@ from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
 from bombus_trainer.backends.torch.model import ScoredTerms, probe
-from bombus_trainer.backends.verl.algorithms import check_estimator, look_up, loss_of_row, with_advantages
+from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sharding import MicroBatch
@@ -76,9 +76,9 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             load_tokenizer=False,
             override_config={"attn_implementation": attention},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=settings.gradient_checkpointing,
-            lora_rank=settings.lora_rank,
-            lora_alpha=int(settings.lora_alpha),
+            enable_gradient_checkpointing=settings.config.gradient_checkpointing,
+            lora_rank=settings.config.lora_rank,
+            lora_alpha=settings.config.lora_alpha,
             target_modules=list(settings.lora_targets) or "all-linear",
         )
         engine = _engine_class()(
@@ -93,10 +93,10 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 use_dynamic_bsz=False,
             ),
             optimizer_config=FSDPOptimizerConfig(
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                betas=settings.betas,
-                clip_grad=settings.grad_clip,
+                lr=settings.config.lr,
+                weight_decay=settings.config.weight_decay,
+                betas=settings.config.betas,
+                clip_grad=settings.config.grad_clip,
                 lr_warmup_steps=0,
                 total_training_steps=1,
                 override_optimizer_config={"fused": True},
@@ -128,9 +128,9 @@ def _engine_class() -> Any:
 
         def _build_module(self) -> Any:
             module, settings = super()._build_module(), self._settings
-            self.cost = cost_of(module, trained=settings.lora_rank == 0)
+            self.cost = cost_of(module, trained=settings.config.lora_rank == 0)
             output = module.get_output_embeddings()
-            self._head = TermsHead(output, settings.logits_bytes_max, settings.entropy_coef > 0.0)
+            self._head = TermsHead(output, settings.logits_bytes_max, settings.config.entropy_coef > 0.0)
             module.set_output_embeddings(self._head)
             return module
 
@@ -197,23 +197,24 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
 
     estimate: Advantages | None = None
     loss: TermLoss = loss_of_terms
+    job = settings.config
     if name := settings.verl_adv_estimator:
         function = look_up("trainer.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
         check_estimator(name, function)
-        config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=settings.normalise_std)
+        config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=job.normalise_by_std)
         estimate = partial(with_advantages, estimate=function, config=config)
     if name := settings.verl_policy_loss:
-        if settings.use_opsm or settings.dual_clip:
-            option = "use_opsm" if settings.use_opsm else "dual_clip"
+        if job.use_opsm or job.dual_clip:
+            option = "use_opsm" if job.use_opsm else "dual_clip"
             raise EngineFault(f"trainer.{option} is refused with trainer.loss {name!r}: it belongs to our own losses")
         actor = ActorConfig(
             strategy="fsdp2",
             rollout_n=1,
             use_dynamic_bsz=True,
-            clip_ratio_low=settings.clip_low,
-            clip_ratio_high=settings.clip_high,
+            clip_ratio_low=job.clip_low,
+            clip_ratio_high=job.clip_high,
         )
-        loss = partial(loss_of_row, look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
+        loss = VerlPolicyLoss(look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
     return estimate, loss
 
 

@@ -57,7 +57,7 @@ class VerlExecutor:
         tokens of a packed row is computed and masked.
         """
         verl_engine.prepare_process(settings.device)
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.job.model.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self._ranks = ranks
@@ -66,7 +66,7 @@ class VerlExecutor:
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
         self._engine = make()
-        self._reference = make() if settings.kl_coef > 0.0 and not settings.lora_rank else None
+        self._reference = make() if settings.config.kl_coef > 0.0 and not settings.config.lora_rank else None
 
     @property
     def vocab_size(self) -> int:
@@ -86,7 +86,7 @@ class VerlExecutor:
         rate = learning_rate(step, self.settings)
         with self._engine.train_mode():
             old = self._old_logprobs(batch, step, tally, interrupted)
-            for epoch in range(self.settings.ppo_epochs):
+            for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
                     self._update(items, rate, old, tally, interrupted)
         first, *others = self._ranks.gather(tally)
@@ -129,8 +129,8 @@ class VerlExecutor:
     def _forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
         """Add the gradients of a micro-batch and return this rank's share of the loss."""
         reference = None
-        if self.settings.kl_coef > 0.0:
-            with self._engine.disable_adapter() if self.settings.lora_rank else nullcontext():
+        if self.settings.config.kl_coef > 0.0:
+            with self._engine.disable_adapter() if self.settings.config.lora_rank else nullcontext():
                 reference = self._score(self._reference or self._engine, micro_batch)
         counts = [len(item.terms) for item in micro_batch]
         terms = Terms.concatenate([item.terms for item in micro_batch])
@@ -175,7 +175,7 @@ class VerlExecutor:
     ) -> Floats | None:
         """The logprobs of all the batch's terms before its first update; None when there is only one update."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.ppo_epochs <= 1:
+        if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
         items = [item for part in parts for item in part]
@@ -200,7 +200,8 @@ class VerlExecutor:
         self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[MicroBatch]:
         settings = self.settings
-        tokens_max = settings.bin_tokens if settings.packing else 1  # a pass for each: none fits beside another
+        packing = settings.config.enable_packing
+        tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
         dealt = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
         if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
@@ -287,7 +288,7 @@ class VerlExecutor:
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
         """The whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
-        if self.settings.lora_rank:
+        if self.settings.config.lora_rank:
             whole = self._merged() if with_adapters else ((name, _whole(value)) for name, value in self._parameters())
             stored = verl_engine.as_stored(whole, self._engine)
         else:
@@ -305,7 +306,7 @@ class VerlExecutor:
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
         """Whole weights, each with its adapter's product added. verl's own merge would copy the model, in bfloat16."""
         adapters = dict(self._adapter_shards())
-        scale = self.settings.lora_alpha / self.settings.lora_rank
+        scale = self.settings.config.lora_alpha / self.settings.config.lora_rank
         for name, value in self._parameters():
             whole = _whole(value)
             low_a, low_b = adapter_names(name.removesuffix(".weight"))
@@ -320,9 +321,9 @@ class VerlExecutor:
                 yield name.replace(".default.", "."), value
 
     def _adapter_config(self) -> AdapterConfig:
-        settings = self.settings
+        config = self.settings.config
         layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in self._adapter_shards()}
-        return AdapterConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=sorted(layers))
+        return AdapterConfig(r=config.lora_rank, lora_alpha=float(config.lora_alpha), target_modules=sorted(layers))
 
 
 def _whole(value: Tensor) -> Tensor:
