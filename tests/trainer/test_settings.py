@@ -50,7 +50,7 @@ def test_micro_batches_are_the_jobs_on_a_gpu_and_smaller_on_a_cpu() -> None:
 
 def test_a_micro_batch_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="3 is neither 0 nor at least 16"):
-        TrainerOptions(folder=tmp_path, bin_tokens_max=3)
+        TrainerOptions(folder=tmp_path, bin_tokens=3)
 
 
 def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

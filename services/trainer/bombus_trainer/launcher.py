@@ -15,7 +15,16 @@ from bombus import logs
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.cli import URL_FILE
-from bombus.commands.deployment import add_trainer_arguments, document, flag_of, given, put_over, tell_ignored
+from bombus.commands.deployment import (
+    add_trainer_arguments,
+    check_counts,
+    check_engine,
+    document,
+    flag_of,
+    given,
+    put_over,
+    tell_ignored,
+)
 from bombus.config.cluster import agreed, validated_cluster
 from bombus.config.documents import Tree
 from bombus.config.flags import Parser, check_range, name_of
@@ -129,15 +138,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
     """What this machine runs, and what each machine's ranks are told. Raises `Refused(BAD_CONFIG)`."""
-    for flag, most in (("nnodes", NODES_MAX), ("nproc_per_node", PROCESSES_MAX), ("master_port", 65_535)):
-        value = getattr(arguments, flag)
-        if value is not None:
-            check_range(f"--{flag.replace('_', '-')}", value, 1, most)
+    check_counts(arguments, {"nnodes": NODES_MAX, "nproc_per_node": PROCESSES_MAX, "master_port": 65_535})
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     name = arguments.engine
     plain, jobs = document(arguments.config, [name], {"inference": [{}]})
-    if name not in plain["engines"]:
-        raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(plain['engines'])}")
+    check_engine(name, plain["engines"])
     asked = validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS))
     cluster, jobs = agreed(asked, jobs, {name: arguments.nnodes})
     engine = cluster.engines[name]

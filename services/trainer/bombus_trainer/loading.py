@@ -28,7 +28,7 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
 
     Raises `EngineFault` when there is no such model, or it cannot be trained in this process.
     """
-    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens_max)
+    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
     ranks = ranks or Ranks.alone()
     asked = job.trainer.max_tokens_per_bin
     if ranks.leads and settings.bin_tokens < asked:

@@ -15,8 +15,7 @@ from bombus import logs
 from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
 from bombus.host.process import die_with_parent
-from bombus_trainer.cli import add_options, options_of
-from bombus_trainer.options import TrainerOptions
+from bombus_trainer.options import TrainerOptions, add_options, options_of
 
 RANKS_MAX = 4096
 NO_RAY = "Ray is not installed here: run `bombus install verl`, and start this with the Python of that environment"
@@ -42,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bombus_trainer.ray_ranks: {NO_RAY}", file=sys.stderr)
         return 2
     die_with_parent()
-    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     own = {} if arguments.ray_address else {"num_cpus": arguments.ranks}
     ray.init(arguments.ray_address, include_dashboard=False, **own)

@@ -21,10 +21,9 @@ from bombus.errors import Refused
 from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus_trainer import service
 from bombus_trainer.backend import BackendLost, TrainerBackend
-from bombus_trainer.cli import add_options, options_of
 from bombus_trainer.loading import load_backend
 from bombus_trainer.operations import Board, Leader, follow
-from bombus_trainer.options import TrainerOptions
+from bombus_trainer.options import TrainerOptions, add_options, options_of
 from bombus_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ[PARENT_VARIABLE] = str(os.getppid())  # torchrun: when it dies, so do we
     die_with_parent()
     rank = os.environ["RANK"]
-    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine, rank=rank)
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine, rank=rank)
     if options.threads:
         torch.set_num_threads(options.threads)
     return run(arguments.nats, arguments.hive, options)
