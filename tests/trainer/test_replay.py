@@ -18,7 +18,6 @@ from bombus.hive.state import Phase
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
 from bombus.replay.source import BusSource
-from bombus_trainer.data.sample_files import load_samples
 from bombus_trainer.data.samples import Sample
 from bombus_trainer.replay import batch as replay_batch
 from bombus_trainer.replay import train as replay_train
@@ -26,6 +25,7 @@ from bombus_trainer.replay.batch import batch_samples
 from bombus_trainer.replay.logged_run import read_run
 from bombus_trainer.replay.train import changed
 from tests.conftest import SMALL_STREAMS
+from tests.trainer.sample_reading import load_samples
 from tests.trainer.trainer_hive import ENGINE, staged
 
 STEPS = 4  # the checkpoints of the last two are kept

@@ -21,12 +21,12 @@ from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.reading import BusCallReader, read_batch
-from bombus_trainer.data.sample_files import load_samples
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.export import export
 from bombus_trainer.service import Trainer
 from bombus_trainer.settings import TrainerSettings
+from tests.trainer.sample_reading import load_samples
 from tests.trainer.small_batches import VOCAB
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, served, staged
 

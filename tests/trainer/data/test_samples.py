@@ -15,10 +15,11 @@ from bombus.errors import EngineFault, Refused
 from bombus.hive.records import Choice, FinishReason
 from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
 from bombus_trainer.data.packing import TrainingItem
-from bombus_trainer.data.sample_files import load_samples, write
+from bombus_trainer.data.sample_files import write
 from bombus_trainer.data.samples import Origin, Sample, Status, samples_of
 from bombus_trainer.data.sequences import TokenSequence as Merged
 from bombus_trainer.replay.debug_rollouts import allowed_template
+from tests.trainer.sample_reading import load_samples, sample_of
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 ORIGIN = Origin("main", 1, 3)
@@ -141,7 +142,7 @@ def test_a_pt_file_loads_with_weights_only_and_has_the_fields_of_slimes(tmp_path
 def test_a_parquet_file_has_a_row_for_each_sample(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", 3, samples())
     rows = parquet.read_table(tmp_path / "b.parquet").to_pylist()
-    found = [Sample.from_dict({**row, "metadata": msgspec.json.decode(row["metadata"])}) for row in rows]
+    found = [sample_of({**row, "metadata": msgspec.json.decode(row["metadata"])}) for row in rows]
     assert found == samples()
 
 

@@ -1,22 +1,12 @@
-"""Whole documents into rows: which goes where, how a row is laid out, and which part of it each rank of a ring gets.
+"""Distribute whole documents over bins and ranks, by their lengths in tokens. Everything here is deterministic.
 
-This is the plain packing, for trainers whose attention takes `cu_seqlens`. packing.py shares prefixes as well, and
-needs an attention of its own. Everything here is deterministic, and lengths are in tokens.
+This is plain packing, for trainers whose attention tells documents apart by their positions. packing.py also shares
+prefixes, and needs an attention of its own.
 """
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapreplace
-
-import numpy as np
-
-from bombus_trainer.data.sequences import Ints
-
-PADDING = -1
-
-
-# ---- which document goes where ------------------------------------------------------------------------------------
 
 
 def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
@@ -82,56 +72,3 @@ def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list
         dealt[rank].append(index)
         heapreplace(loads, (load + costs[index], count + 1, rank))
     return [sorted(each) for each in dealt]
-
-
-# ---- how a row is laid out ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RowLayout:
-    """D documents end to end, T tokens with their padding.
-
-    `cu_seqlens_D` [D + 1] is where documents begin, int32 as flash attention wants it. `position_ids_T` begin again
-    with each. `source_T` is each token's place in the documents without padding, `PADDING` for what was filled up.
-    """
-
-    cu_seqlens_D: Ints
-    position_ids_T: Ints
-    source_T: Ints
-
-
-def lay_out(lengths: Sequence[int], multiple: int = 1) -> RowLayout:
-    """Documents one after the other, each padded at its end to a multiple of `multiple` tokens.
-
-    Without a ring nothing is padded. For ring attention `multiple` is 2 x the size of the ring: see `zigzag`.
-    """
-    padded = [-(-length // multiple) * multiple for length in lengths]
-    positions = [np.arange(length) for length in padded]
-    starts = np.cumsum([0, *lengths])
-    sources = [
-        np.where(position < length, start + position, PADDING)
-        for position, length, start in zip(positions, lengths, starts.tolist(), strict=False)
-    ]
-    nothing = np.zeros(0, dtype=np.int64)
-    return RowLayout(
-        cu_seqlens_D=np.cumsum([0, *padded]).astype(np.int32),
-        position_ids_T=np.concatenate([nothing, *positions]),
-        source_T=np.concatenate([nothing, *sources]),
-    )
-
-
-def zigzag(cu_seqlens_D: Ints, ranks: int) -> Ints:
-    """The rows [R, T / R] of each rank of a ring: of 2R chunks of a document rank r has chunks r and 2R - 1 - r.
-
-    So each has an early and a late part of every document, and with causal attention all have the same work. A
-    rank's own `cu_seqlens` are the whole's divided by `ranks`. Raises `ValueError` unless each document's length is
-    a multiple of 2R. No backend trains with ring attention yet: this is the sharding that one needs, and tested.
-    """
-    shards: list[list[Ints]] = [[np.zeros(0, dtype=np.int64)] for _ in range(ranks)]
-    for start, end in zip(cu_seqlens_D[:-1].tolist(), cu_seqlens_D[1:].tolist(), strict=True):
-        if (end - start) % (2 * ranks):
-            raise ValueError(f"a document of {end - start} tokens for a ring of {ranks}: pad it to 2 x {ranks}")
-        chunks = np.arange(start, end).reshape(2 * ranks, -1)
-        for rank in range(ranks):
-            shards[rank] += [chunks[rank], chunks[2 * ranks - 1 - rank]]
-    return np.stack([np.concatenate(shard) for shard in shards])

@@ -33,11 +33,6 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def load_samples(path: str | Path) -> list[Sample]:
-    """The samples of a `.pt` file. Nothing in it can run code: it is loaded with `weights_only=True`."""
-    return [Sample.from_dict(values) for values in torch.load(path, weights_only=True)["samples"]]
-
-
 def _write_parquet(path: Path, samples: Sequence[Sample]) -> None:
     """One row for each sample. `metadata` is JSON: no two clients' have the same columns."""
     try:

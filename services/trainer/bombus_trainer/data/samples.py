@@ -57,13 +57,6 @@ class Sample:
         """Plain values only: `torch.load(weights_only=True)` refuses anything else."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"status": str(self.status)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Sample":
-        """Keys that this version does not know are left out."""
-        known = {each.name for each in fields(cls)}
-        given = {key: value for key, value in values.items() if key in known}
-        return cls(**{**given, "status": Status(values["status"])})
-
 
 def samples_of(
     origin: Origin,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
-from bombus_trainer.data.bins import lay_out
 from bombus_trainer.data.packing import Terms
 from bombus_trainer.data.sharding import MicroBatch
 
@@ -54,8 +53,7 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     """A micro-batch as verl wants it, jagged [B, T], and what the head asks: targets and temperatures, where
     `loss_mask` is 1. A sequence's last token is only ever predicted."""
     lengths = [len(item.tokens_T) - 1 for item in micro_batch]
-    layout = lay_out(lengths)
-    starts = layout.cu_seqlens_D.astype(np.int64)
+    starts = np.cumsum([0, *lengths])
     terms = Terms.concatenate([item.terms for item in micro_batch])
     parts = [start + item.positions_N - 1 for start, item in zip(starts, micro_batch, strict=False)]
     rows_N = np.concatenate(parts)
@@ -63,7 +61,7 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     mask_T[rows_N], targets_T[rows_N], temperatures_T[rows_N] = 1.0, terms.targets_N, terms.temperatures_N
     flat = {
         "input_ids": np.concatenate([item.tokens_T[:-1] for item in micro_batch]),
-        "position_ids": layout.position_ids_T,
+        "position_ids": np.concatenate([np.arange(length) for length in lengths]),
         "loss_mask": mask_T.astype(np.float32),
         "targets": targets_T.astype(np.int64),
         "temperatures": temperatures_T.astype(np.float32),
