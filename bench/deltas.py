@@ -33,7 +33,7 @@ from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.lora import adapters_of
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
-from bombus_trainer.publish.export import export, export_adapter, export_base, export_delta
+from bombus_trainer.publish.export import VersionTarget, export, export_adapter, export_base, export_delta
 from bombus_trainer.publish.host_copy import HostCopy
 from bombus_trainer.settings import TrainerSettings
 
@@ -100,15 +100,15 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
     held = HostCopy()
-    newest = export(executor, root / "weights", 0, 1, held=held)
+    newest = export(executor, VersionTarget(root / "weights", 0, 1), held=held)
     engine = make_engine(Path(newest.where), compute, run=1, version=0)
     base = Path(newest.where) / FULL_FILE
     for step in range(1, steps + 1):
         executor.train_step(play(engine, tokenizer, step), step)
-        full, full_s = timed(lambda step=step: export(executor, root / "full", step, 1))  # type: ignore[misc]
+        full, full_s = timed(lambda step=step: export(executor, VersionTarget(root / "full", step, 1)))  # type: ignore[misc]
         ready = WeightsReady(engine="main", run=1, version=step - 1, weights=newest)
         newest, delta_s = timed(
-            lambda step=step, ready=ready: export_delta(executor, root / "weights", step, 1, "", held, ready)  # type: ignore[misc]
+            lambda step=step, ready=ready: export_delta(executor, VersionTarget(root / "weights", step, 1), held, ready)  # type: ignore[misc]
         )
         if newest.format != DELTA_FORMAT:
             print(f"{name:18} step {step}: a full copy, too much has changed")
@@ -138,7 +138,7 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
 
 def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
     beneath = export_base(executor, root / "adapters", step)
-    adapter, adapter_s = timed(lambda: export_adapter(executor, root / "adapters", step, step, "", beneath))
+    adapter, adapter_s = timed(lambda: export_adapter(executor, VersionTarget(root / "adapters", step, step), beneath))
     _, merge_s = timed(lambda: merge_files(Path(beneath.where), Path(adapter.where), root / f"merged-{step}"))
     print(
         f"{name:18} step {step}: adapter {adapter.bytes / 1e6:.2f} MB = {adapter.bytes / beneath.bytes:.2%}; trainer: "

@@ -23,7 +23,7 @@ from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.service import Trainer
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.sample_reading import load_samples
@@ -80,7 +80,7 @@ async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
     opened = await stage.bus.ask(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
     assert isinstance(opened, inbox.Done)
     executor = Executor(stage.folder / "model", TrainerSettings.of_job(stage.job()))
-    weights = export(executor, stage.folder / "played", 0, opened.epoch)
+    weights = export(executor, VersionTarget(stage.folder / "played", 0, opened.epoch))
     await stage.say(
         inbox.WeightsSaved(id=stage.id(), engine=ENGINE, run=run, step=0, trainer_epoch=opened.epoch, weights=weights)
     )

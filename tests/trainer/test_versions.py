@@ -23,7 +23,7 @@ from bombus.hive.state import Phase
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, chain, file_sha256, rebuild
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import export, export_delta
+from bombus_trainer.publish.export import VersionTarget, export, export_delta
 from bombus_trainer.publish.host_copy import HostCopy
 from bombus_trainer.versions import check_fits
 from tests.trainer.backends.test_executor import batch
@@ -94,13 +94,13 @@ def test_steps_that_travel_as_deltas_give_the_bytes_of_full_copies(
 ) -> None:
     executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(lr=1e-4, **changes))
     held = HostCopy()
-    newest = export(executor, tmp_path / "w", 0, 1, held=held)
+    newest = export(executor, VersionTarget(tmp_path / "w", 0, 1), held=held)
     file = Path(newest.where) / FULL_FILE
     for step in (1, 2, 3):
         executor.train_step(batch(), step)
         ready = WeightsReady(engine=ENGINE, run=1, version=step - 1, weights=newest)
-        newest = export_delta(executor, tmp_path / "w", step, 1, "tok", held, ready)
-        full = export(executor, tmp_path / "full", step, 1)
+        newest = export_delta(executor, VersionTarget(tmp_path / "w", step, 1, "tok"), held, ready)
+        full = export(executor, VersionTarget(tmp_path / "full", step, 1))
         assert (newest.bytes, newest.sha256) == (full.bytes, full.sha256)
         if newest.format == DELTA_FORMAT:
             assert [path.name for path in Path(newest.where).iterdir()] == [DELTA_FILE]

@@ -19,7 +19,7 @@ from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
 from bombus_trainer.data.batch import EpisodeGroup
-from bombus_trainer.publish.export import ModelPart, export, export_adapter, export_base
+from bombus_trainer.publish.export import ModelPart, VersionTarget, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
@@ -54,7 +54,7 @@ def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) 
     if isinstance(backend, VerlExecutor) and not ranks.leads:
         backend.gather_weights()
         return {}
-    weights = export(backend, folder, version, 1)
+    weights = export(backend, VersionTarget(folder, version, 1))
     return {"sha256": weights.sha256, "where": weights.where}
 
 
@@ -106,7 +106,7 @@ def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
             backend.gather_weights(part)
         return ""
     base = export_base(backend, folder, 1)
-    adapter = export_adapter(backend, folder, STEPS, 1, "", base)
+    adapter = export_adapter(backend, VersionTarget(folder, STEPS, 1), base)
     merge_files(Path(base.where), Path(adapter.where), folder / "merged")
     return file_sha256(folder / "merged" / FULL_FILE)
 

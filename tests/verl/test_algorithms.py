@@ -16,7 +16,7 @@ from verl.workers.config import ActorConfig
 from bombus.config.algorithms import Correction, Estimator, KlEstimator
 from bombus_trainer.algorithms.advantages import group_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
-from bombus_trainer.algorithms.corrections import line_means, sampler_correction
+from bombus_trainer.algorithms.corrections import CorrectionRule, line_means, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from tests.trainer.small_batches import tiny_settings
@@ -260,9 +260,8 @@ def test_corrections_are_verls(
     assert weights is not None
     theirs = batch.flat(weights.batch["rollout_is_weights"])
     inputs = batch.inputs()
-    mine = sampler_correction(
-        inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, Correction(correction), low, high
-    )
+    rule = CorrectionRule(Correction(correction), low, high)
+    mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
     torch.testing.assert_close(mine.importance_N, theirs, **TOLERANCE)
     assert mine.capped_N.any() or mine.masked_N.any()
 
@@ -273,15 +272,8 @@ def test_what_is_masked_is_what_verl_rejects(batch: Batch) -> None:
         kept_ST, _ = compute_rollout_rejection_mask(
             batch.sampler_ST - batch.old_ST, batch.mask_ST, option, rollout_rs_threshold="0.5_2.0"
         )  # its k1 is the negative of the log-ratio: of the inverse, between the inverse bounds
-        mine = sampler_correction(
-            inputs.old_logprobs_N,
-            inputs.sampler_logprobs_N,
-            inputs.lines_N,
-            SEQUENCES,
-            Correction(correction),
-            0.5,
-            2.0,
-        )
+        rule = CorrectionRule(Correction(correction), 0.5, 2.0)
+        mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
         assert mine.masked_N.tolist() == (batch.flat(kept_ST) == 0).tolist()
 
 

@@ -26,7 +26,15 @@ from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import EngineSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import ModelPart, digest_like, digest_of, export, export_adapter, export_base
+from bombus_trainer.publish.export import (
+    ModelPart,
+    VersionTarget,
+    digest_like,
+    digest_of,
+    export,
+    export_adapter,
+    export_base,
+)
 from tests.inference.backends.small_engines import finish, request, worst_difference
 from tests.trainer.backends.test_executor import batch
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
@@ -56,8 +64,8 @@ def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
     root = tmp_path / "w"
     made = Made(executor, export_base(executor, root, 1), [], [])
     for version in (0, 1):
-        made.adapters.append(export_adapter(executor, root, version, 1, "tok", made.base))
-        made.merged.append(export(executor, tmp_path / "merged", version, 1))
+        made.adapters.append(export_adapter(executor, VersionTarget(root, version, 1, "tok"), made.base))
+        made.merged.append(export(executor, VersionTarget(tmp_path / "merged", version, 1)))
         executor.train_step(batch(), version + 1)
     return made
 

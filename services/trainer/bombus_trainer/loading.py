@@ -52,15 +52,16 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
                 f"trainer.backend is torch, which trains in one process, and this trainer has {ranks.size}: "
                 "set trainer.backend to verl, or start the trainer with `bombus trainer`"
             )
-        return load_executor(job, settings, options.allow_download)
+        return load_executor(settings, options.allow_download)
     from bombus_trainer.backends.verl.executor import VerlExecutor
 
     folder = _folder(job, options.allow_download)
     return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))
 
 
-def load_executor(job: RunConfig, settings: TrainerSettings, allow_download: bool = False) -> Executor:
-    """The job's model as step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Executor:
+    """Load the job's model at step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+    job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
     folder = _folder(job, allow_download)

@@ -5,6 +5,7 @@ import torch
 
 from bombus.config.algorithms import Correction
 from bombus_trainer.algorithms.corrections import (
+    CorrectionRule,
     CorrectionWeights,
     line_means,
     off_policy_sequences,
@@ -19,7 +20,7 @@ LINES = torch.tensor([0, 1, 0, 1])  # products 0.5 and 4: tokens of a sequence n
 
 
 def corrected(correction: Correction, low: float = 0.0, high: float = 2.0) -> CorrectionWeights:
-    return sampler_correction(OLD, SAMPLER, LINES, 2, correction, low, high)
+    return sampler_correction(OLD, SAMPLER, LINES, 2, CorrectionRule(correction, low, high))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,8 @@ def test_each_correction_by_hand(
 
 def test_a_long_sequences_product_stays_a_number() -> None:
     far = torch.full((200,), -3.0)
-    found = sampler_correction(far, 2 * far, torch.zeros(200, dtype=torch.long), 1, Correction.SEQUENCE_TIS, 0.0, 2.0)
+    rule = CorrectionRule(Correction.SEQUENCE_TIS, 0.0, 2.0)
+    found = sampler_correction(far, 2 * far, torch.zeros(200, dtype=torch.long), 1, rule)
     assert found.importance_N.tolist() == [2.0] * 200
 
 

@@ -20,7 +20,8 @@ from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.publish.directories import remove_others
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
+from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, call, episode, item, tiny_model_folder, tiny_settings
 
 
@@ -96,7 +97,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
     random = torch.Generator().manual_seed(0)
     rewards = []
     for step in range(1, 13):
-        weights = export(executor, tmp_path, step - 1, 1)
+        weights = export(executor, VersionTarget(tmp_path, step - 1, 1))
         sampler = AutoModelForCausalLM.from_pretrained(weights.where, dtype=torch.float32)
         with torch.no_grad():
             logprobs = torch.log_softmax(sampler(torch.tensor([prompt])).logits[0, -1], dim=-1)
@@ -240,7 +241,7 @@ def test_exported_weights_load_with_transformers_and_compute_the_same(
 ) -> None:
     executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(**changes))
     executor.train_step(batch(), 1)
-    weights = export(executor, tmp_path / "weights", 1, trainer_epoch=1, tokenizer="tok")
+    weights = export(executor, VersionTarget(tmp_path / "weights", 1, 1, "tok"))
     place = Path(weights.where)
     assert weights.bytes == (place / "model.safetensors").stat().st_size
     assert (place / "chat_template.jinja").exists()
@@ -258,7 +259,7 @@ def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: P
     executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8))
     executor.train_step(batch(), 1)
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path, 1, 1).where).state_dict()
+    served = AutoModelForCausalLM.from_pretrained(export(executor, VersionTarget(tmp_path, 1, 1)).where).state_dict()
     name = "model.layers.1.mlp.down_proj"
     trained = executor.model.trainable()
     product = trained[f"{name}.lora_b"].detach() @ trained[f"{name}.lora_a"].detach()
@@ -271,7 +272,9 @@ def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path:
     folder = tiny_model_folder(tmp_path / "model", dtype=torch.bfloat16)
     executor = Executor(folder, tiny_settings())
     assert {value.dtype for value in executor.model.trainable().values()} == {torch.float32}
-    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path / "weights", 0, 1).where, dtype="auto")
+    served = AutoModelForCausalLM.from_pretrained(
+        export(executor, VersionTarget(tmp_path / "weights", 0, 1)).where, dtype="auto"
+    )
     assert served.dtype == torch.bfloat16
 
 
@@ -312,7 +315,7 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
         "step-00000003-epoch-1-attempt-1",
         "step-00000009-epoch-2-attempt-1",
     ]
-    where = [export(executor, tmp_path / "w", version, 1).where for version in (0, 1, 2)]
+    where = [export(executor, VersionTarget(tmp_path / "w", version, 1)).where for version in (0, 1, 2)]
     remove_others(tmp_path / "w", where[1:], trainer_epoch=1)
     assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
 
@@ -364,4 +367,4 @@ def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path
 def test_what_verl_has_trained_is_not_trained_again_with_torch() -> None:
     job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
     with pytest.raises(EngineFault, match="only be done with the torch backend"):
-        load_executor(job, tiny_settings())
+        load_executor(TrainerSettings(job=job))

@@ -114,7 +114,7 @@ def test_a_sample_is_a_branch_whose_response_begins_at_its_first_trained_token()
 
 def test_what_a_client_said_is_kept_and_its_label_is_the_samples() -> None:
     prepared = prepare(groups(), SETTINGS, VOCAB)
-    (first, *rest) = samples_of(ORIGIN, groups(), prepared, said={"a": {"label": 42, "source": "gsm8k"}})
+    (first, *rest) = samples_of(ORIGIN, groups(), prepared, client_metadata={"a": {"label": 42, "source": "gsm8k"}})
     assert (first.label, first.metadata["source"]) == ("42", "gsm8k")
     assert {sample.label for sample in rest} == {None}
 

@@ -18,7 +18,13 @@ import torch
 from torch import Tensor
 
 from bombus.config.algorithms import Loss
-from bombus_trainer.algorithms.corrections import LOG_BOUND, line_means, off_policy_sequences, sampler_correction
+from bombus_trainer.algorithms.corrections import (
+    LOG_BOUND,
+    CorrectionRule,
+    line_means,
+    off_policy_sequences,
+    sampler_correction,
+)
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.settings import TrainerSettings
 
@@ -133,8 +139,8 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N
     lines_N, lines = inputs.lines_N, inputs.lines
     config = settings.config
-    low, high = config.tis_clip_low, config.tis_clip
-    weights = sampler_correction(old_N, sampler_N, lines_N, lines, config.correction, low, high)
+    rule = CorrectionRule(config.correction, config.tis_clip_low, config.tis_clip)
+    weights = sampler_correction(old_N, sampler_N, lines_N, lines, rule)
     importance_N, masked_N = weights.importance_N, weights.masked_N
     if config.use_opsm:
         far_N = off_policy_sequences(

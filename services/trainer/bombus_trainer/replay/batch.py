@@ -15,7 +15,7 @@ from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.sample_files import SUFFIXES, write
 from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
-from bombus_trainer.replay.logged_run import LoggedRun, read_run, said_of
+from bombus_trainer.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus_trainer.settings import TrainerSettings
 
 VOCABULARY_MAX = 2**31 - 1  # of a model whose configuration is not on the log: any token that fits a record
@@ -82,7 +82,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
         except ValueError as error:
             print(f"the samples have no texts: {error}", file=sys.stderr)
     origin = Origin(logged.engine, logged.run, number)
-    return samples_of(origin, read.groups, prepared, decode, await said_of(source, step))
+    return samples_of(origin, read.groups, prepared, decode, await client_metadata(source, step))
 
 
 async def _tokenizer(source: Source, name: str) -> dict[str, bytes]:

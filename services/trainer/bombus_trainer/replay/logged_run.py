@@ -107,13 +107,13 @@ def _choose(
     return runs[name, number]
 
 
-async def said_of(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
-    """What clients said of a batch's episodes when they ended them: their `metadata`, by episode."""
+async def client_metadata(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
+    """Return the `metadata` that clients gave when they ended a batch's episodes, by episode."""
     wanted = {episode.episode for group in step.batch.groups for episode in group.episodes}
-    said: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     async for entry in source.events(0, step.seq):
         event = entry.event
         if isinstance(event, ev.EpisodeEnded) and event.run == step.batch.run:
             outcomes = [outcome for outcome in event.outcomes if outcome.episode in wanted]
-            said |= {outcome.episode: outcome.metadata for outcome in outcomes}
-    return said
+            found |= {outcome.episode: outcome.metadata for outcome in outcomes}
+    return found

@@ -14,9 +14,10 @@ from bombus.config.flags import made_of_flags
 from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
 from bombus.replay.source import Source, add_source_arguments, open_source
+from bombus_trainer.loading import load_executor
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.replay.batch import add_run_arguments
 from bombus_trainer.replay.logged_run import LoggedRun, read_run
 from bombus_trainer.replay.retraining import Retraining, Trained, logged_machine, logged_settings
@@ -91,7 +92,8 @@ def _check(arguments: argparse.Namespace) -> None:
 async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
     """0 when the bytes agree, 1 when they do not."""
     settings = _prepare(logged, step, arguments)
-    replay = await Retraining.at(source, logged, step - 1, settings, arguments.allow_download, _say)
+    executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
+    replay = await Retraining.at(source, logged, step - 1, executor, _say)
     while replay.step < step:
         trained = await replay.make(replay.step + 1)
         _say(_line(trained) + _verdict(trained))
@@ -150,19 +152,20 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
     for step in range(first, last + 1):
         logged.step(step)
     settings = _prepare(logged, first, arguments)
-    replay = await Retraining.at(source, logged, first - 1, settings, arguments.allow_download, _say)
+    executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
+    replay = await Retraining.at(source, logged, first - 1, executor, _say)
     while replay.step < first - 1:
         trained = await replay.make(replay.step + 1)
         _say(f"on the way: {_line(trained)}{_verdict(trained)}")
-    theirs = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
-    await replay.branch(job, theirs, arguments.allow_download)
+    changed_settings = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
+    await replay.branch(changed_settings, arguments.allow_download)
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps: list[Trained] = []
     for step in range(first, last + 1):
         steps.append(await replay.make(step))
         _say(_line(steps[-1]))
         _write_metrics(arguments.out / METRICS, logged, arguments.set, steps)
-    weights = export(replay.executor, arguments.out, last, trainer_epoch=0)
+    weights = export(replay.executor, VersionTarget(arguments.out, last, 0))
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
     _say(f"metrics beside those of the log: {arguments.out / METRICS}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus_trainer.algorithms.corrections import sampler_correction
+from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import PolicyLoss, token_ratio
 from bombus_trainer.backends.torch.model import ScoredTerms
@@ -101,8 +101,8 @@ class VerlPolicyLoss:
         weights_N, sampler_N = scored.terms["weights_N"], scored.terms["sampler_logprobs_N"]
         one_N = torch.zeros(len(logprobs_N), dtype=torch.long, device=device)  # the number of the one sequence
         job = settings.config
-        low, high = job.tis_clip_low, job.tis_clip
-        correction = sampler_correction(old_N, sampler_N, one_N, 1, job.correction, low, high)
+        rule = CorrectionRule(job.correction, job.tis_clip_low, job.tis_clip)
+        correction = sampler_correction(old_N, sampler_N, one_N, 1, rule)
         mean, _ = self.function(
             old_log_prob=old_N[None],
             log_prob=logprobs_N[None],

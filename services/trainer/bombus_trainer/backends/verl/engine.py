@@ -1,13 +1,13 @@
-"""All that we use of verl, and the one file that imports it: its FSDP engine, its registries, its names of weights.
+"""All that we use of verl: its FSDP engine, its registries, its names of weights.
 
-On a CPU verl lacks a platform: it is given to it here, through its own registry.
+Only this file and cpu_platform.py import verl.
 """
 
+import importlib
 import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -50,7 +50,7 @@ def prepare_process(device: str) -> None:
         dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     if on_cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
-        _register_platform()
+        importlib.import_module("bombus_trainer.backends.verl.cpu_platform")  # registers it
 
 
 def has_flash_attention(settings: TrainerSettings) -> bool:
@@ -216,69 +216,3 @@ def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
         )
         loss = VerlPolicyLoss(look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
     return estimate, loss
-
-
-def _register_platform() -> None:
-    from verl.plugin.platform.platform_base import PlatformBase
-    from verl.plugin.platform.platform_manager import PlatformRegistry
-
-    if PlatformRegistry.get("cpu") is not None:
-        return
-
-    @PlatformRegistry.register(platform="cpu")
-    class Cpu(PlatformBase):  # type: ignore[misc]
-        """What verl asks of a device. Most answers are that there is nothing to do."""
-
-        device_name = "cpu"
-        vendor_name = "cpu"
-        device_module = torch.cpu
-
-        def is_available(self) -> bool:
-            return False  # no accelerator: verl then leaves its generator and its memory alone
-
-        def current_device(self) -> str:
-            return "cpu"  # verl hands it to Tensor.to, which takes a number for a GPU's
-
-        def device_count(self) -> int:
-            return 1
-
-        def set_device(self, device_index: int) -> None: ...
-
-        def synchronize(self, device_index: int | None = None) -> None: ...
-
-        def manual_seed(self, seed: int) -> None:
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        def set_allocator_settings(self, settings: str) -> None: ...
-
-        def empty_cache(self) -> None: ...
-
-        def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-            return None, None
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-        def visible_devices_envvar(self) -> str:
-            return "CUDA_VISIBLE_DEVICES"
-
-        def nvtx_range(self, msg: str) -> nullcontext[None]:
-            return nullcontext()
-
-        def profiler_start(self) -> None: ...
-
-        def profiler_stop(self) -> None: ...
-
-        def ray_resource_name(self) -> str:
-            return "CPU"
-
-        def ray_noset_envvars(self) -> list[str]:
-            return []
-
-        def is_ipc_supported(self) -> bool:
-            return False
-
-        def cudart(self) -> None:
-            return None
