@@ -1,4 +1,4 @@
-"""What the trainer service needs of whatever trains: torch in this process, or verl's engine on one or more ranks."""
+"""The interface between the trainer service and what trains: torch in this process, or verl's engine on some ranks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """The step was told to stop between two micro-batches. It has left gradients and perhaps updates behind."""
+    """Raised when a step was stopped between two micro-batches. Gradients and perhaps updates of it remain."""
 
 
 class BackendLost(EngineFault):
-    """Some rank of the trainer failed where others did not, or is gone: only a new process can go on."""
+    """Raised when a rank has failed where others did not, or is gone: only a new process can go on."""
 
 
 class TrainerBackend(Protocol):
-    """One model in training. Not thread-safe: one call at a time.
+    """One model in training. It is not thread-safe: make one call at a time.
 
-    A step that raises may have made some of its updates: load another one, or `restore`, before the next.
+    A step that raises may have made some of its updates: load a new backend, or `restore`, before the next step.
     """
 
     @property
@@ -42,15 +42,15 @@ class TrainerBackend(Protocol):
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Train on a batch and return the step's metrics; a batch without any signal changes nothing.
+        """Train on a batch and return the step's metrics. A batch without any signal changes nothing.
 
-        Raises `EngineFault` on a loss or gradient that is not finite (nothing is updated by it), `Interrupted` when
-        `interrupted()` says so between two micro-batches.
+        Raises `EngineFault` for a loss or gradient that is not finite, which updates nothing, and `Interrupted` when
+        `interrupted()` is true between two micro-batches.
         """
         ...
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """Write a checkpoint below `root`, and return only when it would survive a power cut."""
+        """Write a checkpoint below `root`. Returns once it would survive a power cut."""
         ...
 
     def restore(self, path: Path, digest: str) -> None:
@@ -60,10 +60,12 @@ class TrainerBackend(Protocol):
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """Hand the model as it is now to `use`: whole tensors, each made when its turn comes. Training is not
-        disturbed. Parts other than the model are those of LoRA."""
+        """Pass the current weights to `use`: whole tensors, each computed when its turn comes.
+
+        Training is not disturbed. Parts other than the model exist only with LoRA.
+        """
         ...
 
 
 Loader = Callable[[RunConfig], TrainerBackend]
-"""Makes a job's model ready at step 0. Raises `EngineFault` for what this trainer cannot do."""
+"""Loads a job's model at step 0. Raises `EngineFault` for what this trainer cannot do."""

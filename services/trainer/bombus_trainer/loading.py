@@ -1,4 +1,4 @@
-"""A job's model, ready to be trained by the backend that the job names, and its tokenizer as an object."""
+"""Load a job's model into the backend that the job names, and pack its tokenizer into an object."""
 
 import logging
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from bombus_trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
-SEEDS = 2**31  # of weights that are made on the spot
+SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
 
 def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
-    """The job's model as step 0, by the job's backend, on all `ranks` (none: this process alone).
+    """Load the job's model at step 0 into the job's backend, on all `ranks` (None: this process alone).
 
     Raises `EngineFault` when there is no such model, or it cannot be trained in this process.
     """
@@ -74,15 +74,15 @@ def _folder(job: RunConfig, allow_download: bool) -> Path:
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:
-    """The tokenizer of the job's model, which is in `folder`. Raises `EngineFault` when it is not that model's."""
-    named = job.model.tokenizer
-    other = resolve_tokenizer(named, allow_download=allow_download) if named else None
+    """Return the files of the tokenizer for the model in `folder`. Raises `EngineFault` when they do not fit it."""
+    name = job.model.tokenizer
+    other = resolve_tokenizer(name, allow_download=allow_download) if name else None
     files = load_tokenizer_files(folder, other)
-    check_fit(files, job.model.path, named or job.model.path)
+    check_fit(files, job.model.path, name or job.model.path)
     return files
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """The object that gateways read a tokenizer from: its name, which is that of its content, and its bytes."""
+    """Return the object that gateways read a tokenizer from: its name, made from its digest, and its bytes."""
     blob = msgspec.msgpack.encode(dict(sorted(files.items())))
     return f"tokenizer-{sha256(blob).hexdigest()}", blob

@@ -24,7 +24,7 @@ OPEN_S = 30.0
 
 
 class RunOver(Exception):
-    """The run was stopped, has failed, or another trainer has opened it."""
+    """Raised when the run was stopped, has failed, or was opened by another trainer."""
 
 
 class RunOwnership:
@@ -35,16 +35,16 @@ class RunOwnership:
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:
-        self.run = 0  # the run that is, or was last, ours
-        self.epoch = 0  # the trainer epoch in which we opened it; 0: not yet
+        self.run = 0  # the run that we own, or owned last
+        self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
-        self.batch_trace = ""  # of the end that completed the newest batch
+        self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
         self._name = name
         self._follower = Follower(bus, self._on_event)
 
-    # ---- what the log says ------------------------------------------------------------------------------------
+    # ---- the state of the run ---------------------------------------------------------------------------------
 
     @property
     def engine(self) -> EngineState:
@@ -57,7 +57,7 @@ class RunOwnership:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that is not ours yet, and make it ours."""
+        """Wait for a run that we have not owned yet, and take it."""
         await self._follower.wait_for(lambda _: self.engine.phase != Phase.OFFLINE and self.engine.run > self.run)
         self.run = self.engine.run
 
@@ -65,7 +65,7 @@ class RunOwnership:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run
 
     def is_over(self) -> bool:
-        """For us: a later trainer epoch than ours is somebody else's."""
+        """Whether the run is over for this trainer. A later trainer epoch than ours belongs to another trainer."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
 
@@ -76,12 +76,12 @@ class RunOwnership:
             self.over.set()
 
     async def wait(self, holds: Callable[[EngineState], bool], timeout_s: float | None = None) -> None:
-        """Until the fold says so. Raises `RunOver` when the run ends before, `TimeoutError`."""
+        """Wait until `holds` is true of the engine. Raises `RunOver` when the run ends first, `TimeoutError`."""
         await self._follower.wait_for(lambda _: self.is_over() or holds(self.engine), timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raises `RunOver` once it is."""
+        """Raise `RunOver` if the run is over."""
         if self.is_over():
             raise RunOver
 
@@ -91,10 +91,10 @@ class RunOwnership:
         except TimeoutError:
             pass
 
-    # ---- coming and going -------------------------------------------------------------------------------------
+    # ---- opening it and giving it up --------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Become the run's trainer: facts of the one before us are ignored from here on. Raises `RunOver`."""
+        """Become the run's trainer. From here on facts of the trainer before us are ignored. Raises `RunOver`."""
         self.epoch = 0
         self.over.clear()
         opens = TrainerOpens(
@@ -122,7 +122,7 @@ class RunOwnership:
         self.check()
 
     async def stand_aside(self) -> None:
-        """Until the run has ended, or the trainer that opened it after us is gone."""
+        """Wait until the run has ended, or the trainer that opened it after us is gone."""
         if self.is_running():
             reached(Point.TRAINER_SUPERSEDED)
         patience_s = self._options.presence_s
@@ -155,12 +155,12 @@ class RunOwnership:
             return not self._bus.is_connected
         return True
 
-    # ---- what we say ------------------------------------------------------------------------------------------
+    # ---- facts ------------------------------------------------------------------------------------------------
 
     async def say(self, fact: Message) -> None:
         """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
         await self._bus.send_when_back(fact, lambda: self.pause(self._options.retry_s))
 
     def id(self, what: str) -> str:
-        """The same fact has the same id, however often it is sent."""
+        """Return the id of a fact, which is the same however often it is sent."""
         return f"{self._options.engine}-{self.run}-{self.epoch}-{what}"

@@ -1,7 +1,7 @@
 """`python -m bombus_trainer.ray_ranks`: a trainer's ranks as tasks of a Ray cluster, which finds machines for them.
 
-Each task is what torchrun would have started, and runs the same worker. When one ends, all do, and this process too:
-whoever started it starts it again.
+Each task runs the same worker that torchrun would have started. When one ends, all end, and this process with them:
+its supervisor has to start it again.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments, options)
     finally:
-        ray.shutdown()  # with it go the tasks
+        ray.shutdown()  # this ends the tasks
 
 
 def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
@@ -61,13 +61,13 @@ def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here already
-        "LOCAL_RANK": "0",  # Ray shows a task its own device alone
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already
+        "LOCAL_RANK": "0",  # Ray shows a task only its own device
     }
     needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}
     task: Any = ray.remote(max_retries=0, **needs)(_rank)
-    said = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level)
-    ranks = [task.remote(environment | {"RANK": str(rank)}, *said) for rank in range(arguments.ranks)]
+    given = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level)
+    ranks = [task.remote(environment | {"RANK": str(rank)}, *given) for rank in range(arguments.ranks)]
     ended, _ = ray.wait(ranks, num_returns=1)
     return int(ray.get(ended[0]))
 

@@ -1,4 +1,4 @@
-"""The trainer on the bus: follows the log, makes each outstanding step once, and says what came of it (R11)."""
+"""The trainer on the bus: follow the log, make each outstanding step once, and publish its outcome (R11)."""
 
 import asyncio
 import logging
@@ -37,11 +37,11 @@ T = TypeVar("T")
 class Trainer:
     """Trains one engine's runs, one after the other, until cancelled.
 
-    Everything that it needs to go on after a crash is on the log or in the checkpoint that the log names.
+    Everything that it needs to go on after a crash is on the log, or in the checkpoint that the log names.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
-        """`load` makes the backend of a job; without one, that is done in this process."""
+        """`load` loads a job into a backend; the default does that in this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
@@ -49,7 +49,7 @@ class Trainer:
         self._ownership = RunOwnership(bus, options, self.name)
         self._attempt = 0
         self._tokenizer = ""
-        self._waited_s = 0.0  # for the newest batch
+        self._waited_s = 0.0  # how long for the newest batch
         self._debug: DebugRollouts | None = None
 
     async def run(self) -> None:
@@ -75,10 +75,10 @@ class Trainer:
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load, publish what the log lacks, make outstanding steps; after a failure all of it again, a little later."""
+        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure."""
         ownership = self._ownership
         await ownership.open()
-        root = self._place("weights")
+        root = self._directory("weights")
         async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
 
@@ -98,16 +98,16 @@ class Trainer:
                 raise RunOver from None
             except RunOver:
                 raise
-            except BackendLost as error:  # nothing in this process can train any more: it ends, and is started again
+            except BackendLost as error:  # only a new process can train: this one ends
                 await self._report_failure(error, failures + 1)
                 raise
             except BusUnavailable as error:
                 log.warning("run %d waits for the bus: %s", ownership.run, error)
-            except Exception as error:  # out of memory, a full disk, a bug: counted, and in the end given up
+            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
                 failures += 1
                 log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
-            executor = None  # whatever the attempt left in it is gone before its successor is loaded
+            executor = None  # free what the attempt left in it before the next one is loaded
             await ownership.pause(min(options.retry_s * 2.0 ** max(failures - 1, 0), options.retry_s_max))
 
     async def _next_batch(self) -> None:
@@ -122,14 +122,14 @@ class Trainer:
         return batch
 
     async def _boot(self, versions: Versions) -> TrainerBackend:
-        """The model, ready to be trained. One that cannot be loaded ends the run."""
+        """Load the model and publish its tokenizer. A model that cannot be loaded ends the run."""
         await self._stage("loading the model")
         try:
             executor = await self._load()
             await versions.check(executor)
         except BackendLost:
             raise
-        except Exception as error:  # a stranger's model may fail in any way: the user is told which
+        except Exception as error:  # a user's model may fail in any way, which is reported
             log.exception("run %d cannot be trained", self._ownership.run)
             await self._give_up(_reason(error))
         reached(Point.TRAINER_MODEL_LOADED)
@@ -145,15 +145,15 @@ class Trainer:
             await ownership.say(message)
 
     async def _load(self) -> TrainerBackend:
-        """The model as the log's newest step left it."""
+        """Load the model as the newest step on the log left it."""
         engine = self._ownership.engine
         if engine.active is None:
             raise EngineFault("the engine runs without a configuration")
         job = RunConfig.from_json(engine.active.config)
         options = self._options
         done = engine.step_done
-        asked = job.trainer.save_debug_rollout_data
-        template = asked and allowed_template(asked, self._place("rollouts"), options.debug_root)
+        wanted = job.trainer.save_debug_rollout_data
+        template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 
         def load() -> TrainerBackend:
             executor = self._load_backend(job)
@@ -173,7 +173,7 @@ class Trainer:
         self._tokenizer = name
 
     async def _publish_missing_weights(self, executor: TrainerBackend, versions: Versions) -> None:
-        """Version 0, or that of a step which was completed and whose weights never reached the log."""
+        """Publish version 0, or that of a completed step whose weights never reached the log."""
         engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
@@ -203,7 +203,7 @@ class Trainer:
     # ---- a step -----------------------------------------------------------------------------------------------
 
     async def _step(self, executor: TrainerBackend, batch: BatchReady) -> None:
-        """One attempt: train, checkpoint, say so. Whatever it raises, the step may be repeated."""
+        """Make one attempt: train, save a checkpoint, report it. Whatever this raises, the step may be repeated."""
         self._attempt += 1
         ownership = self._ownership
         before = ownership.engine.step_done
@@ -227,7 +227,7 @@ class Trainer:
             await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
             named = [saved.path, *([before.checkpoint] if before else [])]
-            await _in_thread(lambda: remove_others(self._place("checkpoints"), named, ownership.epoch))
+            await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
 
@@ -262,12 +262,12 @@ class Trainer:
             metrics=metrics,
             machine=this_machine(self._options.device),
         )
-        return await _in_thread(lambda: executor.save(self._place("checkpoints"), facts))
+        return await _in_thread(lambda: executor.save(self._directory("checkpoints"), facts))
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
     async def _report_failure(self, error: Exception, failures: int) -> None:
-        """A failed step is counted by the coordinator; a failure outside of one (weights, say) by ourselves."""
+        """Report a failure. The coordinator counts those of a step, this trainer those outside of one."""
         ownership = self._ownership
         batch = ownership.engine.batch
         if batch is None:
@@ -299,18 +299,18 @@ class Trainer:
         await ownership.wait(lambda _: False)
         raise RunOver
 
-    def _place(self, what: str) -> Path:
+    def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
         return self._options.folder / what / hive / self._options.engine / f"run-{self._ownership.run}"
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """So that the log is followed meanwhile: that is how a stop reaches a step."""
+    """Run `work` in a thread, so that the log is still followed: that is how a stop reaches a step."""
     return await asyncio.to_thread(work)
 
 
 def _reason(error: Exception) -> str:
-    """One sentence. Our own errors are written for people; of others the kind says most."""
+    """Describe an error in one sentence. Errors that are not ours need their type to be understood."""
     why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
     return why[:REASON_CHARS_MAX]
 

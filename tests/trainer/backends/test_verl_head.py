@@ -40,7 +40,7 @@ def test_logprobs_and_entropies_of_the_terms_are_those_of_whole_logits(packed: b
     output = nn.Linear(HIDDEN, VOCABULARY, bias=False)
     head = TermsHead(output, LOGITS_BYTES, entropy_grad)
     tensors = tensors_of(micro_batch())
-    head.question = query_of(tensors, packed, head.rows_max)
+    head.query = query_of(tensors, packed, head.rows_max)
     together = torch.cat(hidden)[None] if packed else nn.utils.rnn.pad_sequence(hidden, batch_first=True)
     logprobs_N, entropy_N = head(together)
     expected_N, entropies_N = whole(hidden, output.weight)
@@ -72,7 +72,7 @@ def test_positions_begin_again_and_each_document_is_a_row_of_its_own() -> None:
 def test_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass() -> None:
     hidden = torch.randn(1, 37, HIDDEN, requires_grad=True)
     head = TermsHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), LOGITS_BYTES, entropy_grad=True)
-    head.question = query_of(tensors_of(micro_batch()), True, head.rows_max)
+    head.query = query_of(tensors_of(micro_batch()), True, head.rows_max)
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

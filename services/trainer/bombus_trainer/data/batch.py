@@ -1,4 +1,4 @@
-"""From the groups of a batch to what is computed: sequences with an advantage and a weight for each trained token."""
+"""Turn the groups of a batch into what is computed: sequences with an advantage and a weight for each trained token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """An episode as the batch names it, its calls read from the log. See `merge_calls` for `context`."""
+    """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`."""
 
     episode: str
     reward: float
@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class PreparedGroup:
-    """`signal`: some trained token has an advantage. `tokens` counts each episode's trained tokens."""
+    """A group's sequences. `tokens` counts each episode's trained tokens; `signal`: some of them has an advantage."""
 
     lines: tuple[Line, ...]
     tokens: dict[str, int]
@@ -57,12 +57,12 @@ class PreparedBatch:
     terms: int
     calls: int
     merged_calls: int
-    left_out: tuple[str, ...]  # episodes whose records cannot be trained: an infra failure each
-    cut: int = 0  # episodes one of whose calls was cut at a limit of the job
+    left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
+    cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
-    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together or this model."""
+    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together, or do not fit this model."""
     merged = merge_calls(episode.episode, episode.records, episode.context)
     if episode.call_rewards is not None and len(episode.call_rewards) != len(episode.records):
         raise LogCorrupted(
@@ -75,7 +75,7 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
 
 
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
-    """Merge and give advantages. An episode that is corrupted leaves its group before anything is computed of it."""
+    """Merge calls and compute advantages. A corrupted episode is left out of its group before anything is computed."""
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
     terms = calls = merged_calls = cut = 0
@@ -97,16 +97,16 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
 
 
 def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
-    """One advantage for each call of each episode of a group, overlong calls punished if the settings say so.
+    """Compute one advantage for each call of each episode of a group, with penalties for overlong calls if configured.
 
-    Of an estimator that normalises over the batch this is what goes into that.
+    For an estimator that normalises over the batch, these are the values before that.
     """
-    lost = [penalties(episode.records, settings) for episode in episodes]
+    added = [penalties(episode.records, settings) for episode in episodes]
     return call_advantages(
-        [episode.reward + min(less, default=0.0) for episode, less in zip(episodes, lost, strict=True)],
+        [episode.reward + min(penalty, default=0.0) for episode, penalty in zip(episodes, added, strict=True)],
         [
-            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, less, strict=True)]
-            for each, less in zip(episodes, lost, strict=True)
+            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, penalty, strict=True)]
+            for each, penalty in zip(episodes, added, strict=True)
         ],
         [[record.completion_tokens() for record in episode.records] for episode in episodes],
         settings.estimator,
@@ -123,7 +123,7 @@ def _prepare_group(
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
         masked = settings.config.overlong == Overlong.MASK and was_cut(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
-        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
+        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
         for sequence in () if masked else merged.sequences:
             lines.append(Line(sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
@@ -135,7 +135,7 @@ def _signal(lines: Sequence[Line]) -> bool:
 
 
 def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
-    """The groups with the advantages of all their trained tokens normalised together."""
+    """Normalise the advantages of all trained tokens of these groups together."""
     parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
     found = []
@@ -149,9 +149,9 @@ def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
 
 
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
-    """How many policy versions older than this step's the trained tokens are: step k trains version k - 1.
+    """Return metrics of the age of the trained tokens, in policy versions. Step k trains version k - 1.
 
-    `stale_share` is the share of tokens that are older at all.
+    `stale_share` is the share of tokens that are older than that.
     """
     parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
     if not parts:
@@ -165,10 +165,10 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
 
 
 def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:
-    """Deal the groups of a batch out to its updates, anew in each of its epochs; groups stay whole.
+    """Distribute the groups of a batch over its updates, in a new order in each epoch; groups stay whole.
 
-    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
-    are not computed, unless a KL term or an entropy bonus pulls on them too.
+    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but are
+    not computed, unless a KL term or an entropy bonus trains them too.
     """
     everywhere = settings.trains_every_token
     computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]

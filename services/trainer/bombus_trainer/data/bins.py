@@ -10,7 +10,7 @@ from heapq import heapreplace
 
 
 def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """Documents in their order, each bin filled until the next does not fit. A longer one has a bin of its own."""
+    """Fill bins in the order of the documents, each until the next does not fit. A longer one gets a bin of its own."""
     bins: list[list[int]] = []
     room = 0
     for index, length in enumerate(lengths):
@@ -23,9 +23,9 @@ def greedy(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """The longest document first, each into the fullest bin that has room for it (best-fit decreasing).
+    """Put the longest document first, each into the fullest bin that has room for it (best-fit decreasing).
 
-    At most 11/9 of the fewest bins possible, and one (Johnson et al. 1974, doi:10.1137/0203025).
+    This takes at most 11/9 of the fewest bins possible, plus one (Johnson et al. 1974, doi:10.1137/0203025).
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (tokens left, bin), ascending
@@ -43,9 +43,9 @@ def best_fit(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
-    """For rows that are padded to the longest of their bin: the longest document first, each bin filled in turn.
+    """Fill bins for rows padded to the longest of their bin: the longest document first, one bin after another.
 
-    So documents of about the same length come together. A bin costs its longest times its documents.
+    So documents of about the same length share a bin, whose cost is its longest length times its documents.
     """
     bins: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -56,19 +56,19 @@ def padded(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
 
 
 def balanced(lengths: Sequence[int], ranks: int, attention: float = 0.0) -> list[list[int]]:
-    """Deal documents to ranks, the heaviest first, each to the least loaded: for each rank its documents, ascending.
+    """Distribute documents over ranks, the heaviest first, each to the least loaded. Returns each rank's, ascending.
 
-    A document costs length + `attention` x length^2: 0 balances tokens; with `flops.Cost.of_attention` it is a
-    causal transformer's compute. No rank has over 4/3 of what the best deal gives the most loaded (Graham 1969,
-    doi:10.1137/0117039). A rank may get none when there are fewer documents than ranks.
+    A document costs length + `attention` x length^2: 0 balances tokens; `flops.Cost.of_attention` balances the
+    compute of a causal transformer. No rank gets more than 4/3 of the largest load of the best distribution (Graham
+    1969, doi:10.1137/0117039). A rank may get none when there are fewer documents than ranks.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: at least 1")
     costs = [length + attention * length * length for length in lengths]
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [(0.0, 0, rank) for rank in range(ranks)]  # among equals the one with fewer documents is next
+    shards: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0.0, 0, rank) for rank in range(ranks)]  # between equal loads the one with fewer documents is next
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         load, count, rank = loads[0]
-        dealt[rank].append(index)
+        shards[rank].append(index)
         heapreplace(loads, (load + costs[index], count + 1, rank))
-    return [sorted(each) for each in dealt]
+    return [sorted(each) for each in shards]

@@ -1,4 +1,4 @@
-"""Reads the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
+"""Read the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ ANCESTORS_MAX = 4096
 
 
 class CallReader(Protocol):
-    """Where call records are read from: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
+    """A source of call records: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """The records of these references, in their order, each checked. Raises `LogCorrupted`."""
+        """Return the records of these references, in their order, each checked. Raises `LogCorrupted`."""
         ...
 
 
 class BusCallReader:
-    """The calls of a hive that runs."""
+    """Reads the calls of a running hive."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -34,7 +34,7 @@ class BusCallReader:
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """`lost` says of each episode that could not be read why, `stale` of each that is too old how old it is."""
+    """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one."""
 
     groups: tuple[EpisodeGroup, ...]
     lost: dict[str, str]
@@ -42,7 +42,7 @@ class ReadBatch:
 
 
 async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
-    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`.
+    """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
     Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
     """
@@ -50,7 +50,7 @@ async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | 
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
         known = await _read(calls, refs)
     except LogCorrupted:
-        known = {}  # one of them is bad: read episode by episode to see which
+        known = {}  # one of them is bad: read episode by episode to find which
     groups: list[EpisodeGroup] = []
     lost: dict[str, str] = {}
     stale: dict[str, int] = {}
@@ -72,7 +72,7 @@ async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | 
 
 
 def _age(episode: EpisodeCalls, step: int) -> int:
-    """Of its oldest sampled token, in versions: step k trains version k - 1 (R14)."""
+    """Return the age of an episode's oldest sampled token, in versions: step k trains version k - 1 (R14)."""
     spans = (span for record in episode.records for choice in record.choices for span in choice.spans)
     return step - 1 - min((span.version for span in spans if span.end > span.start), default=step - 1)
 
@@ -91,7 +91,7 @@ async def _episode(calls: CallReader, episode: BatchEpisode, known: dict[CallRef
 
 
 async def _ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Parents that do not belong to the episode (cut off, or late), and theirs."""
+    """Read parents that do not belong to the episode (cut off, or late), and their parents."""
     have = {record.id for record in records}
     context: list[CallRecord] = []
     frontier: Sequence[CallRecord] = records

@@ -1,4 +1,4 @@
-"""Samples in files: `.pt` as slime's debug rollout data, `.parquet` for everything that reads tables."""
+"""Write samples to files: `.pt` as slime's debug rollout data, `.parquet` for everything that reads tables."""
 
 import os
 import tempfile
@@ -15,7 +15,10 @@ SUFFIXES = (".pt", ".parquet")
 
 
 def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Write a file by its suffix; it appears when it is whole. Raises `EngineFault` without what it needs."""
+    """Write a file in the format of its suffix. It appears only when complete.
+
+    Raises `EngineFault` for another suffix, or when the library for it is missing.
+    """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +37,7 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
 
 
 def _write_parquet(path: Path, samples: Sequence[Sample]) -> None:
-    """One row for each sample. `metadata` is JSON: no two clients' have the same columns."""
+    """Write one row for each sample. `metadata` is JSON, since it differs from client to client."""
     try:
         import pyarrow
         import pyarrow.parquet

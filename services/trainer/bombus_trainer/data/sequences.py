@@ -1,4 +1,4 @@
-"""Merges the call records of one episode into token sequences, so that every sampled token is trained exactly once.
+"""Merge the call records of one episode into token sequences, so that every sampled token is trained exactly once.
 
 A node is one choice of one call. Its path is its parent's path, the call's prompt tail and the sampled tokens; a
 leaf's path is a sequence. Branches share their common prefix: it is trained in the first sequence that holds it.
@@ -20,9 +20,9 @@ Flags = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class TokenSequence:
-    """One line of an episode, cut behind its last trained token. All arrays have the length of `tokens` (T).
+    """One line of an episode, cut after its last trained token. All arrays have the length of `tokens` (T).
 
-    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are given at sampled tokens; elsewhere
+    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; elsewhere
     they are 0, -1, -1 and 1. `calls_T` indexes the records that `merge_calls` was given.
     """
 
@@ -40,7 +40,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """`merged_calls` of `calls` extended another call token for token; the others began a line of their own."""
+    """An episode's sequences. `merged_calls` of `calls` extended another call; the others began a line of their own."""
 
     sequences: tuple[TokenSequence, ...]
     calls: int
@@ -50,7 +50,7 @@ class MergedEpisode:
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """`path` holds the int32 bytes of every token up to and with this choice's: prefixes compare at memcmp speed."""
+    """One choice of one call. `path` has all tokens to its end as int32 bytes, which compare at the speed of memcmp."""
 
     call: int
     choice: int
@@ -61,11 +61,11 @@ class _Node:
 
 
 def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
-    """Merge the calls that belong to `episode` (in the order in which they were recorded).
+    """Merge the calls that belong to `episode`, in the order in which they were recorded.
 
-    `context` holds calls that do not belong to the episode any more but are parents of ones that do (a call that
-    was cut off, or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either:
-    they were not drawn from the policy's distribution, so there is no logprob to correct by.
+    `context` has calls that no longer belong to the episode but are parents of some that do (a call that was cut off,
+    or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either: they were not
+    drawn from the policy's distribution, so there is no logprob to correct with.
 
     Raises `LogCorrupted` when a parent is missing, a length disagrees or a logprob is not finite.
     """
@@ -85,7 +85,7 @@ def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[C
 
 
 def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
-    """Make the nodes, parents before children. Context calls are numbered behind the episode's own."""
+    """Make the nodes, parents before children. Context calls are numbered after the episode's own."""
     numbered = [*enumerate(records), *enumerate(context, start=len(records))]
     waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
     nodes: dict[str, list[_Node]] = {}
@@ -134,7 +134,7 @@ def _nodes_of(
 
 
 def _longest_prefix(prompt: bytes, nodes: list[_Node]) -> _Node | None:
-    """The node whose whole path begins `prompt`, the longest if there are several, the first of equals."""
+    """Find the node whose whole path begins `prompt`: the longest of several, the first of equals."""
     best: _Node | None = None
     for node in nodes:
         if node.path and (best is None or len(node.path) > len(best.path)) and prompt.startswith(node.path):
@@ -158,7 +158,7 @@ def _sequence(
     context: Sequence[CallRecord],
     claimed: set[tuple[int, int]],
 ) -> TokenSequence | None:
-    """Lay one line out, claiming what nobody trains yet. None when nothing in it is left to train."""
+    """Make the sequence of one line, claiming what no other trains. None when nothing in it is left to train."""
     tokens = np.frombuffer(line[-1].path, dtype="<i4").astype(np.int64)
     length = len(tokens)
     mask = np.zeros(length, dtype=np.bool_)

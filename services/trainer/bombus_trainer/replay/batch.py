@@ -1,4 +1,4 @@
-"""`bombus replay batch`: a step's batch out of the log, as a file that needs no bombus to be read."""
+"""`bombus replay batch`: write a step's batch from the log to a file that can be read without bombus."""
 
 import argparse
 import asyncio
@@ -18,7 +18,7 @@ from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
 from bombus_trainer.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus_trainer.settings import TrainerSettings
 
-VOCABULARY_MAX = 2**31 - 1  # of a model whose configuration is not on the log: any token that fits a record
+VOCABULARY_MAX = 2**31 - 1  # where the model's configuration is not on the log: any token that fits a record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[Sample]:
-    """The samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
+    """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
     read = await read_batch(source, step.batch, logged.job.to_collection().trained_staleness)

@@ -1,4 +1,4 @@
-"""`bombus replay train`: a step made again from the log, compared byte for byte; or a branch with other settings."""
+"""`bombus replay train`: repeat a logged step and compare it byte for byte, or train a branch with other settings."""
 
 import argparse
 import asyncio
@@ -72,8 +72,8 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    asked = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
-    made_of_flags(TrainerOptions, asked, {})  # what a trainer would not be started with
+    options = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
+    made_of_flags(TrainerOptions, options, {})  # refuses what a trainer refuses
     if arguments.step is not None:
         if arguments.last is not None or arguments.set or arguments.out is not None:
             raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: give --from in place of --step")
@@ -90,7 +90,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
-    """0 when the bytes agree, 1 when they do not."""
+    """Repeat a step. Returns 0 when its bytes agree with the log, 1 when they do not."""
     settings = _prepare(logged, step, arguments)
     executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
     replay = await Retraining.at(source, logged, step - 1, executor, _say)
@@ -109,7 +109,7 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
 
 
 def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> TrainerSettings:
-    """As many threads as the trainer had: they decide in which order sums are made."""
+    """Use as many threads as the trainer had, which decide the order of sums, and return its settings at the step."""
     done = logged.step(step).done
     recorded = int(done.metrics.get("torch_threads", 0)) if done is not None else 0
     if arguments.threads or recorded:
@@ -124,7 +124,7 @@ def _verdict(trained: Trained) -> str:
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
-    """Why the bytes may differ without anything being wrong, as far as that can be known."""
+    """Say why the bytes may differ without anything being wrong, as far as that can be known."""
     here = this_machine(device)
     done = logged.step(trained.step).done
     there = logged_machine(done) if done is not None else ""
@@ -173,12 +173,12 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """The job with some of its trainer's settings changed, and what follows from them.
+    """Return the job with some of its trainer's settings changed, and those whose defaults follow from them.
 
-    Raises `Refused` for one that does not exist or fit.
+    Raises `Refused` for a setting that does not exist, or a value that it does not take.
     """
     tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
-    names: dict[str, str] = {}  # what a refusal calls them
+    names: dict[str, str] = {}  # how a refusal names the settings
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         group, _, field = name.rpartition(".")
@@ -202,11 +202,11 @@ def _write_metrics(path: Path, logged: LoggedRun, assignments: list[str], steps:
     path.write_text(json.dumps(report, indent=2))
 
 
-# ---- words ------------------------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------------
 
 
 def _line(trained: Trained) -> str:
-    """`step 3: loss 0.01 (log 0.02), grad_norm 0.5`: what the log has, where it is something else."""
+    """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value where it differs."""
     parts = []
     for name in SHOWN:
         here, there = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"

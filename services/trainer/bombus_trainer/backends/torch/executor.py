@@ -1,4 +1,4 @@
-"""Runs training steps: the one place where model, optimizer and batches meet. Knows nothing of the bus."""
+"""Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
@@ -32,7 +32,7 @@ PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 def loss_of_terms(
     scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
 ) -> PolicyLoss:
-    """What N trained tokens add to the loss of their update, whoever computed their logprobs."""
+    """Compute what N trained tokens add to the loss of their update, whichever backend computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
@@ -48,10 +48,10 @@ def loss_of_terms(
 
 
 class Executor:
-    """The torch backend: one model in this process. See `backend.Backend`."""
+    """The torch backend: one model in this process. See `backend.TrainerBackend`."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
-        """Load the model in `folder` as step 0; `files` are its tokenizer's, where they are not in `folder`.
+        """Load the model in `folder` at step 0; `files` are its tokenizer's, where they are not in `folder`.
 
         Raises `EngineFault` when it cannot be loaded or trained.
         """
@@ -70,7 +70,7 @@ class Executor:
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """See `Backend.train_step`."""
+        """See `TrainerBackend.train_step`."""
         tally = Tally()
         with tally.phase("merge"):
             batch = prepare(groups, self.settings, self.model.vocab_size)
@@ -109,7 +109,7 @@ class Executor:
         reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
-        """Add a bin's gradients to the others of its update and return its share of the loss."""
+        """Add a bin's gradients to those of its update and return its share of the loss."""
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
@@ -126,7 +126,7 @@ class Executor:
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
         if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
@@ -151,14 +151,14 @@ class Executor:
                 raise Interrupted
             yield packed
 
-    # ---- what outlives the process ----------------------------------------------------------------------------
+    # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
         """Write a checkpoint below `root`; see `checkpoint.save`."""
         return checkpoint.save(root, facts, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that `load_tensors` wants: parameters, the optimizer's state, not copied, the random generator's."""
+        """Return what `load_tensors` takes: parameters and optimizer state, not copied, and the random state."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
         tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
@@ -169,7 +169,7 @@ class Executor:
         self.load_tensors(checkpoint.load(path, digest).tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave. Raises `EngineFault` when it is of another model."""
+        """Go on from the result of `tensors`. Raises `EngineFault` when it is of another model."""
         self.model.restore(_under(PARAMETER, tensors))
         self.optimizer.restore(_under(MOMENT, tensors))
         self.optimizer.zero_grad()
@@ -181,7 +181,7 @@ class Executor:
         return Outline(self.model.export_dtype, self.model.dense_shapes())
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """See `Backend.read_weights`."""
+        """See `TrainerBackend.read_weights`."""
         if part == ModelPart.ADAPTER:
             return use(self.model.adapter_weights())
         return use(self.model.dense_weights(merged=part == ModelPart.MODEL))

@@ -1,7 +1,7 @@
 """Logprobs of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
 
-Full logits of a batch are the largest tensor in training by far. Here they exist for a few rows at once, and in the
-backward pass once more only if the output matrix itself is trained.
+The full logits of a batch are by far the largest tensor in training. Here they exist for a few rows at a time; the
+backward pass computes them again only if the output matrix itself is trained.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class HeadPlan:
     rows_max: int
 
     def slices(self) -> list[tuple[slice, slice]]:
-        """Slices of heads, each with its slice of terms."""
+        """Return slices of heads, each with its slice of terms."""
         heads = len(self.temperatures_U)
         starts = torch.arange(0, heads, self.rows_max, device=self.head_of_term_N.device)
         edges = [*torch.searchsorted(self.head_of_term_N, starts).tolist(), len(self.targets_N)]
@@ -34,10 +34,10 @@ class HeadPlan:
 def chosen_logprobs(
     hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
+    """Compute log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
 
-    The entropy has a gradient only if asked for: it costs a second product with W. Computed in float32 whatever the
-    inputs are.
+    The entropy has a gradient only with `entropy_grad`: it costs a second product with W. Everything is computed in
+    float32 whatever the inputs are.
     """
     logprobs_N, entropy_U = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_UH, weight_VH, head, entropy_grad
@@ -105,7 +105,7 @@ class _ChosenLogprobs(torch.autograd.Function):
 
 
 def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: Tensor) -> Tensor:
-    """p (log p + entropy): what a step along it takes from the entropy [U, V]."""
+    """Compute p (log p + entropy), the negative gradient of the entropy [U, V]."""
     return probs_UV * (logits_UV - total_U[:, None] + entropy_U[:, None])
 
 
@@ -134,5 +134,5 @@ def _weight_gradient(
 
 
 def _wide(weight_VH: Tensor) -> Tensor:
-    """float32 on a CPU, where it costs nothing and saves logits from bfloat16's three digits."""
+    """Convert to float32 on a CPU, where it costs nothing and keeps logits from bfloat16's three digits."""
     return weight_VH.float() if weight_VH.device.type == "cpu" else weight_VH

@@ -11,9 +11,9 @@ from bombus_trainer.settings import TrainerSettings
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
-    """The rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
+    """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
 
-    Warm-up step k of w has k / w of the rate; decay begins behind it and ends at `total_steps`.
+    Warm-up step k of w has k / w of the rate; decay begins after it and ends at `total_steps`.
     """
     config = settings.config
     peak, warmup = config.lr, config.warmup_steps
@@ -51,7 +51,7 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float:
-        """Clip, update at this learning rate, forget the gradients. Returns the gradients' norm before clipping.
+        """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
 
         Raises `EngineFault`, and changes nothing, when a gradient is not finite.
         """
@@ -66,7 +66,7 @@ class Optimizer:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """`<parameter>.<moment>` -> tensor. Empty before the first update."""
+        """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for key, value in self._adam.state.get(parameter, {}).items():
@@ -74,7 +74,7 @@ class Optimizer:
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises `EngineFault` when it belongs to other parameters."""
+        """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
         self._adam.state.clear()
         if not tensors:
             return

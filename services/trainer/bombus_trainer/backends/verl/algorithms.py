@@ -1,4 +1,4 @@
-"""Fits functions of verl's registries to our batches. Knows their signatures, and imports nothing of verl."""
+"""Adapt functions of verl's registries to our batches. This module knows their signatures, and does not import verl."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +23,7 @@ ESTIMATOR_INPUTS = frozenset({"token_level_rewards", "response_mask", "index", "
 
 
 def look_up(setting: str, name: str, registry: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of that name. Raises `EngineFault` with all that there are."""
+    """Return the function of that name. Raises `EngineFault`, which lists all names."""
     names = {str(getattr(key, "value", key)): function for key, function in registry.items()}
     if name not in names:
         raise EngineFault(f"{setting} = {name!r} is not in verl's registry: it has {', '.join(sorted(names))}")
@@ -32,7 +32,7 @@ def look_up(setting: str, name: str, registry: Mapping[str, Any]) -> Callable[..
 
 
 def check_estimator(name: str, estimate: Estimate) -> None:
-    """Raises `EngineFault` for one that needs what only a critic or another pass over the model could say."""
+    """Raise `EngineFault` for an estimator with inputs that only a critic or another pass over the model gives."""
     parameters = inspect.signature(estimate).parameters.values()
     needed = [each.name for each in parameters if each.default is each.empty and each.name not in ESTIMATOR_INPUTS]
     if needed:
@@ -45,9 +45,9 @@ def check_estimator(name: str, estimate: Estimate) -> None:
 def with_advantages(
     batch: PreparedBatch, groups: Iterable[EpisodeGroup], estimate: Estimate, config: object
 ) -> PreparedBatch:
-    """The batch with verl's advantages. Each episode is one response: all its trained tokens, one behind another.
+    """Return the batch with verl's advantages. Each episode is one response: all its trained tokens in order.
 
-    Its reward is given at the last of them, as verl does.
+    Its reward is at the last of them, as in verl.
     """
     rewards = {episode.episode: episode.reward for group in groups for episode in group.episodes}
     episodes = [(number, name) for number, group in enumerate(batch.groups) for name in _trained(group)]
@@ -60,10 +60,10 @@ def with_advantages(
         mask_BT[row, :count] = 1.0
         rewards_BT[row, count - 1] = rewards[name]
     index_B = np.array([str(number) for number, _ in episodes], dtype=object)
-    given: dict[str, Any] = {"token_level_rewards": rewards_BT, "response_mask": mask_BT}
-    given |= {"index": index_B, "config": config}
+    inputs: dict[str, Any] = {"token_level_rewards": rewards_BT, "response_mask": mask_BT}
+    inputs |= {"index": index_B, "config": config}
     accepted = inspect.signature(estimate).parameters
-    advantages_BT, _ = estimate(**{name: value for name, value in given.items() if name in accepted})
+    advantages_BT, _ = estimate(**{name: value for name, value in inputs.items() if name in accepted})
     of_episode = {name: advantages_BT[row].numpy() for row, (_, name) in enumerate(episodes)}
     return replace(batch, groups=tuple(_regroup(group, of_episode) for group in batch.groups))
 

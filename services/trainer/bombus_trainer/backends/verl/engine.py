@@ -29,21 +29,21 @@ from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sharding import MicroBatch
 from bombus_trainer.settings import TrainerSettings
 
-VERSION = "0.9.1"  # its engines "may still change": another version is another file to write
+VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
 Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
 TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def prepare_process(device: str) -> None:
-    """Have all that has to be there before an engine is made. Raises `EngineFault` for another version of verl."""
+    """Set up what an engine needs in this process. Raises `EngineFault` for another version of verl."""
     found = importlib.metadata.version("verl")
     if found != VERSION:
         raise EngineFault(
             f"verl {found} is installed, and this backend is written for {VERSION}: run `bombus install verl` again"
         )
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
-    warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # of engines that are not ours
+    warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # about engines that we do not use
     on_cpu = device == "cpu"
     if not dist.is_initialized():  # one rank, alone
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -58,11 +58,11 @@ def has_flash_attention(settings: TrainerSettings) -> bool:
 
 
 def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
-    """verl's engine with the model in `folder`, whole or this rank's part of it. Raises `EngineFault`.
+    """Make verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
 
     `packed`: a micro-batch is one row without padding, and attention tells sequences apart by their positions.
-    Weights are kept in float32, as by our own trainer. The rate of learning is set at each step: verl's schedules
-    count their warm-up from another step than ours, and have no linear decay.
+    Weights are kept in float32, as in our own trainer. The learning rate is set at each step: verl's schedules count
+    their warm-up from another step than ours, and have no linear decay.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -88,7 +88,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 strategy="fsdp2",
                 model_dtype="fp32",
                 mixed_precision={"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=False,  # it would compile an entropy that we do not use
+                use_torch_compile=False,  # it would only compile an entropy that we do not use
                 use_remove_padding=packed,
                 use_dynamic_bsz=False,
             ),
@@ -107,7 +107,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
-    with engine.eval_mode():  # the engine says whether the model leaves alone what its head gives
+    with engine.eval_mode():  # raises if the model changes what its head returns
         compute(engine, [probe(np.zeros(2, dtype=np.int64), 0)], lambda model_output, **_: (torch.zeros(()), {}), False)
     return engine
 
@@ -117,7 +117,7 @@ def _engine_class() -> Any:
     from verl.workers.engine import FSDPEngineWithLMHead
 
     class Engine(FSDPEngineWithLMHead):  # type: ignore[misc]
-        """verl's, with another head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
+        """verl's engine with our head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
 
         `cost` is that of the whole model.
         """
@@ -136,17 +136,17 @@ def _engine_class() -> Any:
 
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             packed = self.model_config.use_remove_padding
-            self._head.question = query_of(micro_batch, packed, self._head.rows_max)
+            self._head.query = query_of(micro_batch, packed, self._head.rows_max)
             return super().prepare_model_inputs(micro_batch)
 
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
-            answer, self._head.answer = self._head.answer, None
-            if answer is None or output.logits is not answer:
+            result, self._head.result = self._head.result, None
+            if result is None or output.logits is not result:
                 raise EngineFault(
                     f"this model's architecture ({self.model_config.hf_config.model_type}) cannot be trained here: it "
                     "does more to its logits than multiply with a matrix"
                 )
-            logprobs_N, entropy_N = answer
+            logprobs_N, entropy_N = result
             mask = micro_batch["loss_mask"]
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
 
@@ -154,20 +154,20 @@ def _engine_class() -> Any:
 
 
 def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:
-    """Pass a micro-batch through the model. `loss` gets its `model_output`, and gives the loss and metrics."""
+    """Pass a micro-batch through the model. `loss` is called with its `model_output`, and returns loss and metrics."""
     from verl.utils.tensordict_utils import get_tensordict
 
-    given = {
+    options = {
         "use_remove_padding": engine.model_config.use_remove_padding,
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": len(micro_batch),
-        "temperature": 1.0,  # the head knows those of the terms
+        "temperature": 1.0,  # the head applies those of the terms
     }
-    engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), given), loss, forward_only=not backward)
+    engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), options), loss, forward_only=not backward)
 
 
 def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
-    """As our own optimizer does: vectors (norms, biases) do not decay."""
+    """Exempt vectors (norms, biases) from weight decay, as our own optimizer does."""
     (group,) = optimizer.param_groups
     vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
     if vectors and group["weight_decay"]:
@@ -176,21 +176,24 @@ def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 def named_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Sharded parameters by the names that a checkpoint on the hub has; tied ones once, under their first name."""
+    """Yield sharded parameters by their names in a checkpoint on the hub; tied ones once, under their first name."""
     from verl.utils.model import convert_weight_keys
 
     yield from convert_weight_keys(dict(engine.module.named_parameters()), engine.module).items()
 
 
 def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """As verl gives weights out: experts that transformers keeps in one tensor are one tensor each."""
+    """Yield weights as verl exports them: experts that transformers keeps in one tensor become one tensor each."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     yield from unfuse_moe_params(tensors, engine.model_config.hf_config.model_type)
 
 
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
-    """What gives advantages in place of ours, if anything, and the loss. Raises `EngineFault` for unknown names."""
+    """Return what computes advantages instead of our code, if anything, and the loss.
+
+    Raises `EngineFault` for unknown names.
+    """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig

@@ -1,4 +1,4 @@
-"""The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `verl_engine`."""
+"""The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `engine`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -41,7 +41,7 @@ STATE = "verl"  # the folder of verl's own files in a checkpoint
 
 
 class VerlExecutor:
-    """One rank's part of a model in training; every method is called on all ranks alike. See `backend.Backend`."""
+    """One rank's part of a model in training; every method is called on all ranks. See `backend.TrainerBackend`."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class VerlExecutor:
         files: Mapping[str, bytes] | None = None,
         packed: bool | None = None,
     ) -> None:
-        """Load the model in `folder` as step 0, as `Executor` does. Raises `EngineFault`.
+        """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
 
-        Sequences are `packed` where flash attention is there, and else padded: without it, attention between all
-        tokens of a packed row is computed and masked.
+        Sequences are `packed` where flash attention is available, and padded otherwise: without it, attention between
+        all tokens of a packed row is computed and masked.
         """
         verl_engine.prepare_process(settings.device)
         torch.manual_seed(settings.job.model.seed)
@@ -77,7 +77,7 @@ class VerlExecutor:
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """See `Backend.train_step`. The leader's `interrupted` counts."""
+        """See `TrainerBackend.train_step`. Only the leader's `interrupted` counts."""
         tally = Tally()
         with tally.phase("merge"):
             batch = prepare(groups, self.settings, self.vocab_size)
@@ -119,7 +119,7 @@ class VerlExecutor:
         with tally.phase("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = rate
-            norm = float(self._engine.optimizer_step())  # updates nothing when it is not finite
+            norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
         if not isfinite(norm):
             raise EngineFault(f"the gradients are not finite (their norm is {norm})")
         self._engine.optimizer_zero_grad()
@@ -160,7 +160,7 @@ class VerlExecutor:
         return share
 
     def _parts(self, counts: list[int]) -> Iterator[slice]:
-        """All terms at once for our loss; verl's losses look at one sequence at a time."""
+        """Yield all terms at once for our loss, and those of one sequence at a time for verl's."""
         if not self.settings.verl_policy_loss:
             yield slice(None)
             return
@@ -173,7 +173,7 @@ class VerlExecutor:
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
         if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
@@ -186,7 +186,7 @@ class VerlExecutor:
             return self._ranks.total(old)
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the terms of all sequences, without gradient."""
+        """Compute the logprobs [N] of the terms of all sequences, without gradient."""
         found: list[Tensor] = []
 
         def keep(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
@@ -202,30 +202,30 @@ class VerlExecutor:
         settings = self.settings
         packing = settings.config.enable_packing
         tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
-        dealt = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
+        shards = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
         if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
             terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
             tally.note_flops(flops_of_step(self._engine.cost, sum(lengths), terms, pairs, backward))
             if backward:
-                everywhere = [micro_batch for of_rank in dealt for micro_batch in of_rank]
+                everywhere = [micro_batch for of_rank in shards for micro_batch in of_rank]
                 computed = sum(computed_tokens(each, self._packed) for each in everywhere)
                 tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
-        for micro_batch in dealt[self._ranks.rank]:
+        for micro_batch in shards[self._ranks.rank]:
             if self._ranks.agree(interrupted()):
                 raise Interrupted
             yield micro_batch
 
-    # ---- what outlives the process ----------------------------------------------------------------------------
+    # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """See `Backend.save`: verl's own files, one of each kind for each rank, below a manifest of ours."""
+        """See `TrainerBackend.save`: verl's own files, one of each kind for each rank, with our manifest."""
 
         def write(draft: Path) -> dict[str, checkpoint.Seal]:
-            place: str = self._ranks.share(str(draft / STATE))
-            self._engine.save_checkpoint(place, global_step=facts.step)
+            directory: str = self._ranks.share(str(draft / STATE))
+            self._engine.save_checkpoint(directory, global_step=facts.step)
             seals: dict[str, checkpoint.Seal] = {}
-            for each in self._ranks.gather(checkpoint.seal_files(Path(place).parent, self._is_mine)):
+            for each in self._ranks.gather(checkpoint.seal_files(Path(directory).parent, self._is_mine)):
                 seals |= each
             return seals
 
@@ -236,19 +236,19 @@ class VerlExecutor:
         return self._ranks.share(saved)
 
     def _is_mine(self, name: str) -> bool:
-        """Whether this rank writes and reads that file of a checkpoint; the leader also those of all ranks."""
+        """Return whether this rank writes and reads that file. The leader also has those of all ranks."""
         stem = name.removesuffix(".pt")
         rank = stem.rpartition("_rank_")[2] if "_rank_" in stem else "0"
         return rank == str(self._ranks.rank)
 
     def restore(self, path: Path, digest: str) -> None:
-        """See `Backend.restore`. As many ranks as wrote it; each checks what it reads before it reads it."""
+        """See `TrainerBackend.restore`. It takes as many ranks as wrote it; each checks its files before reading."""
         problem: EngineFault | None = None
         try:
             checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
         except EngineFault as error:
             problem = error
-        for found in self._ranks.gather(problem):  # the same for all, before they meet again
+        for found in self._ranks.gather(problem):  # the same on all ranks, before their next exchange
             if found is not None:
                 raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
@@ -259,12 +259,12 @@ class VerlExecutor:
         return Outline(self._export_dtype, self._dense_shapes())
 
     def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
-        """See `Backend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
+        """See `TrainerBackend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
         tensors = self._weights(part)
         with torch.no_grad():
             try:
                 return use(tensors)
-            finally:  # what was not read is gathered all the same: the others are in the middle of it
+            finally:  # gather what was not read too: the other ranks are in the middle of it
                 for _ in tensors:
                     pass
 
@@ -287,7 +287,7 @@ class VerlExecutor:
         }
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
+        """Yield the whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
         if self.settings.config.lora_rank:
             whole = self._merged() if with_adapters else ((name, _whole(value)) for name, value in self._parameters())
             stored = verl_engine.as_stored(whole, self._engine)
@@ -298,13 +298,13 @@ class VerlExecutor:
             yield name, value.to(self._export_dtype)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Sharded, without adapters; tied weights come once, under the first of their names."""
+        """Yield sharded parameters without adapters; tied weights come once, under the first of their names."""
         for name, value in verl_engine.named_parameters(self._engine):
             if ".lora_" not in name:
                 yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), value
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, each with its adapter's product added. verl's own merge would copy the model, in bfloat16."""
+        """Yield whole weights with their adapters merged. verl's own merge would copy the model, in bfloat16."""
         adapters = dict(self._adapter_shards())
         scale = self.settings.config.lora_alpha / self.settings.config.lora_rank
         for name, value in self._parameters():
@@ -315,7 +315,7 @@ class VerlExecutor:
             yield name, whole
 
     def _adapter_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each adapter, under the name that it has in a file."""
+        """Yield this rank's part of each adapter, under its name in a file."""
         for name, value in self._engine.module.named_parameters():
             if ".lora_" in name:
                 yield name.replace(".default.", "."), value
