@@ -1,6 +1,6 @@
-"""Ranks that follow a leader, each a process with a whole model: what operations do when a rank fails or dies.
+"""Ranks that follow a leader, each a process with a whole model, to see what happens when a rank fails or dies.
 
-As a program it imports torch once and forks two ranks for each scenario, so that a scenario takes a second.
+Run as a program, it imports torch once and forks two ranks for each scenario, so that a scenario takes a second.
 """
 
 import os
@@ -36,14 +36,14 @@ SCENARIOS = ("all is well", "no model", "one fails", "the leader fails", "one di
 
 
 class Seen(msgspec.Struct):
-    """What the leader's calls came to, in order, and how each rank's process ended."""
+    """The outcomes of the leader's calls, in order, and the exit code of each rank's process."""
 
     calls: list[str]
     codes: list[int]
 
 
 def play(folder: Path) -> dict[str, Seen]:
-    """What came of every scenario. `folder` has the model."""
+    """Return the outcome of every scenario. `folder` has the model."""
     words = [sys.executable, "-m", "tests.trainer.local_ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads to fork
     subprocess.run(words, env=environment, check=True, timeout=WAIT_S * len(SCENARIOS))
@@ -51,7 +51,7 @@ def play(folder: Path) -> dict[str, Seen]:
 
 
 class Rank(Executor):
-    """A whole model on each rank. They meet once in each step, as those that share one do all the time."""
+    """A whole model on each rank. They synchronise once in each step; ranks that share a model do so all the time."""
 
     def __init__(self, folder: Path, ranks: Ranks, scenario: str) -> None:
         if scenario == "no model":
@@ -77,11 +77,11 @@ class Rank(Executor):
         return metrics
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """By the leader alone: two that write the same checkpoint stand in each other's way."""
+        """Save on the leader alone: two ranks cannot write the same checkpoint at once."""
         return self.ranks.share(super().save(root, facts)) if self.ranks.leads else self.ranks.share()
 
     def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
-        """Each of these ranks has the whole model: nothing is asked of the others."""
+        """Do nothing: each of these ranks has the whole model."""
 
 
 def main(folder: Path) -> None:

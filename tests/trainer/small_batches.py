@@ -1,4 +1,4 @@
-"""Small things that the trainer's tests share: call records, and a model of 30,000 parameters."""
+"""Helpers that the trainer's tests share: call records, and a model of 30,000 parameters."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,7 +43,7 @@ def call(
     version: int = 0,
     episode: str = "main-1-1",
 ) -> CallRecord:
-    """A call with one choice for each of `sampled`. Without `prompt_tokens` the right number is worked out."""
+    """Make a call with one choice for each of `sampled`. `prompt_tokens` defaults to the correct number."""
     before = 0
     if parent is not None:
         before = parent.prompt_tokens + len(parent.choices[parent_choice].tokens) // 4
@@ -76,7 +76,7 @@ def episode(
 
 
 def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, temperature: float = 1.0) -> TrainingItem:
-    """A sequence whose tokens at the positions `trained` are trained, with advantages 1 and weights 1."""
+    """Make a sequence whose tokens at the positions `trained` are trained, with advantages 1 and weights 1."""
     positions = np.array(trained, dtype=np.int64)
     all_tokens = np.array(tokens, dtype=np.int64)
     ones = np.ones(len(positions), dtype=np.float32)
@@ -88,7 +88,7 @@ def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, tempe
 def tiny_model_folder(
     folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32, hidden_size: int = 32
 ) -> Path:
-    """A Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
+    """Save a Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
     shape = {"vocab_size": VOCAB, "hidden_size": hidden_size, "max_position_embeddings": 512}
     small_llama(**shape, tie_word_embeddings=tied).to(dtype).save_pretrained(folder)
     return tiny_tokenizer(folder)
@@ -102,9 +102,9 @@ def tiny_tokenizer(folder: Path) -> Path:
 
 
 def tiny_settings(rollout: Tree | None = None, model: Tree | None = None, **changes: object) -> TrainerSettings:
-    """Settings for the tiny model: `changes` are the trainer's own settings or those of its part of a job.
+    """Make settings for the tiny model: `changes` are fields of `TrainerSettings` or of the trainer's part of a job.
 
-    Every loss is clipped and corrected in the same way unless a test says otherwise.
+    All losses are clipped and corrected in the same way unless a test changes that.
     """
     own = {name: changes.pop(name) for name in list(changes) if name in TrainerSettings.model_fields}
     same = {"lr": 1e-2, "weight_decay": 0.0, "clip_low": 0.2, "clip_high": 0.2, "correction": "token_tis"}

@@ -1,4 +1,4 @@
-"""The head of a trainer on several machines: what it runs here, and what it asks to be typed elsewhere."""
+"""The launcher of a trainer on several machines: what it runs here, and the commands that it prints for others."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def test_the_line_to_type_on_a_machine_has_all_that_its_ranks_need(tmp_path: Pat
     assert trainer(layout) == []
 
 
-def test_in_mode_auto_this_machine_is_node_0_and_the_job_is_verls(tmp_path: Path) -> None:
+def test_in_mode_auto_this_machine_is_node_0_and_the_backend_is_verl(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("bombus: {model: {path: tiny}}")
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--config", str(tmp_path / "job.yaml"), "--api-port", "8080"]
     layout, _ = layout_of(parsed(*words))
@@ -64,7 +64,7 @@ def test_in_mode_auto_this_machine_is_node_0_and_the_job_is_verls(tmp_path: Path
     assert layout.cluster.gateway.port == 8080
 
 
-def test_a_cluster_file_says_the_rest(tmp_path: Path) -> None:
+def test_a_cluster_file_configures_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("hive: lab\nengines:\n  a: {inference: [{count: 3}]}\n  b: {}\n")
     layout, _ = layout_of(parsed("--config", str(file), "--engine", "a"))
@@ -92,7 +92,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_what_the_file_says_of_ranks_and_gateway_holds_here_and_elsewhere(file: str, tmp_path: Path) -> None:
+def test_the_files_settings_of_ranks_and_gateway_hold_on_every_machine(file: str, tmp_path: Path) -> None:
     words = ["--config", file, "--nnodes", "2", "--trusted-network", "--debug-root", str(tmp_path)]
     layout, ranks = layout_of(parsed(*words))
     (here,) = trainer(layout)
@@ -105,7 +105,7 @@ def test_what_the_file_says_of_ranks_and_gateway_holds_here_and_elsewhere(file: 
     assert "--host 0.0.0.0 --port 8000" in gateway
 
 
-def test_flags_win_over_the_file_and_are_the_ranks_alone(file: str) -> None:
+def test_flags_win_over_the_file_and_apply_only_to_the_ranks(file: str) -> None:
     words = ["--config", file, "--device", "cpu", "--threads", "0", "--bin-tokens", "64", "--allow-download"]
     layout, ranks = layout_of(parsed(*words, "--nproc-per-node", "4", "--api-host", "127.0.0.1", "--api-port", "81"))
     assert (ranks.device, ranks.threads, ranks.bin_tokens, ranks.processes, ranks.weights_by) == (
@@ -160,7 +160,7 @@ def test_ranks_see_the_gpus_that_the_file_gives_each_machine(tmp_path: Path, mon
     assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 ")
 
 
-def test_nonsense_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--nnodes", "0"]) == 2
     assert capsys.readouterr().err == "bombus_trainer.launcher: --nnodes 0 is refused: it takes 1 to 4096\n"
 

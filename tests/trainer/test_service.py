@@ -1,4 +1,4 @@
-"""The trainer on a real bus under a real coordinator; gateway, replica and clients are played."""
+"""The trainer on a real bus with a real coordinator; the tests act as gateway, replica and clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -75,7 +75,7 @@ async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) 
 
 
 async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
-    """Be a trainer that boots the run."""
+    """Act as a trainer that boots the run."""
     run = stage.engine.run
     opened = await stage.bus.ask(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
     assert isinstance(opened, inbox.Done)
@@ -263,7 +263,7 @@ async def test_debug_rollout_data_that_cannot_be_written_does_not_cost_the_step(
     assert stage.engine.step_failures == 0
 
 
-async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_refused_in_one_sentence(
+async def test_a_job_that_names_a_path_elsewhere_for_debug_rollout_data_is_refused_in_one_sentence(
     stage: Stage,
 ) -> None:
     stage.train()
@@ -276,7 +276,7 @@ async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_ref
 
 
 def other_tokenizer(folder: Path, words: int) -> Path:
-    """A tokenizer of so many words, and no model."""
+    """Save a tokenizer of so many words, without a model."""
     folder.mkdir()
     Tokenizer(WordLevel({f"v{token}": token for token in range(words)}, unk_token="v0")).save(
         str(folder / "tokenizer.json")
@@ -295,11 +295,11 @@ async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(s
         f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
         "and the model's ids end at 63; set model.tokenizer to the model's own"
     )
-    await stage.start(job)  # the same trainer goes on with a job that is right
+    await stage.start(job)  # the same trainer goes on with a correct job
     await stage.until(Phase.ROLLING, version=0)
 
 
-async def test_a_tokenizer_from_elsewhere_that_fits_is_what_gateways_get(stage: Stage) -> None:
+async def test_gateways_get_the_jobs_own_tokenizer_if_it_fits(stage: Stage) -> None:
     fitting = other_tokenizer(stage.folder / "fitting", VOCAB)
     job = stage.job()
     stage.train()
@@ -324,7 +324,7 @@ async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_
 
 
 class Lost(Executor):
-    """Stands for a model on several ranks of which one is gone."""
+    """Acts as a model on several ranks, one of which is gone."""
 
     def train_step(
         self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False

@@ -1,4 +1,4 @@
-"""What a job asks of the torch trainer, and what that cannot do."""
+"""How a job becomes the trainer's settings, and what is refused."""
 
 import logging
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_a_micro_batch_that_holds_nothing_is_refused(tmp_path: Path) -> None:
         TrainerOptions(folder=tmp_path, bin_tokens=3)
 
 
-def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_on_the_jobs_micro_batches_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bombus_trainer.loading")
     tiny = {"model": {"path": "tiny"}}
     for asked in (32_000, 512):
@@ -65,7 +65,7 @@ def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytes
     ]
 
 
-def test_names_that_are_not_ours_are_verls() -> None:
+def test_names_that_are_not_ours_are_looked_up_in_verl() -> None:
     verls = TrainerSettings.of_job(job(backend="verl", adv_estimator="gpg", loss="sapo"))
     assert (verls.verl_adv_estimator, verls.verl_policy_loss) == ("gpg", "sapo")
     ours = TrainerSettings.of_job(job(backend="verl", adv_estimator="reinforce++", loss="vanilla"))

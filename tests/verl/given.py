@@ -1,4 +1,4 @@
-"""Batches and settings on which both backends are compared: whatever a batch can be made of, small."""
+"""Small batches and settings on which both backends are compared, with everything that a batch can contain."""
 
 import math
 from pathlib import Path
@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, object]] = {
     "off-policy sequence masking": {"use_opsm": True},
 }
 STEPS = 2
-# One row without padding: what is done on GPUs with flash attention.
+# One row without padding, as on GPUs with flash attention.
 PACKED = {"packed": {"bin_tokens": 256}, "packed, gspo": {**CASES["gspo"], "bin_tokens": 100}}
 CASES |= PACKED
 
@@ -37,7 +37,7 @@ def settings(case: str) -> TrainerSettings:
 
 
 def groups(seed: int) -> list[EpisodeGroup]:
-    """Three tasks of four episodes: two turns, a branch, several temperatures, prompts and replies of any length."""
+    """Make three tasks of four episodes: two turns, a branch, several temperatures, prompts and replies of any size."""
     episodes = {g: [_episode(f"e{g}{i}", 100 * seed + 10 * g + i, i) for i in range(4)] for g in range(3)}
     return [EpisodeGroup(f"task{g}", tuple(members)) for g, members in episodes.items()]
 

@@ -1,4 +1,4 @@
-"""One rank of a trainer without a hive: makes the steps of each case with both backends and writes down what came out.
+"""One rank of a trainer without a hive: make the steps of each case with both backends and write down the results.
 
 Run alone or by torchrun: `python -m tests.verl.rank FOLDER RESULTS.json`.
 """
@@ -50,7 +50,7 @@ def main(folder: Path, results: Path) -> None:
 
 
 def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) -> Found:
-    """The digest of the weights and where they are, if we lead; the others take part in writing them."""
+    """Return the digest of the weights and where they are, on the leader; the others take part in writing them."""
     if isinstance(backend, VerlExecutor) and not ranks.leads:
         backend.gather_weights()
         return {}
@@ -59,7 +59,7 @@ def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) 
 
 
 def steps(backend: TrainerBackend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
-    """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
+    """Return the steps' metrics and the digest of the weights after each, beginning with that before the first."""
     made: list[Found] = [exported(backend, ranks, folder, 0)]
     for step in range(first, first + STEPS):
         metrics = backend.train_step(groups(step), step)
@@ -93,14 +93,14 @@ def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
 
 
 def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
-    """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
+    """Train an adapter, which adds nothing before its first step. That has the gradient of any adapter on the model."""
     chosen = tiny_settings(lora_rank=4, lora_alpha=8, kl_coef=0.1)
     backend = VerlExecutor(model, chosen, ranks)
     return {"verl": steps(backend, ranks, folder), "merged_sha256": merged_adapter(backend, ranks, folder / "adapter")}
 
 
 def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
-    """The digest of what a replica makes of the adapter that we publish, if we lead."""
+    """Return the digest of what a replica makes of the published adapter, on the leader."""
     if not ranks.leads:
         for part in (ModelPart.BASE, ModelPart.ADAPTER):
             backend.gather_weights(part)
@@ -112,7 +112,7 @@ def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
 
 
 def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
-    """Two steps; and one, a checkpoint, another engine, and the other."""
+    """Make two steps; and make one, a checkpoint, and the other step with a new engine."""
     chosen = tiny_settings(weight_decay=0.1)
     found: Found = {}
     straight = VerlExecutor(model, chosen, ranks)
@@ -129,7 +129,7 @@ def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
 
 
 def algorithms(model: Path, ranks: Ranks) -> Found:
-    """The first step under names of verl's registries, and what is said of names that cannot be."""
+    """Make the first step under names of verl's registries, and return the refusals of names that cannot be used."""
     found: Found = {}
     ours = VerlExecutor(model, tiny_settings(), ranks).train_step(groups(1), 1)
     found["ours"] = [ours["loss"], ours["grad_norm"]]
@@ -152,7 +152,7 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
 
 
 def few(model: Path, ranks: Ranks) -> Found:
-    """Steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
+    """Make steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
     tasks = [EpisodeGroup("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
     tasks += [EpisodeGroup("other", groups(1)[1].episodes[1:2])]
     found: Found = {}
@@ -168,7 +168,7 @@ def few(model: Path, ranks: Ranks) -> Found:
 
 
 def work(model: Path, ranks: Ranks) -> Found:
-    """FLOPs of a step of two updates, by verl's engine and by ours where it shares no prefixes."""
+    """Return the FLOPs of a step of two updates, by verl's engine and by ours where it shares no prefixes."""
     chosen = tiny_settings(mini_batch_num=2, share_prefixes=False)
     verl = VerlExecutor(model, chosen, ranks).train_step(groups(1), 1)
     return {"verl": flops(verl), "torch": flops(Executor(model, chosen).train_step(groups(1), 1))}
@@ -179,7 +179,7 @@ def flops(metrics: dict[str, float]) -> float:
 
 
 def soft_capped(folder: Path, ranks: Ranks) -> str:
-    """What is said of a model that does more to its logits than our head can know."""
+    """Return the refusal of a model that does more to its logits than our head supports."""
     if ranks.leads:
         torch.manual_seed(0)
         config = Gemma2Config(
@@ -194,7 +194,7 @@ def soft_capped(folder: Path, ranks: Ranks) -> str:
         )
         Gemma2ForCausalLM(config).save_pretrained(folder)
         tiny_tokenizer(folder)
-    ranks.agree(True)  # nobody goes on before it is there
+    ranks.agree(True)  # no rank goes on before it is there
     try:
         VerlExecutor(folder, tiny_settings(), ranks)
     except EngineFault as error:

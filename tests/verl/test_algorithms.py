@@ -27,7 +27,7 @@ SEEDS = range(5)
 
 
 class Batch:
-    """Twelve sequences of up to ten tokens, padded as verl has them (`_ST`) and flat as we have them (`_N`)."""
+    """Twelve sequences of up to ten tokens, padded as in verl (`_ST`) and flat as in our code (`_N`)."""
 
     def __init__(self, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -278,7 +278,7 @@ def test_what_is_masked_is_what_verl_rejects(batch: Batch) -> None:
 
 
 def test_the_distance_of_a_sequence_from_its_sampler_is_verls_mean_k1(batch: Batch) -> None:
-    """verl has no off-policy sequence masking; what it compares with its bound verl can compute."""
+    """verl has no off-policy sequence masking, but it can compute what is compared with the bound."""
     divergence_S = line_means(batch.flat(batch.sampler_ST - batch.logprobs_ST), batch.lines_N, SEQUENCES)
     kept_ST, _ = compute_rollout_rejection_mask(
         batch.logprobs_ST - batch.sampler_ST, batch.mask_ST, "seq_mean_k1", rollout_rs_threshold="1e-30_1.1"

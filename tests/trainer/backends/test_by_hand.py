@@ -1,4 +1,4 @@
-"""A whole update worked out without any of the trainer's code: each call alone, through transformers as it is."""
+"""A whole update worked out without any of the trainer's code: each call alone, through plain transformers."""
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
@@ -23,13 +23,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch() -> list[EpisodeGroup]:
-    """Three tasks, and one whose episodes all earned the same."""
+    """Make three tasks, and one whose episodes all earned the same."""
     equal = (episode(f"equal-{each.episode}", 1.0, *each.records) for each in groups(9)[0].episodes)
     return [*groups(3), EpisodeGroup("equal", tuple(equal))]
 
 
 def calls(records: Iterable[CallRecord]) -> Iterator[tuple[list[int], list[int], torch.Tensor, float]]:
-    """Prompt, completion, the sampler's logprobs and the temperature of each call."""
+    """Return prompt, completion, the sampler's logprobs and the temperature of each call."""
     so_far: dict[str, list[int]] = {}
     for record in records:
         prompt = (so_far[record.parent.id] if record.parent else []) + unpack_tokens(record.prompt_tail)
@@ -75,10 +75,10 @@ def by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> tuple
 @pytest.mark.parametrize(
     ("loss", "correction"), [("cispo", "token_tis"), ("cispo", "token_mask"), ("importance_sampling", "none")]
 )
-def test_an_update_is_what_it_is_by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> None:
-    """Over all its micro-batches: none has a mean of its own, and what is masked, or earned nothing, keeps its place.
+def test_an_update_equals_one_worked_out_by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> None:
+    """No micro-batch has a mean of its own, and tokens that are masked or earned nothing still count in the mean.
 
-    cispo is compared since its loss is i A log pi: its number depends on every token, where that of -r A has r = 1.
+    cispo is compared because its loss is i A log pi, which depends on every token, whereas in -r A all r are 1.
     """
     wanted = by_hand(folder, aggregation, loss, correction)
     floor = LOW if correction == "token_mask" else 0.0

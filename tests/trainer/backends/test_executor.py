@@ -1,4 +1,4 @@
-"""Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on nonsense."""
+"""Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on corrupted input."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def facts(step: int, attempt: int = 1) -> Facts:
 
 
 def two_turns(name: str, seed: int, reward: float) -> EpisodeCalls:
-    """Two turns of made-up tokens, with logprobs near those of a uniform policy."""
+    """Make two turns of arbitrary tokens, with logprobs near those of a uniform policy."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -91,7 +91,7 @@ def test_a_step_after_a_restart_is_the_step_without_one(
 
 @pytest.mark.parametrize("changes", [{"lr": 0.02}, {"lr": 0.05, "lora_rank": 4}])
 def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Every third token pays. Sampled from exported weights, so that the whole way round is in it."""
+    """Every third token pays. Tokens are sampled from exported weights, which closes the whole loop."""
     executor = Executor(folder, tiny_settings(**changes))
     prompt = list(range(18))
     random = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ def test_the_metrics_say_what_was_computed(folder: Path) -> None:
     assert metrics["lr"] == 1e-2
 
 
-def test_a_step_says_what_it_computed_a_second(folder: Path) -> None:
+def test_a_step_reports_its_flops_per_second(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(mini_batch_num=2))
     metrics = executor.train_step(batch(), 1)
     seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
@@ -144,7 +144,7 @@ def test_a_step_says_what_it_computed_a_second(folder: Path) -> None:
     assert "mfu" not in metrics
 
 
-def test_an_episode_whose_records_are_nonsense_leaves_its_group(folder: Path) -> None:
+def test_an_episode_with_corrupted_records_is_left_out_of_its_group(folder: Path) -> None:
     executor = Executor(folder, tiny_settings())
     outside = episode("odd", 100.0, call("odd", [1, 2], [VOCAB + 5]))
     (group, *_) = batch()
@@ -196,7 +196,7 @@ ALGORITHMS: list[dict[str, object]] = [
 
 @pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: next(iter(changes.values())))
 def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, changes: dict[str, object]) -> None:
-    """Packed and shared, or each sequence in a bin of its own: the same losses and gradients over two updates."""
+    """Packed and shared, or each sequence in its own bin: losses and gradients are the same over two updates."""
     found = []
     for layout in ({"bin_tokens": 4096}, {"bin_tokens": 16, "share_prefixes": False}):
         executor = Executor(folder, tiny_settings(ppo_epochs=2, **changes, **layout))
@@ -228,7 +228,7 @@ def test_without_packing_each_sequence_is_computed_alone_and_the_update_is_the_s
     assert alone["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4)
 
 
-def test_a_kl_term_pulls_back_to_the_model_as_loaded(folder: Path) -> None:
+def test_a_kl_term_pulls_back_to_the_initial_model(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(kl_coef=0.5))
     assert executor.train_step(batch(1), 1)["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert executor.train_step(batch(2), 2)["kl_reference"] > 0.0
@@ -278,7 +278,7 @@ def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path:
     assert served.dtype == torch.bfloat16
 
 
-def test_a_checkpoint_of_which_one_byte_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_one_changed_byte_is_refused(folder: Path, tmp_path: Path) -> None:
     executor = Executor(folder, tiny_settings())
     executor.train_step(batch(), 1)
     saved = executor.save(tmp_path, facts(1))
@@ -341,7 +341,7 @@ def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) 
     checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
     assert checkpoint.read_facts(place, saved.digest) == facts(1)
     (place / "state" / "1.pt").write_bytes(b"other")
-    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # what is not read
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # not read
     with pytest.raises(EngineFault, match=r"damaged: state/1\.pt"):
         checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
     (place / "state" / "1.pt").unlink()
@@ -357,14 +357,14 @@ def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(fo
         Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 
 
-def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_one_file_of_tensors_keeps_its_format(folder: Path, tmp_path: Path) -> None:
     saved = Executor(folder, tiny_settings()).save(tmp_path, facts(1))
     manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
     assert manifest.keys() == {"format", "facts", "state_bytes", "state_sha256"}
     assert manifest["format"] == 1
 
 
-def test_what_verl_has_trained_is_not_trained_again_with_torch() -> None:
+def test_a_job_of_verl_is_refused_by_the_torch_backend() -> None:
     job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
     with pytest.raises(EngineFault, match="only be done with the torch backend"):
         load_executor(TrainerSettings(job=job))

@@ -1,4 +1,4 @@
-"""Logprobs and entropies a slice at a time, against autograd on whole logits."""
+"""Logprobs and entropies computed in slices, against autograd on whole logits."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_values_are_those_on_whole_logits() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_an_entropy_that_nobody_pulls_on_has_no_gradient() -> None:
+def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
     hidden, weight, head = given()
     logprobs, entropy = chosen_logprobs(hidden, weight, head)
     assert logprobs.requires_grad

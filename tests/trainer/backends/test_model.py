@@ -1,4 +1,4 @@
-"""The packed, shared, chunked computation against plain transformers, one sequence at a time."""
+"""The packed, shared and chunked computation against plain transformers, one sequence at a time."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def branching_items() -> list[TrainingItem]:
-    """Three prompts; completions that share prompts, share each other's beginnings, or are the same."""
+    """Make three prompts, and completions that share prompts, share each other's beginnings, or are equal."""
     random = np.random.default_rng(0)
     items: list[TrainingItem] = []
     first_id = 0
@@ -130,7 +130,7 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -
 
 
 def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:
-    """What a GPU does with a bfloat16 model, here on the CPU."""
+    """A GPU does this with a bfloat16 model; here it runs on the CPU."""
     (packed,) = pack(branching_items(), 1 << 20)
     policy = PolicyModel.load(folder, tiny_settings(model={"dtype": "bfloat16"}))
     exact = policy.score(packed).logprobs_N.detach()
@@ -147,7 +147,7 @@ def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_st
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.dense_weights())
 
 
-def test_the_reference_is_the_model_as_loaded_with_and_without_adapters(folder: Path) -> None:
+def test_the_reference_is_the_initial_model_with_and_without_adapters(folder: Path) -> None:
     (packed,) = pack(branching_items(), 1 << 20)
     for changes in ({"lora_rank": 4}, {"kl_coef": 0.1}):
         policy = PolicyModel.load(folder, tiny_settings(**changes))

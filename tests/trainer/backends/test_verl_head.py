@@ -10,18 +10,18 @@ from bombus_trainer.data.sharding import MicroBatch
 from tests.trainer.small_batches import item
 
 HIDDEN, VOCABULARY = 8, 31
-LOGITS_BYTES = 16 * 4 * VOCABULARY  # slices of 16 rows, the least there are
+LOGITS_BYTES = 16 * 4 * VOCABULARY  # slices of 16 rows, the smallest
 
 
 def micro_batch() -> MicroBatch:
-    """Three sequences of 5, 2 and 30 tokens to compute; the second has nothing to train."""
+    """Make three sequences of 5, 2 and 30 tokens to compute; the second has nothing to train."""
     first = item([1, 2, 3, 4, 5, 6], [1, 3, 5])
     first.terms.temperatures_N[:] = [0.5, 1.0, 2.0]
     return [first, item([7, 8, 9], [], first_id=3), item(list(range(31)), range(2, 31), first_id=3, temperature=1.3)]
 
 
 def whole(hidden_T: list[torch.Tensor], weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the logits of every sequence alone."""
+    """Compute the same from the logits of every sequence alone."""
     chosen, entropies = [], []
     for hidden_TH, each in zip(hidden_T, micro_batch(), strict=True):
         positions_N = torch.from_numpy(each.positions_N)

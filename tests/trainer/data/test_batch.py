@@ -1,4 +1,4 @@
-"""From groups to terms: what is normalised over a batch, and what each token counts."""
+"""From groups to terms: what is normalised over a batch, and the weight of each token."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_its_baseline_takes_the_groups_mean_away_first() -> None:
     assert advantages("reinforce_plus_plus_baseline") == pytest.approx([-1.5 / std, 2.5 / std, 0.5 / std])
 
 
-def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
+def test_tokens_that_were_not_sampled_have_no_advantage_after_normalisation() -> None:
     found = prepare(two_groups(), tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB)
     for group in found.groups:
         for line in group.lines:
@@ -39,7 +39,7 @@ def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
             assert not line.advantages_T[line.sequence.calls_T < 0].any()
 
 
-def test_equal_rewards_in_all_groups_say_nothing() -> None:
+def test_equal_rewards_in_all_groups_give_no_signal() -> None:
     same = [EpisodeGroup("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
     assert not prepare(same, tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
 
@@ -61,7 +61,7 @@ def test_each_aggregation_gives_tokens_their_weights(aggregation: str, weights: 
 
 
 @pytest.mark.parametrize("pull", ["kl_coef", "entropy_coef"])
-def test_a_group_without_signal_is_computed_where_something_else_pulls(pull: str) -> None:
+def test_a_group_without_signal_is_computed_where_a_kl_term_or_a_bonus_trains_it(pull: str) -> None:
     for value, computed in ((0.0, 2), (0.1, 3)):
         settings = tiny_settings(**{pull: value})
         (items,) = mini_batches(prepare(two_groups(), settings, VOCAB), settings, 1, 0)

@@ -50,11 +50,11 @@ def test_each_document_is_in_one_bin_and_only_a_long_one_is_over_the_limit(lengt
 
 @given(st.lists(st.integers(1, 200), max_size=40), st.integers(200, 600))
 def test_best_fit_is_within_its_bound(lengths: list[int], limit: int) -> None:
-    """Greedy's bins are no fewer than the fewest possible, of which best fit needs at most 11/9, and one."""
+    """Greedy needs at least the fewest bins possible, and best fit at most 11/9 of these, plus one."""
     assert len(best_fit(lengths, limit)) <= 11 / 9 * len(greedy(lengths, limit)) + 1
 
 
-def test_balanced_deals_the_heaviest_first() -> None:
+def test_balanced_places_the_heaviest_first() -> None:
     assert balanced([7, 5, 4, 4, 3, 1], 2) == [[0, 3, 5], [1, 2, 4]]  # 12 and 12
     assert balanced([], 2) == [[], []]
     assert balanced([3], 2) == [[0], []]
@@ -73,9 +73,7 @@ def test_balanced_for_no_rank_is_refused() -> None:
 
 
 @given(LENGTHS, st.integers(1, 9), st.sampled_from((0.0, 0.01, 1.0)))
-def test_each_document_is_dealt_to_one_rank_and_always_the_same(
-    lengths: list[int], ranks: int, attention: float
-) -> None:
+def test_each_document_goes_to_one_rank_and_always_the_same(lengths: list[int], ranks: int, attention: float) -> None:
     dealt = balanced(lengths, ranks, attention)
     assert len(dealt) == ranks
     assert sorted(flat(dealt)) == list(range(len(lengths)))
@@ -84,7 +82,9 @@ def test_each_document_is_dealt_to_one_rank_and_always_the_same(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3), st.sampled_from((0.0, 0.02)))
-def test_no_rank_has_over_four_thirds_of_the_best_deal(lengths: list[int], ranks: int, attention: float) -> None:
+def test_no_rank_has_over_four_thirds_of_the_best_distribution(
+    lengths: list[int], ranks: int, attention: float
+) -> None:
     costs = [length + attention * length**2 for length in lengths]
 
     def most(ranks_of: Sequence[int]) -> float:

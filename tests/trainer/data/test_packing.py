@@ -1,4 +1,4 @@
-"""The trie is a layout only: rows, positions and segments say exactly which sequences went in."""
+"""The trie is only a layout: the sequences can be recovered exactly from rows, positions and segments."""
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from tests.trainer.small_batches import item, tiny_settings
 
 
 def seen_by(packed: Bin, row: int) -> list[int]:
-    """The tokens on the path that ends at `row`, as its attention sees them."""
+    """Return the tokens on the path that ends at `row`, as its attention sees them."""
     index = next(i for i, each in enumerate(packed.segments) if each.start <= row < each.start + each.length)
     segment = packed.segments[index]
     tokens = packed.tokens_T[segment.start : row + 1].tolist()
@@ -24,21 +24,21 @@ def seen_by(packed: Bin, row: int) -> list[int]:
     return tokens
 
 
-def test_a_prompt_that_two_completions_share_is_laid_down_once() -> None:
+def test_a_prompt_that_two_completions_share_is_stored_once() -> None:
     prompt = list(range(20))
     items = [item([*prompt, 30, 31, 32], [20, 21, 22]), item([*prompt, 40, 41], [20, 21], first_id=3)]
     (packed,) = pack(items, 100)
     assert packed.segments == (Segment(0, 20, 0, -1), Segment(20, 2, 20, 0), Segment(22, 1, 20, 0))
     assert packed.tokens_T.tolist() == [*prompt, 30, 31, 40]
     assert packed.positions_T.tolist() == [*range(20), 20, 21, 20]
-    # row 19 is asked for 30 and for 40
+    # row 19 predicts 30 and 40
     assert packed.head_rows_U.tolist() == [19, 20, 21, 22]
     assert packed.head_of_term_N.tolist() == [0, 0, 1, 2, 3]
     assert packed.terms.targets_N.tolist() == [30, 40, 31, 32, 41]
     assert packed.sequence_tokens == 22 + 21
 
 
-def test_a_shared_prefix_shorter_than_the_least_is_computed_twice() -> None:
+def test_a_shared_prefix_below_the_minimum_is_computed_twice() -> None:
     lines = [[*range(15), 50, 51], [*range(15), 60, 61]]
     items = [item(line, [16], first_id=number) for number, line in enumerate(lines)]
     (packed,) = pack(items, 100)
@@ -54,7 +54,7 @@ def test_equal_sequences_are_computed_once_and_trained_twice() -> None:
     assert packed.terms.ids_N.tolist() == [0, 1]
 
 
-def test_a_sequence_over_the_budget_has_a_bin_of_its_own() -> None:
+def test_a_sequence_over_the_budget_gets_a_bin_of_its_own() -> None:
     items = [item(range(40), [39]), item([50, *range(39)], [39], first_id=1), item([60, 61], [1], first_id=2)]
     assert sorted(len(packed.tokens_T) for packed in pack(items, 20)) == [1, 39, 39]
 
@@ -104,7 +104,7 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
 def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     given_lines: list[list[int]], bin_tokens: int, loss: Loss, correction: Correction, opsm: bool, seed: int
 ) -> None:
-    """Whatever looks at whole sequences finds them whole, in whichever order a trie has their tokens."""
+    """Losses that depend on whole sequences get them whole, in whichever order a trie has their tokens."""
     items: list[TrainingItem] = []
     for line in given_lines:
         items.append(item(line, range(1, len(line)), first_id=sum(len(each.terms) for each in items)))

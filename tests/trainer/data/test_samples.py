@@ -1,4 +1,4 @@
-"""A batch as samples: nothing of what is trained is lost on the way through a file, and a file runs no code."""
+"""A batch as samples: a file loses nothing of what is trained, and loading it runs no code."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ SETTINGS = tiny_settings(mini_batch_num=2)
 
 
 def groups() -> list[EpisodeGroup]:
-    """Turns, a rewritten history, several choices, another temperature, rewards for single calls, no signal."""
+    """Make groups with turns, a rewritten history, choices, another temperature, call rewards, and no signal."""
     first = call("a1", [1, 2, 3], [10, 11], logprob=-0.1)
     turns = episode("a", 1.0, first, call("a2", [4], [12, 13, 14], parent=first, logprob=-0.3, version=2))
     branches = episode(
@@ -48,7 +48,7 @@ def samples() -> list[Sample]:
 
 
 def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
-    """The trainer's batch from its samples alone."""
+    """Rebuild the trainer's batch from its samples alone."""
     prepared: list[PreparedGroup] = []
     first_id = 0
     for number in range(max(sample.group_index for sample in found) + 1):
@@ -78,7 +78,7 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
 
 
 def flat(items: list[list[TrainingItem]]) -> list[bytes]:
-    """Every number that the loss is computed from."""
+    """Return every number that the loss is computed from."""
     found = []
     for item in (item for part in items for item in part):
         terms = [getattr(item.terms, name) for name in item.terms.__dataclass_fields__]
@@ -86,7 +86,7 @@ def flat(items: list[list[TrainingItem]]) -> list[bytes]:
     return found
 
 
-def test_from_the_file_the_trainers_batch_can_be_built_again_to_the_last_bit(tmp_path: Path) -> None:
+def test_the_trainers_batch_can_be_rebuilt_from_the_file_bit_for_bit(tmp_path: Path) -> None:
     write(tmp_path / "b.pt", 3, samples())
     back = load_samples(tmp_path / "b.pt")
     assert back == samples()
@@ -112,14 +112,14 @@ def test_a_sample_is_a_branch_whose_response_begins_at_its_first_trained_token()
     assert (choice.tokens, other.tokens) == ([1, 2, 9, 21], [1, 2, 9, 22, 23])
 
 
-def test_what_a_client_said_is_kept_and_its_label_is_the_samples() -> None:
+def test_the_clients_metadata_is_kept_and_its_label_is_the_samples() -> None:
     prepared = prepare(groups(), SETTINGS, VOCAB)
     (first, *rest) = samples_of(ORIGIN, groups(), prepared, client_metadata={"a": {"label": 42, "source": "gsm8k"}})
     assert (first.label, first.metadata["source"]) == ("42", "gsm8k")
     assert {sample.label for sample in rest} == {None}
 
 
-def test_a_sequence_that_ended_at_its_length_is_truncated() -> None:
+def test_a_sequence_that_was_cut_off_at_its_length_is_truncated() -> None:
     record = call("x", [1], [2, 3], [4, 5])
     cut: tuple[Choice, ...] = (
         msgspec.structs.replace(record.choices[0], finish=FinishReason.LENGTH),

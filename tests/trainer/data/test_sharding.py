@@ -1,4 +1,4 @@
-"""How an update's sequences are dealt out to ranks: whole, evenly, the same everywhere."""
+"""Sharding an update's sequences over ranks: whole, evenly, and the same on every rank."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from tests.trainer.small_batches import item
 
 
 def items(lengths: list[int]) -> list[TrainingItem]:
-    """Sequences of so many tokens to compute: the last one is only predicted."""
+    """Make sequences of so many tokens to compute; the last one is only predicted."""
     return [item(list(range(length + 1)), [length], first_id=number) for number, length in enumerate(lengths)]
 
 
@@ -23,7 +23,7 @@ def tokens(of_rank: list[MicroBatch]) -> int:
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 5), st.integers(8, 80), st.booleans())
-def test_every_sequence_is_dealt_once_and_every_rank_has_as_many_micro_batches(
+def test_every_sequence_is_assigned_once_and_all_ranks_have_the_same_number_of_micro_batches(
     lengths: list[int], ranks: int, tokens_max: int, packed: bool
 ) -> None:
     dealt = shard(items(lengths), ranks, tokens_max, packed)
@@ -41,7 +41,7 @@ def test_every_sequence_is_dealt_once_and_every_rank_has_as_many_micro_batches(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 5), st.booleans())
-def test_no_rank_has_over_a_sequence_more_than_its_share(lengths: list[int], ranks: int, packed: bool) -> None:
+def test_no_rank_has_more_than_one_sequence_over_its_share(lengths: list[int], ranks: int, packed: bool) -> None:
     loads = [tokens(of_rank) for of_rank in shard(items(lengths), ranks, 80, packed)]
     assert max(loads) <= sum(lengths) / ranks + max(lengths)
 
@@ -60,7 +60,7 @@ def test_a_long_sequence_counts_for_its_attention_too() -> None:
     assert [tokens(of_rank) for of_rank in shard(items(lengths), 2, 400, packed=True, attention=1.0)] == [100, 160]
 
 
-def test_the_kth_micro_batches_of_all_ranks_are_about_as_large() -> None:
+def test_the_kth_micro_batches_of_all_ranks_are_of_about_the_same_size() -> None:
     dealt = shard(items([40, 35, 12, 8, 6, 3]), 2, 40, packed=True)
     assert [[computed_tokens(each, True) for each in of_rank] for of_rank in dealt] == [[40, 11], [35, 18]]
 
@@ -74,8 +74,8 @@ def test_a_rank_for_which_nothing_is_left_computes_a_sequence_without_terms() ->
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_micro_batches_are_cut_up_before_a_rank_computes_nothing(packed: bool) -> None:
-    """The one rank's 90 and 12 are two micro-batches, what the other has would be one."""
+def test_micro_batches_are_split_before_a_rank_computes_nothing(packed: bool) -> None:
+    """One rank has two micro-batches, of 90 and 12 tokens, and the other would have one."""
     dealt = shard(items([90, 20, 20, 20, 20, 15, 12]), 2, 100, packed)
     assert [len(of_rank) for of_rank in dealt] == [2, 2]
     assert all(ids(each) for of_rank in dealt for each in of_rank)
