@@ -53,7 +53,7 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[EpisodeGroup]:
-    """A batch of the model's own answers."""
+    """Return a batch of the model's own answers."""
     asked = [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n").ids for each in PROMPTS]
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=step)
     for ticket, prompt in enumerate(asked):
@@ -148,7 +148,7 @@ def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
 
 
 def rounded(executor: Executor) -> float:
-    """The norm of what bfloat16 makes of merged weights less these, over the norm of what adapters add."""
+    """Return the norm of the rounding error of merged weights in bfloat16, over the norm of what adapters add."""
     lost = added = 0.0
     for adapter in adapters_of(executor.model._model).values():
         whole = adapter.merged()

@@ -39,7 +39,7 @@ TRL_SCRIPT = Path(__file__).with_name("grpo_trl.py")
 
 
 def build(folder: Path, seed: int) -> None:
-    """A two-layer Llama of some 0.4 million parameters, one token a character."""
+    """Save a two-layer Llama of some 0.4 million parameters, with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -70,7 +70,7 @@ def reward(letter: int, tokens: list[int]) -> float:
 
 
 def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[list[EpisodeGroup], float]:
-    """One group for each letter, and the mean reward."""
+    """Sample one group for each letter. Returns the groups and the mean reward."""
     equals = CHARACTERS.index("=") + 2
     sampling = SamplingParams(max_tokens=TOKENS, stop_token_ids=(1,))
     for ticket, letter in enumerate(letters):
@@ -128,7 +128,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def reached(curve: list[tuple[float, float]]) -> tuple[float, int] | None:
-    """Seconds and steps until the mean of the last `WINDOW` rewards was the goal."""
+    """Return seconds and steps until the mean of the last `WINDOW` rewards reached the goal."""
     for end in range(WINDOW, len(curve) + 1):
         if statistics.fmean(mean for _, mean in curve[end - WINDOW : end]) >= GOAL:
             return curve[end - 1][0], end
@@ -156,7 +156,7 @@ def one(python: str, script: list[str], folder: Path, seed: int, arguments: argp
 def compare(arguments: argparse.Namespace) -> None:
     contestants = {"bombus": [sys.executable, "-m", "bench.grpo", "--ours"]}
     if arguments.trl:
-        contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: there is a vllm.py beside it
+        contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: this folder has a vllm.py
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     print("| seed | who | steps/s | steps to 0.9 | seconds to 0.9 | last reward |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="bombus-grpo-") as place:

@@ -60,7 +60,7 @@ def items_of(work: Workload, vocab: int) -> list[TrainingItem]:
 
 
 def run_packed(policy: PolicyModel, items: list[TrainingItem], bin_tokens: int, share: bool) -> tuple[float, int]:
-    """The summed logprob and how many rows were computed."""
+    """Return the summed logprob and how many rows were computed."""
     total, rows = 0.0, 0
     for packed in pack(items, bin_tokens, share):
         loss = policy.score(packed).logprobs_N.sum()
@@ -70,7 +70,7 @@ def run_packed(policy: PolicyModel, items: list[TrainingItem], bin_tokens: int, 
 
 
 def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: int) -> tuple[float, int]:
-    """The same, from batches that are padded to their longest sequence; neighbours in length go together."""
+    """Do the same with batches padded to their longest sequence, each of sequences of similar length."""
     ordered = sorted(items, key=lambda each: len(each.tokens_T))
     total, rows, start = 0.0, 0, 0
     while start < len(ordered):

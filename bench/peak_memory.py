@@ -30,12 +30,12 @@ from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import TrainerSettings
 
 WAYS = ("chunked", "full logits", "trainer", "plain")
-WHOLE = ("full logits", "plain")  # ways that hold all logits, their softmax and its gradient
+WHOLE = ("full logits", "plain")  # ways that keep all logits, their softmax and its gradient
 PROMPT = 8
 
 
 def peak_bytes() -> int:
-    """Of this process, since it began."""
+    """Return the peak resident memory of this process so far."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -57,7 +57,7 @@ def output_layer(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[st
     hidden_UH = torch.randn(tokens, hidden, requires_grad=True)
     weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
     targets_N = torch.randint(vocabulary, (tokens,))
-    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # what the library allocates once
+    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # makes the library allocate what it allocates once
     before, started = peak_bytes(), process_time()
     if way == "chunked":
         rows = TrainerSettings().logits_bytes_max // (4 * vocabulary)

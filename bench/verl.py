@@ -41,7 +41,7 @@ def batch(model: str, vocab_size: int, step: int) -> list[EpisodeGroup]:
 
 
 def measure(backend: TrainerBackend, model: str, steps: int) -> tuple[float, list[tuple[float, float]]]:
-    """Seconds of a step behind the first, and loss and gradient norm of each."""
+    """Return seconds per step after the first, and loss and gradient norm of each step."""
     found, seconds = [], []
     for step in range(1, steps + 1):
         groups = batch(model, backend.vocab_size, step)

@@ -59,20 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto runs the ranks of this machine, node 0; connect prints the commands for all (default: %(default)s)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many machines (default: %(default)s)")
     parser.add_argument(
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks of each (default: the cluster file's processes, or what the job's come to, or 1)",
+        help="ranks on each machine (default: the cluster file's processes, or those of the job, or 1)",
     )
-    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 (default: %(default)s)")
+    parser.add_argument(
+        "--master-addr", default="127.0.0.1", metavar="HOST", help="address of node 0 (default: %(default)s)"
+    )
     parser.add_argument(
         "--master-port",
         type=int,
         default=29500,
         metavar="PORT",
-        help="of node 0, where ranks meet (default: %(default)s)",
+        help="port of node 0, where ranks meet (default: %(default)s)",
     )
     parser.add_argument(
         "--operation-timeout",
@@ -92,16 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-host", metavar="HOST", help="where the gateway listens (default: the cluster file's, or 127.0.0.1)"
     )
     parser.add_argument(
-        "--api-port", type=int, metavar="PORT", help="of the gateway (default: the cluster file's, or 10086)"
+        "--api-port", type=int, metavar="PORT", help="the gateway's port (default: the cluster file's, or 10086)"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of the ranks (default: the cluster file's trainer's, or cpu)"
+        "--device", choices=("cpu", "cuda"), help="the ranks' device (default: the cluster file's trainer's, or cpu)"
     )
     parser.add_argument(
         "--threads",
         type=int,
         metavar="N",
-        help="of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
+        help="threads of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
     )
     add_trainer_arguments(parser)
     parser.add_argument(

@@ -157,7 +157,7 @@ class RunOwnership:
 
     # ---- facts ------------------------------------------------------------------------------------------------
 
-    async def say(self, fact: Message) -> None:
+    async def send(self, fact: Message) -> None:
         """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
         await self._bus.send_when_back(fact, lambda: self.pause(self._options.retry_s))
 

@@ -24,9 +24,15 @@ NO_RAY = "Ray is not installed here: run `bombus install verl`, and start this w
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bombus_trainer.ray_ranks", description=__doc__)
     add_options(parser)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="a CPU or a GPU each (default: %(default)s)")
     parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="of the cluster (default: one on this machine alone)"
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many ranks, with a CPU or a GPU each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="the cluster's address (default: a cluster on this machine alone)"
     )
     arguments = parser.parse_args(argv)
     try:

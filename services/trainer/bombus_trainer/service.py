@@ -142,7 +142,7 @@ class Trainer:
         if ownership.engine.phase == Phase.BOOTING:
             stage_id = ownership.id(stage.replace(" ", "-"))
             message = StageReached(id=stage_id, engine=self._options.engine, run=ownership.run, stage=stage)
-            await ownership.say(message)
+            await ownership.send(message)
 
     async def _load(self) -> TrainerBackend:
         """Load the model as the newest step on the log left it."""
@@ -193,7 +193,7 @@ class Trainer:
             trainer_epoch=ownership.epoch,
             weights=weights,
         )
-        await ownership.say(saved)
+        await ownership.send(saved)
         reached(Point.TRAINER_WEIGHTS_SAID)
         await ownership.wait(lambda engine: engine.version >= version)
         reached(Point.TRAINER_WEIGHTS_SEEN)
@@ -222,7 +222,7 @@ class Trainer:
                 checkpoint_digest=saved.digest,
                 metrics=metrics,
             )
-            await ownership.say(done)
+            await ownership.send(done)
             reached(Point.TRAINER_STEP_SAID)
             await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
@@ -283,7 +283,7 @@ class Trainer:
             trainer_epoch=ownership.epoch,
             reason=_reason(error),
         )
-        await ownership.say(broke)
+        await ownership.send(broke)
         await ownership.wait(lambda engine: engine.step_failures > counted)
 
     async def _give_up(self, reason: str) -> NoReturn:
@@ -295,7 +295,7 @@ class Trainer:
             reason=reason,
             trainer_epoch=ownership.epoch,
         )
-        await ownership.say(broke)
+        await ownership.send(broke)
         await ownership.wait(lambda _: False)
         raise RunOver
 

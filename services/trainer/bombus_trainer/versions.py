@@ -41,8 +41,8 @@ COPIES = 3  # that the store has to hold: two versions, and the next
 class Versions:
     """The versions that the trainer of one epoch publishes; there is one `Versions` for each opening of a run.
 
-    Each version has a directory below `root`, whether replicas read it there or not. Until the block ends, replicas
-    that cannot assemble the newest version from deltas can request a full copy of it.
+    Each version has a directory below `root`, whether replicas read it there or not. Within the `async with` block it
+    answers replicas that cannot assemble the newest version from deltas and request a full copy.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, root: Path, run: int, trainer_epoch: int) -> None:
@@ -54,7 +54,7 @@ class Versions:
         self._held = HostCopy()
         self._executor: TrainerBackend | None = None  # which exported the held version
         self._adapter_base: Weights | None = None  # the model below the adapters, once replicas can find it
-        self._booted = False  # whether the newest version is held is decided
+        self._booted = False  # a version was published or recalled: requests can be answered
         self._full_until = 0  # a delta was not worth it: none is tried before this version
         self._lock = asyncio.Lock()
 
@@ -97,11 +97,11 @@ class Versions:
 
     async def _publish_base(self, executor: TrainerBackend, newest: WeightsReady | None) -> Weights:
         """Return the model that adapters apply to: that of the newest version if it is still there and the same."""
-        known = None if newest is None else newest.weights.adapter_of
-        if known is not None and (self._directory(known.where) / FULL_FILE).exists():
-            if await asyncio.to_thread(digest_of, executor, part=ModelPart.BASE) == known.sha256:
-                return known
-            log.warning("the model as loaded here is not what the run's adapters are on: it is published anew")
+        published = None if newest is None else newest.weights.adapter_of
+        if published is not None and (self._directory(published.where) / FULL_FILE).exists():
+            if await asyncio.to_thread(digest_of, executor, part=ModelPart.BASE) == published.sha256:
+                return published
+            log.warning("the model as loaded here is not the base of the run's adapters: it is published again")
         return await self._store(await asyncio.to_thread(export_base, executor, self._root, self._epoch))
 
     def _write(self, executor: TrainerBackend, target: VersionTarget, newest: WeightsReady | None) -> Weights:
@@ -229,8 +229,8 @@ class Versions:
             await asyncio.to_thread(complete, executor, directory, self._held, self._epoch)
         if self._stored:
             stem = f"{self._objects}{directory.name}/"
-            there = {name.removeprefix(stem) for name in await self._bus.blob_names(stem)}
-            await self._put(directory, sorted({file.name for file in directory.iterdir()} - there))
+            stored = {name.removeprefix(stem) for name in await self._bus.blob_names(stem)}
+            await self._put(directory, sorted({file.name for file in directory.iterdir()} - stored))
 
 
 def check_fits(size: int, room: int) -> None:

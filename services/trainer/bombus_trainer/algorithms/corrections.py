@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bombus.config.algorithms import Correction
 
-LOG_BOUND = 20.0  # ratios are bounded to exp(-20) .. exp(20)
+LOG_BOUND = 20.0  # how far from 0 the log of a ratio may be
 
 
 @dataclass(frozen=True)

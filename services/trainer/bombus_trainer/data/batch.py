@@ -44,7 +44,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class PreparedGroup:
-    """A group's sequences. `tokens` counts each episode's trained tokens; `signal`: some of them has an advantage."""
+    """A group's sequences. `tokens` counts each episode's trained tokens; `signal`: one of them has an advantage."""
 
     lines: tuple[Line, ...]
     tokens: dict[str, int]

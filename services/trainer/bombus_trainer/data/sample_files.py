@@ -1,4 +1,4 @@
-"""Write samples to files: `.pt` as slime's debug rollout data, `.parquet` for everything that reads tables."""
+"""Write samples to files: `.pt` as slime's debug rollout data, `.parquet` for tools that read tables."""
 
 import os
 import tempfile

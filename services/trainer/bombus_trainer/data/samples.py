@@ -54,7 +54,7 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: `torch.load(weights_only=True)` refuses anything else."""
+        """Return plain values only: `torch.load(weights_only=True)` refuses anything else."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"status": str(self.status)}
 
 
@@ -82,13 +82,13 @@ def samples_of(
                 **(client_metadata or {}).get(episode.episode, {}),
                 OURS: ours | _token_metadata(line, episode),
             }
-            place = _Place(group=index, index=len(samples), metadata=metadata)
+            place = _SamplePlace(group=index, index=len(samples), metadata=metadata)
             samples.append(_sample(place, line, episode, decode))
     return samples
 
 
 @dataclass(frozen=True)
-class _Place:
+class _SamplePlace:
     """Where a sample stands in its batch, and its whole metadata."""
 
     group: int
@@ -110,7 +110,7 @@ def _token_metadata(line: Line, episode: EpisodeCalls) -> dict[str, Any]:
     return found
 
 
-def _sample(place: _Place, line: Line, episode: EpisodeCalls, decode: Decode | None) -> Sample:
+def _sample(place: _SamplePlace, line: Line, episode: EpisodeCalls, decode: Decode | None) -> Sample:
     sequence = line.sequence
     start = int(sequence.loss_mask_T.argmax())
     tokens = sequence.tokens_T.tolist()

@@ -82,7 +82,7 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
 def save_files(
     root: Path, facts: Facts, backend: str, ranks: int, write: Callable[[Path], Mapping[str, Seal]]
 ) -> Saved:
-    """Do the same with a directory that `write` fills durably, returning the seal of each of its files."""
+    """Save a checkpoint as `save` does, from files that `write` writes durably, returning the seal of each."""
 
     def fill(draft: Path) -> _Manifest:
         return _Manifest(format=2, facts=facts, backend=backend, ranks=ranks, files=dict(write(draft)))
@@ -125,8 +125,8 @@ def load(path: Path, digest: str) -> Checkpoint:
         raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def verify_files(path: Path, digest: str, backend: str, ranks: int, mine: Callable[[str], bool]) -> None:
-    """Check the files of a checkpoint for which `mine` is true against its manifest: each rank checks its own.
+def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> None:
+    """Check the files of a checkpoint for which `is_ours` is true against its manifest: each rank checks its own.
 
     Raises `EngineFault` when one is missing or damaged, or when another backend or number of ranks wrote them.
     """
@@ -134,18 +134,18 @@ def verify_files(path: Path, digest: str, backend: str, ranks: int, mine: Callab
     _check_backend(path, manifest, backend, ranks)
     for name, seal in manifest.files.items():
         try:
-            if mine(name) and file_sha256(path / name) != seal.sha256:
+            if is_ours(name) and file_sha256(path / name) != seal.sha256:
                 raise EngineFault(f"the checkpoint {path} is damaged: {name} does not match its manifest")
         except OSError as error:
             raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def seal_files(folder: Path, mine: Callable[[str], bool]) -> dict[str, Seal]:
-    """Make the files below `folder` for which `mine` is true durable. Returns their seals by relative path."""
+def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
+    """Make the files below `folder` for which `is_ours` is true durable. Returns their seals by relative path."""
     seals: dict[str, Seal] = {}
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()
-        if mine(name):
+        if is_ours(name):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
             seals[name] = Seal(file.stat().st_size, file_sha256(file))
@@ -165,7 +165,7 @@ def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) ->
 
 
 def read_facts(path: Path, digest: str) -> Facts:
-    """Read what the checkpoint with that digest says of its step, without its tensors. Raises as `load` does."""
+    """Read the facts of the checkpoint with that digest, without its tensors. Raises `EngineFault` as `load` does."""
     return _read_manifest(path, digest).facts
 
 

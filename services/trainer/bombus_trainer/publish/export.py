@@ -35,7 +35,7 @@ Tensors = Iterable[tuple[str, Tensor]]
 
 
 class ModelPart(StrEnum):
-    """Which tensors of a model are read: all of it with adapters merged, the model below LoRA's adapters, or these."""
+    """Which tensors are read: the model with adapters merged, the model below LoRA's adapters, or only the adapters."""
 
     MODEL = "model"
     BASE = "base"
@@ -64,7 +64,7 @@ def adapter_outline(config: AdapterConfig, tensors: Tensors) -> Outline:
 
 
 class WeightsSource(Protocol):
-    """What has weights to be written: any trainer backend."""
+    """Anything whose weights can be written, such as a trainer backend."""
 
     @property
     def files(self) -> Mapping[str, bytes]: ...
@@ -203,7 +203,7 @@ def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, S
 
 @contextmanager
 def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
-    """Give a draft to fill and the directory that it becomes."""
+    """Yield a draft to fill and the directory that it becomes afterwards."""
     root.mkdir(parents=True, exist_ok=True)
     directory = root / f"{name}-epoch-{trainer_epoch}"
     draft = draft_directory(root, trainer_epoch)

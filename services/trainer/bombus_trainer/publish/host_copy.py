@@ -33,7 +33,7 @@ class Changes:
 
 
 class HostCopy:
-    """A version's values, empty at first. `sha256` is that of its file, and empty while the values are a mix of two."""
+    """A version's values, empty at first. `sha256` is that of its file; it is empty while two versions are mixed."""
 
     def __init__(self) -> None:
         self.version = -1

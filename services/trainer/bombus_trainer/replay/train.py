@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=0,
-        help="of torch on the CPU; 0: as many as the log says (default: %(default)s)",
+        help="threads of torch on the CPU; 0: as many as the trainer had (default: %(default)s)",
     )
     parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
 
@@ -127,11 +127,13 @@ def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
     """Say why the bytes may differ without anything being wrong, as far as that can be known."""
     here = this_machine(device)
     done = logged.step(trained.step).done
-    there = logged_machine(done) if done is not None else ""
+    trained_on = logged_machine(done) if done is not None else ""
     threads = int(trained.logged.get("torch_threads", 0))
-    if there and there != here:
-        return f"it was made on another machine ({there}; this is {here}): sums in another order have other last bits"
-    if there:
+    if trained_on and trained_on != here:
+        return (
+            f"it was made on another machine ({trained_on}; this is {here}): sums in another order have other last bits"
+        )
+    if trained_on:
         return f"the machine is the same ({here}): a difference here means that the model, the log or the code changed"
     if threads and threads != torch.get_num_threads():
         return (
@@ -209,8 +211,8 @@ def _line(trained: Trained) -> str:
     """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value where it differs."""
     parts = []
     for name in SHOWN:
-        here, there = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
-        parts.append(f"{name} {here}" if here == there else f"{name} {here} (log {there})")
+        ours, logged = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
+        parts.append(f"{name} {ours}" if ours == logged else f"{name} {ours} (log {logged})")
     return f"step {trained.step}: {', '.join(parts)}"
 
 

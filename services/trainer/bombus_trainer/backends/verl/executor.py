@@ -225,7 +225,7 @@ class VerlExecutor:
             directory: str = self._ranks.share(str(draft / STATE))
             self._engine.save_checkpoint(directory, global_step=facts.step)
             seals: dict[str, checkpoint.Seal] = {}
-            for each in self._ranks.gather(checkpoint.seal_files(Path(directory).parent, self._is_mine)):
+            for each in self._ranks.gather(checkpoint.seal_files(Path(directory).parent, self._is_ours)):
                 seals |= each
             return seals
 
@@ -235,7 +235,7 @@ class VerlExecutor:
         saved = checkpoint.save_files(root, facts, NAME, self._ranks.size, write)
         return self._ranks.share(saved)
 
-    def _is_mine(self, name: str) -> bool:
+    def _is_ours(self, name: str) -> bool:
         """Return whether this rank writes and reads that file. The leader also has those of all ranks."""
         stem = name.removesuffix(".pt")
         rank = stem.rpartition("_rank_")[2] if "_rank_" in stem else "0"
@@ -245,7 +245,7 @@ class VerlExecutor:
         """See `TrainerBackend.restore`. It takes as many ranks as wrote it; each checks its files before reading."""
         problem: EngineFault | None = None
         try:
-            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
+            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_ours)
         except EngineFault as error:
             problem = error
         for found in self._ranks.gather(problem):  # the same on all ranks, before their next exchange
