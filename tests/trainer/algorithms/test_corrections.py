@@ -58,14 +58,23 @@ def test_a_sequence_without_tokens_has_a_mean_of_0() -> None:
     assert line_means(torch.tensor([2.0, 4.0]), torch.tensor([0, 0]), 2).tolist() == [3.0, 0.0]
 
 
-def test_only_what_was_bad_and_far_from_the_sampler_is_left_out() -> None:
-    # mean of log(sampler / policy): (1 + 0) / 2 = 0.5 in the first sequence, -1 in the second
+def test_only_tokens_with_a_negative_advantage_in_sequences_far_from_the_sampler_are_left_out() -> None:
+    # mean of log(sampler / policy): (1 + 0 + 0) / 3 in the first sequence, -1 in the second
     policy, sampler = torch.tensor([-2.0, -3.0, -1.0, -1.0]), torch.tensor([-1.0, -4.0, -1.0, -1.0])
-    advantages = torch.tensor([-1.0, -1.0, 1.0, -1.0])
     lines = torch.tensor([0, 1, 0, 0])
-    # the first sequence: (1 + 0 + 0) / 3
-    assert off_policy_sequences(policy, sampler, advantages, lines, 2, delta=0.3).tolist() == [True, False, False, True]
-    assert not off_policy_sequences(policy, sampler, advantages, lines, 2, delta=0.34).any()
+    assert off_policy_sequences(policy, sampler, lines, 2, delta=0.3).tolist() == [True, False, True, True]
+    assert not off_policy_sequences(policy, sampler, lines, 2, delta=0.34).any()
+    inputs = LossInputs(
+        logprobs_N=policy,
+        old_logprobs_N=policy,
+        sampler_logprobs_N=sampler,
+        advantages_N=torch.tensor([-1.0, -1.0, 1.0, -1.0]),
+        weights_N=torch.ones(4),
+        lines_N=lines,
+        lines=2,
+    )
+    for delta, masked in ((0.3, [True, False, False, True]), (0.34, [False] * 4)):
+        assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=delta)).masked_N.tolist() == masked
 
 
 def test_off_policy_masking_combines_with_a_correction() -> None:

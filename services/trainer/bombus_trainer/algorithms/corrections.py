@@ -92,13 +92,11 @@ def sampler_correction(
     return masked(ratios_N, rule.low, rule.high)
 
 
-def off_policy_sequences(
-    logprobs_N: Tensor, sampler_N: Tensor, advantages_N: Tensor, lines_N: Tensor, lines: int, delta: float
-) -> Tensor:
-    """Find the tokens [N] that off-policy sequence masking leaves out.
+def off_policy_sequences(logprobs_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, delta: float) -> Tensor:
+    """Find the tokens [N] of sequences whose mean of log(pi_sampler / pi_policy) is more than `delta`.
 
-    These have a negative advantage and belong to a sequence whose mean of log(pi_sampler / pi_policy) is more than
-    `delta`. DeepSeek-V3.2, arXiv:2512.02556, section 3.1; slime's OPSM.
+    Off-policy sequence masking leaves out those with a negative advantage. DeepSeek-V3.2, arXiv:2512.02556, section
+    3.1; slime's OPSM.
     """
     divergence_S = line_means((sampler_N - logprobs_N).detach(), lines_N, lines)
-    return (advantages_N < 0.0) & (divergence_S > delta)[lines_N]
+    return (divergence_S > delta)[lines_N]

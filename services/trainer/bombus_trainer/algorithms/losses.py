@@ -147,9 +147,8 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     weights = sampler_correction(old_N, sampler_N, lines_N, lines, rule)
     importance_N, masked_N = weights.importance_N, weights.masked_N
     if config.use_opsm:
-        far_N = off_policy_sequences(
-            inputs.logprobs_N, sampler_N, inputs.advantages_N, lines_N, lines, config.opsm_delta
-        )
+        far_N = off_policy_sequences(inputs.logprobs_N, sampler_N, lines_N, lines, config.opsm_delta)
+        far_N &= inputs.advantages_N < 0.0
         importance_N, masked_N = torch.where(far_N, 0.0, importance_N), masked_N | far_N
     terms_N = importance_N * surrogate_N
     kl_N = None

@@ -99,8 +99,8 @@ class _ChosenLogprobs(torch.autograd.Function):
                 pulled_UH -= entropy_grad_U[:, None] * narrowing_UH
             grad_hidden = (pulled_UH / head.temperatures_U[:, None]).to(hidden_UH.dtype)
         if ctx.needs_input_grad[1]:
-            of_entropy_U = entropy_grad_U if ctx.entropy_grad else None
-            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grad_N, grad_U, of_entropy_U)
+            grads = _OutputGradients(grad_N, grad_U, entropy_grad_U if ctx.entropy_grad else None)
+            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grads)
         return grad_hidden, grad_weight, None, None
 
 
@@ -109,9 +109,16 @@ def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: 
     return probs_UV * (logits_UV - total_U[:, None] + entropy_U[:, None])
 
 
-def _weight_gradient(
-    hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grad_N: Tensor, grad_U: Tensor, entropy_grad_U: Tensor | None
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class _OutputGradients:
+    """The gradients of the logprobs, by term and summed by hidden state, and of the entropies if they have any."""
+
+    logprobs_N: Tensor
+    logprobs_U: Tensor
+    entropy_U: Tensor | None
+
+
+def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grads: _OutputGradients) -> Tensor:
     wide_VH = _wide(weight_VH)
     total_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
     for heads, terms in head.slices():
@@ -119,13 +126,13 @@ def _weight_gradient(
         logits_UV = _logits(slice_UH, wide_VH, head.temperatures_U[heads])
         probs_UV = torch.softmax(logits_UV, dim=1)
         of_entropy_UV = None
-        if entropy_grad_U is not None:
+        if grads.entropy_U is not None:
             sum_U = logits_UV.logsumexp(dim=1)
             entropy_U = sum_U - (probs_UV * logits_UV).sum(dim=1)
-            of_entropy_UV = _narrowing(probs_UV, logits_UV, sum_U, entropy_U).mul_(entropy_grad_U[heads, None])
-        grads_UV = probs_UV.mul_(-grad_U[heads, None])
+            of_entropy_UV = _narrowing(probs_UV, logits_UV, sum_U, entropy_U).mul_(grads.entropy_U[heads, None])
+        grads_UV = probs_UV.mul_(-grads.logprobs_U[heads, None])
         at_N = head.head_of_term_N[terms] - heads.start
-        grads_UV.index_put_((at_N, head.targets_N[terms]), grad_N[terms], accumulate=True)
+        grads_UV.index_put_((at_N, head.targets_N[terms]), grads.logprobs_N[terms], accumulate=True)
         if of_entropy_UV is not None:
             grads_UV -= of_entropy_UV
         grads_UV /= head.temperatures_U[heads, None]
