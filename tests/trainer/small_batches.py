@@ -1,6 +1,6 @@
 """Helpers that the trainer's tests share: call records, and a model of 30,000 parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +8,6 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from bombus.config.groups import Tree
 from bombus.config.job import validated
 from bombus.hive.records import (
     CallRecord,
@@ -101,12 +100,15 @@ def tiny_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def tiny_settings(rollout: Tree | None = None, model: Tree | None = None, **changes: object) -> TrainerSettings:
+def tiny_settings(rollout: Mapping[str, int] = {}, /, **changes: object) -> TrainerSettings:
     """Make settings for the tiny model: `changes` are fields of `TrainerSettings` or of the trainer's part of a job.
+
+    `model` is a job's part of that name, and `rollout` has lengths.
 
     All losses are clipped and corrected in the same way unless a test changes that.
     """
     own = {name: changes.pop(name) for name in list(changes) if name in TrainerSettings.model_fields}
+    model = changes.pop("model", {})
     same = {"lr": 1e-2, "weight_decay": 0.0, "clip_low": 0.2, "clip_high": 0.2, "correction": "token_tis"}
-    job = validated({"rollout": rollout or {}, "model": model or {}, "trainer": {**same, **changes}}, {})
+    job = validated({"rollout": dict(rollout), "model": model, "trainer": {**same, **changes}}, {})
     return TrainerSettings.model_validate({"job": job, **own})

@@ -28,7 +28,10 @@ CASES: dict[str, dict[str, object]] = {
 }
 STEPS = 2
 # One row without padding, as on GPUs with flash attention.
-PACKED = {"packed": {"bin_tokens": 256}, "packed, gspo": {**CASES["gspo"], "bin_tokens": 100}}
+PACKED: dict[str, dict[str, object]] = {
+    "packed": {"bin_tokens": 256},
+    "packed, gspo": {**CASES["gspo"], "bin_tokens": 100},
+}
 CASES |= PACKED
 
 

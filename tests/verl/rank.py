@@ -82,8 +82,10 @@ class VerlSettings(TrainerSettings):
         return self.loss_name
 
 
-def verl_settings(estimator_name: str = "", loss_name: str = "", **changes: object) -> TrainerSettings:
-    return VerlSettings(**dict(tiny_settings(**changes)), estimator_name=estimator_name, loss_name=loss_name)
+def verl_settings(**changes: object) -> TrainerSettings:
+    """Make settings for the tiny model. `estimator_name` and `loss_name` are verl's, the others our own."""
+    names = {name: changes.pop(name) for name in ("estimator_name", "loss_name") if name in changes}
+    return VerlSettings.model_validate({**dict(tiny_settings(**changes)), **names})
 
 
 def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
@@ -133,7 +135,7 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
     found: Found = {}
     ours = VerlExecutor(model, tiny_settings(), ranks).train_step(groups(1), 1)
     found["ours"] = [ours["loss"], ours["grad_norm"]]
-    for name, changes in {
+    chosen: dict[str, dict[str, object]] = {
         "vanilla": {"loss_name": "vanilla"},
         "sapo": {"loss_name": "sapo"},
         "gspo": {**CASES["gspo"], "loss_name": "gspo"},
@@ -142,7 +144,8 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
         "unknown loss": {"loss_name": "clever"},
         "unknown estimator": {"estimator_name": "clever"},
         "critic": {"estimator_name": "gae"},
-    }.items():
+    }
+    for name, changes in chosen.items():
         try:
             metrics = VerlExecutor(model, verl_settings(**changes), ranks).train_step(groups(1), 1)
             found[name] = [metrics["loss"], metrics["grad_norm"]]
@@ -156,7 +159,8 @@ def few(model: Path, ranks: Ranks) -> Found:
     tasks = [EpisodeGroup("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
     tasks += [EpisodeGroup("other", groups(1)[1].episodes[1:2])]
     found: Found = {}
-    for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"loss_name": "vanilla"}}.items():
+    ways: dict[str, dict[str, object]] = {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"loss_name": "vanilla"}}
+    for name, changes in ways.items():
         chosen = verl_settings(enable_packing=False, adv_estimator="reinforce_plus_plus", **changes)
         metrics = VerlExecutor(model, chosen, ranks).train_step(tasks, 1)
         found[name] = [metrics["loss"], metrics["grad_norm"]]
