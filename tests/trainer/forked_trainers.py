@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ class Ended(msgspec.Struct, frozen=True):
     stopped: bool
     said: str
 
-    def by(self, number: signal.Signals, point: Point) -> bool:
+    def by(self, number: Signals, point: Point) -> bool:
         return self.signal == number and self.said == f"{number.name} at {point}"
 
 

@@ -45,7 +45,8 @@ class Finished:
         module = {"batch": replay_batch, "train": replay_train}[command]
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
-        return module.run(parser.parse_args(["--log", str(self.log), *words]))
+        code: int = module.run(parser.parse_args(["--log", str(self.log), *words]))
+        return code
 
 
 async def train(url: str, hive: str, folder: Path, dtype: str, lora: bool = False) -> Finished:

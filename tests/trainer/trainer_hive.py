@@ -168,4 +168,5 @@ async def staged(bus: Bus, folder: Path) -> AsyncIterator[Stage]:
 def served(weights: Weights) -> dict[str, torch.Tensor]:
     file = Path(weights.where) / "model.safetensors"
     assert sha256(file.read_bytes()).hexdigest() == weights.sha256
-    return load_file(file)
+    tensors: dict[str, torch.Tensor] = load_file(file)
+    return tensors

@@ -162,6 +162,7 @@ def test_losses_and_their_gradients_are_verls(
             config=actor(**({"clip_ratio_c": dual_clip} if dual_clip else {})),
             rollout_is_weights=weights_ST,
         )
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
@@ -188,6 +189,7 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
             config=actor(clip_ratio_low=1.0, clip_ratio_high=1e6),
             rollout_is_weights=weights_ST,
         )
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)

@@ -61,7 +61,12 @@ def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
 def test_no_tensor_of_a_batch_holds_a_vocabulary_for_each_row() -> None:
     hidden, weight, head = given()
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         chosen_logprobs(hidden, weight, head, entropy_grad=True)
     assert kept
     assert max(kept) <= max(hidden.numel(), weight.numel(), HEADS * HIDDEN)

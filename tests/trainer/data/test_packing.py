@@ -17,7 +17,7 @@ def seen_by(packed: Bin, row: int) -> list[int]:
     """Return the tokens on the path that ends at `row`, as its attention sees them."""
     index = next(i for i, each in enumerate(packed.segments) if each.start <= row < each.start + each.length)
     segment = packed.segments[index]
-    tokens = packed.tokens_T[segment.start : row + 1].tolist()
+    tokens: list[int] = packed.tokens_T[segment.start : row + 1].tolist()
     while segment.parent >= 0:
         segment = packed.segments[segment.parent]
         tokens = packed.tokens_T[segment.start : segment.start + segment.length].tolist() + tokens
