@@ -21,7 +21,7 @@ from bombus import AsyncSwarmClient, Job
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.demo import hive
-from bombus.demo.games import Letters, Model, Played, Question
+from bombus.demo.games import GameModel, GameTask, Letters, Played
 from bombus.demo.player import Player
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, DropReason
@@ -40,8 +40,8 @@ class SlowLetters(Letters):
         self._tool_s = tool_s
         self._random = random.Random(0)
 
-    async def play(self, model: Model, question: Question) -> Played:
-        played = await super().play(model, question)
+    async def play(self, model: GameModel, task: GameTask) -> Played:
+        played = await super().play(model, task)
         await asyncio.sleep(self._tool_s * self._random.uniform(0.5, 1.5))
         return played
 

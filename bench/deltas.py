@@ -26,10 +26,10 @@ from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens,
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, DeltaFile, rebuild
 from bombus.weights.merging import merge_files
 from bombus.weights.models import resolve_model
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.lora import adapters_of
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
@@ -98,10 +98,10 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
         folder, TrainerSettings(job=validated({"model": {"dtype": "bfloat16"}, "trainer": changes}, {}))
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    compute = EngineSettings(kv_cache_bytes=256 << 20, max_model_len=512)
+    compute = ComputeSettings(kv_cache_bytes=256 << 20, max_model_len=512)
     held = HostCopy()
     newest = export(executor, VersionTarget(root / "weights", 0, 1), held=held)
-    engine = make_engine(Path(newest.where), compute, run=1, version=0)
+    engine = Engine(load_policy(Path(newest.where), compute), compute, run=1, version=0)
     base = Path(newest.where) / FULL_FILE
     for step in range(1, steps + 1):
         executor.train_step(play(engine, tokenizer, step), step)

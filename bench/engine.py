@@ -1,4 +1,4 @@
-"""Tokens a second of the torch engine beside transformers' own `generate`, in one run on one machine.
+"""Tokens per second of the torch backend's engine and of transformers' own `generate`, in one run on one machine.
 
 python bench/engine.py                       # tiny
 python bench/engine.py --model smollm2 --dtype float32 bfloat16 --batches 1 8 64
@@ -15,13 +15,13 @@ import torch
 from bombus.hive.generation import Generate
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import load_model, resolve_model
-from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 
 
 def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> float:
-    """The best of several runs, in tokens a second: other programs only ever slow one down."""
+    """Return the best of several runs in tokens per second, since other programs can only slow a run down."""
     best = 0.0
     for _ in range(repeats):
         started = clock()
@@ -31,7 +31,7 @@ def rate(work: Callable[[], int], repeats: int, clock: Callable[[], float]) -> f
 
 
 def by_engine(engine: Engine, prompts: list[list[int]], new_tokens: int) -> int:
-    """Every prompt is new to the cache: one token differs from run to run."""
+    """Generate for all prompts. None of them is in the cache, because one token differs from run to run."""
     salt = random.randrange(1000)
     for ticket, prompt in enumerate(prompts):
         packed = pack_tokens([salt % 40, salt // 40, *prompt[2:]])
@@ -43,8 +43,8 @@ def by_engine(engine: Engine, prompts: list[list[int]], new_tokens: int) -> int:
 
 
 def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
-    settings = EngineSettings(dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=512)
-    engine = make_engine(folder, settings, run=1, version=0)
+    settings = ComputeSettings.model_validate({"dtype": dtype, "kv_cache_bytes": 1 << 30, "max_model_len": 512})
+    engine = Engine(load_policy(folder, settings), settings, run=1, version=0)
     plain = load_model(folder, dtype)
     numbers = random.Random(0)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -65,9 +65,9 @@ def bench(folder: Path, dtype: str, arguments: argparse.Namespace) -> None:
                     eos_token_id=-1,
                     pad_token_id=0,
                 )
-            return ids.shape[0] * (made.shape[1] - ids.shape[1])
+            return int(ids.shape[0] * (made.shape[1] - ids.shape[1]))
 
-        by_engine(engine, prompts, 2)  # buffers are made, pages are touched
+        by_engine(engine, prompts, 2)  # allocates buffers and touches their pages
         ours = rate(lambda prompts=prompts: by_engine(engine, prompts, arguments.new), arguments.repeats, clock)  # type: ignore[misc]
         theirs = rate(by_transformers, arguments.repeats, clock)
         print(
@@ -81,11 +81,11 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=48, help="tokens")
-    parser.add_argument("--group", type=int, default=1, help="completions of each prompt, asked for one by one")
+    parser.add_argument("--group", type=int, default=1, help="completions of each prompt, requested one by one")
     parser.add_argument("--new", type=int, default=32, help="tokens of each completion")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds: for a machine that others use too")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, for a machine that others use too")
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)

@@ -18,7 +18,7 @@ from bombus.commands.demo import tiny_job
 from bombus.demo import hive
 from bombus.demo.games import Letters
 from bombus.demo.player import Player
-from bombus.demo.training import Plan, Training, Watcher
+from bombus.demo.training import Training, TrainingPlan, Watcher
 from bombus.weights.models import TINY, resolve_model
 
 TASKS, REPEAT, TOKENS = 16, 8, Letters.SHARE
@@ -27,13 +27,13 @@ RATE = 3e-3
 
 
 async def through_a_hive(seconds: float) -> float:
-    plan = Plan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds)
+    plan = TrainingPlan(batch_size=TASKS, num_repeat=REPEAT, train_s=seconds, measure=False)
     with tempfile.TemporaryDirectory() as folder:
         async with hive.running(Path(folder), threads=1) as url, AsyncSwarmClient(url) as client:
             await client.auto_sync_train_config_and_start_engine(tiny_job(plan, RATE))
             player = Player(client, Letters())
             try:
-                steps = (await Training(player, plan, Watcher(), time.monotonic()).run(measure=False)).steps
+                steps = (await Training(player, plan, Watcher(), time.monotonic()).run()).steps
             finally:
                 await player.close()
     warm, last = steps[WARM_STEPS - 1], steps[-1]

@@ -23,9 +23,9 @@ import torch
 from bombus.config.job import validated
 from bombus.hive.generation import Finished, Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
-from bombus_inference.backends.torch.backend import make_engine
+from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import TrainerSettings
@@ -111,8 +111,8 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     trainer = {"lr": arguments.lr, "weight_decay": 0.0, "grad_clip": 1.0, "loss_aggregation": "token"}
     job = validated({"model": {"dtype": "float32", "seed": arguments.seed}, "trainer": trainer}, {})
     executor = Executor(folder, TrainerSettings(job=job))
-    limits = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
-    engine = make_engine(folder, limits, run=1, version=0)
+    limits = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
+    engine = Engine(load_policy(folder, limits), limits, run=1, version=0)
     numbers = random.Random(arguments.seed)
     curve: list[tuple[float, float]] = []
     started = time.perf_counter()

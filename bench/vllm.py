@@ -1,8 +1,8 @@
-"""Tokens a second of the torch engine and of vLLM as replicas serve them, and how long a change of weights takes.
+"""Tokens per second of the torch and vllm backends as replicas serve them, and the time of a change of weights.
 
 python -m bench.vllm                                    # smollm2, float32 and bfloat16, 1, 8 and 32 at once
 python -m bench.vllm --dtype float32 --at-once 8 --tokens 16
-python -m bench.vllm --lora-rank 16                     # an adapter beside the model, and another one in its place
+python -m bench.vllm --lora-rank 16                     # an adapter on the model, replaced by another one
 """
 
 import argparse
@@ -17,10 +17,10 @@ from bombus.config.job import validated
 from bombus.hive.generation import FrameReader, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import resolve_model
-from bombus_inference.backends.protocol import Backend, Deliver, Delivery, Policy
+from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend, Policy
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.publish.export import VersionTarget, export_adapter, export_base
 from bombus_trainer.settings import TrainerSettings
@@ -30,7 +30,7 @@ PROMPT = 32
 
 
 class Load:
-    """Requests at once, and how many tokens came back."""
+    """Sends requests and counts the tokens that come back."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -46,8 +46,8 @@ class Load:
         if self._left == 0:
             self._over.set()
 
-    async def rate(self, backend: Backend, at_once: int, tokens: int) -> float:
-        """Tokens a second over one round of `at_once` requests with prompts of their own."""
+    async def rate(self, backend: InferenceBackend, at_once: int, tokens: int) -> float:
+        """Return tokens per second over one round of `at_once` requests with different prompts."""
         self.tokens, self._left = 0, at_once
         self._over.clear()
         began = time.perf_counter()
@@ -62,7 +62,7 @@ class Load:
         return self.tokens / (time.perf_counter() - began)
 
 
-def make(name: str, settings: EngineSettings, deliver: Deliver) -> Backend:
+def make(name: str, settings: ComputeSettings, deliver: Deliver) -> InferenceBackend:
     match name:
         case "torch":
             return TorchBackend(settings, deliver)
@@ -76,15 +76,14 @@ async def quiet(stage: str) -> None: ...
 
 
 async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: list[Policy]) -> None:
-    """`policies` are brought in in turn."""
+    """Measure one backend. `policies` are loaded in turn."""
     load = Load()
-    settings = EngineSettings(
-        dtype=dtype, kv_cache_bytes=1 << 30, max_model_len=CONTEXT, max_running=64, threads=arguments.threads
-    )
+    limits = {"kv_cache_bytes": 1 << 30, "max_model_len": CONTEXT, "max_running": 64}
+    settings = ComputeSettings.model_validate({"dtype": dtype, "threads": arguments.threads, **limits})
     backend = make(name, settings, load.deliver)
     try:
         began = time.perf_counter()
-        await backend.bring_in(policies[0], quiet)
+        await backend.load(policies[0], quiet)
         start_s = time.perf_counter() - began
         await load.rate(backend, 2, 8)  # warm
         rates = []
@@ -94,7 +93,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: 
         swaps = []
         for version in range(1, 4):
             began = time.perf_counter()
-            await backend.bring_in(replace(policies[version % 2], version=version), quiet)
+            await backend.load(replace(policies[version % 2], version=version), quiet)
             swaps.append(time.perf_counter() - began)
         print(
             f"| {name} {dtype} | {' / '.join(rates)} | {start_s:.1f} | {1000 * min(swaps):.0f} |",
@@ -105,7 +104,7 @@ async def bench(name: str, dtype: str, arguments: argparse.Namespace, policies: 
 
 
 def make_policies(model: Path, lora_rank: int, kept: Path) -> list[Policy]:
-    """Two that are loaded from different files."""
+    """Return two policies that are loaded from different files."""
     if not lora_rank:
         return [Policy(folder, 1, 0, CONTEXT) for folder in (model, Path(shutil.copytree(model, kept / "other")))]
     executor = Executor(model, TrainerSettings(job=validated({"trainer": {"lora_rank": lora_rank}}, {})))

@@ -21,7 +21,7 @@ def question() -> Task:
 
 
 def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
-    """One episode. Everything that the model says here is recorded, and trained on once the reward is in."""
+    """Run one episode. All replies of the model are recorded, and trained on once the reward is known."""
     model = OPENAI.with_options(base_url=credentials.base_url, api_key=credentials.api_key)
     reply = model.chat.completions.create(
         model=credentials.model,
@@ -31,17 +31,17 @@ def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
         ],
         max_tokens=4,
     )
-    said = (reply.choices[0].message.content or "").strip()
-    right = said == task.metadata["answer"]
-    digits = sum(char.isdigit() for char in said) / max(1, len(said))
+    text = (reply.choices[0].message.content or "").strip()
+    right = text == task.metadata["answer"]
+    digits = sum(char.isdigit() for char in text) / max(1, len(text))
     return WorkflowOutput(reward=0.3 * digits + 0.7 * right, is_success=right)
 
 
 def main() -> None:
-    asked = arguments(__doc__ or "")
-    with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, BATCH_SIZE, NUM_REPEAT))
-        for step in range(asked.steps):
+    options = arguments(__doc__ or "")
+    with SwarmClient(options.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(options.model, BATCH_SIZE, NUM_REPEAT))
+        for step in range(options.steps):
             # A group is claimed and ended in one request each; claims wait while the weights are being updated.
             tasks = list({task.task_id: task for task in (question() for _ in range(50))}.values())[:BATCH_SIZE]
             groups = client.run_episodes_until_all_complete(

@@ -1,6 +1,6 @@
 """Two clients feed one engine: one adds with our SDK and threads, one counts over plain HTTP with asyncio.
 
-Neither knows of the other. They could as well be on two machines, in two languages, with two sets of dependencies.
+Neither knows about the other. They could just as well be on two machines, in two languages, with other dependencies.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from bombus import SwarmClient
 
 
 def adding(url: str, last: int) -> None:
-    """The SDK: a group at a time until the engine has made its last step."""
+    """Use the SDK: run one group at a time until the engine has made its last step."""
     with SwarmClient(url) as client:
         while client.get_global_step() < last:
             outputs = client.run_group(question(), agent, NUM_REPEAT)
@@ -23,18 +23,18 @@ def adding(url: str, last: int) -> None:
 
 
 async def counting(url: str, last: int) -> None:
-    """No SDK at all: three routes and the OpenAI protocol."""
+    """Use no SDK, only three routes and the OpenAI protocol."""
     me = str(uuid.uuid4())
 
     async def episode(http: httpx.AsyncClient, letter: str) -> float:
         body = {"client_uuid": me, "episode_type": "train", "discard_episode_timeout": 60.0}
         while not (claim := (await http.post("/claim_episode", json=body)).json())["success"]:
-            await asyncio.sleep(1)  # `fail_cause` says why: no room just now, or new weights on their way
+            await asyncio.sleep(1)  # `fail_cause` gives the reason: no capacity, or a change of weights
         chat = {"model": "any", "messages": [{"role": "user", "content": f"{letter}="}], "max_tokens": 4}
         key = {"Authorization": f"Bearer {claim['openai_api_key']}"}
         reply = await http.post(f"{claim['openai_base_url']}/chat/completions", json=chat, headers=key)
-        said = reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
-        output = {"reward": said.count(letter) / 4, "is_success": said == 4 * letter, "metadata": {}}
+        text = reply.raise_for_status().json()["choices"][0]["message"]["content"] or ""
+        output = {"reward": text.count(letter) / 4, "is_success": text == 4 * letter, "metadata": {}}
         end = {"client_uuid": me, "episode_uuid": claim["episode_uuid"], "task_id": letter, "workflow_output": output}
         (await http.post("/end_episode", json=end)).raise_for_status()
         return float(output["reward"])
@@ -46,13 +46,13 @@ async def counting(url: str, last: int) -> None:
 
 
 async def main() -> None:
-    asked = arguments(__doc__ or "")
-    with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, num_repeat=NUM_REPEAT))
-        first = client.get_global_step()  # more than 0 where somebody has trained before
-    last = first + asked.steps
+    options = arguments(__doc__ or "")
+    with SwarmClient(options.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(options.model, num_repeat=NUM_REPEAT))
+        first = client.get_global_step()  # more than 0 if the engine has trained before
+    last = first + options.steps
     print(f"from step {first} to step {last}")
-    await asyncio.gather(asyncio.to_thread(adding, asked.url, last), counting(asked.url, last))
+    await asyncio.gather(asyncio.to_thread(adding, options.url, last), counting(options.url, last))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: their flags, a job for a model that fits a laptop, and how they end."""
+"""Helpers for the examples: their flags, a job for a model that fits a laptop, and their errors."""
 
 import argparse
 import sys
@@ -22,12 +22,12 @@ def arguments(about: str, model: str = "tiny") -> argparse.Namespace:
 
 
 def job(model: str, batch_size: int = 4, num_repeat: int = 8) -> Job:
-    """`batch_size` tasks, `num_repeat` episodes each, make one optimizer step."""
+    """Return a job in which `batch_size` tasks with `num_repeat` episodes each make one optimizer step."""
     return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **TUNING[model])
 
 
 def run(main: Callable[[], None]) -> None:
-    """What a hive refuses is a sentence that says what to do, and needs no traceback."""
+    """Run `main`. A refusal by the hive is printed without a traceback, since it says what to do."""
     try:
         main()
     except BombusError as error:

@@ -1,6 +1,6 @@
-"""Look at what a model says without training it: every episode is aborted, so none of them reaches a batch.
+"""Look at a model's replies without training it: every episode is aborted, so none of them reaches a batch.
 
-Runs beside other clients on the same engine; their training goes on undisturbed.
+It can run beside other clients of the same engine without affecting their training.
 """
 
 from common import arguments, job, run
@@ -10,10 +10,10 @@ from bombus import SwarmClient
 
 
 def main() -> None:
-    asked = arguments(__doc__ or "")
-    with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model))
-        for _ in range(asked.steps):
+    options = arguments(__doc__ or "")
+    with SwarmClient(options.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(options.model))
+        for _ in range(options.steps):
             episode, credentials = client.begin_episode(discard_episode_timeout=60)
             try:
                 model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)

@@ -1,6 +1,7 @@
 """Teach a model to use a calculator: several turns, OpenAI's tools, a reward for the call and one for the answer.
 
-By default with smollm2: `tiny` reads a character a token, and learns to write no call."""
+The default model is smollm2. `tiny` has a token for each character and does not learn to write calls.
+"""
 
 import json
 import random
@@ -20,14 +21,14 @@ TOOL: dict[str, Any] = {"type": "function", "function": FUNCTION}
 
 def multiply(arguments_json: str) -> str:
     try:
-        given = json.loads(arguments_json)
-        return str(given["a"] * given["b"])
+        values = json.loads(arguments_json)
+        return str(values["a"] * values["b"])
     except (ValueError, KeyError, TypeError) as error:
         return f"error: {error!r}"
 
 
 def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
-    """Each turn extends the one before, so all of them become one training sequence."""
+    """Run one episode. Each turn extends the one before, so all turns become one training sequence."""
     model = OPENAI.with_options(base_url=credentials.base_url, api_key=credentials.api_key)
     messages: list[Any] = [{"role": "user", "content": task.main_query}]
     for _ in range(TURNS):
@@ -44,10 +45,10 @@ def agent(task: Task, credentials: Credentials) -> WorkflowOutput:
 
 
 def main() -> None:
-    asked = arguments(__doc__ or "", model="smollm2")
-    with SwarmClient(asked.url) as client:
-        client.auto_sync_train_config_and_start_engine(job(asked.model, 1, NUM_REPEAT))
-        for step in range(asked.steps):
+    options = arguments(__doc__ or "", model="smollm2")
+    with SwarmClient(options.url) as client:
+        client.auto_sync_train_config_and_start_engine(job(options.model, 1, NUM_REPEAT))
+        for step in range(options.steps):
             a, b = random.randint(2, 9), random.randint(2, 9)
             task = Task(task_id=f"{a}*{b}", main_query=f"What is {a} times {b}?", metadata={"answer": str(a * b)})
             rewards = [output.reward for output in client.run_group(task, agent, NUM_REPEAT) if output]

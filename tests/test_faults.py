@@ -1,4 +1,4 @@
-"""Named points at which a process dies when it is told to, and only then."""
+"""Named points at which a process dies if the environment says so, and only then."""
 
 import re
 import signal
@@ -32,12 +32,12 @@ def test_the_process_is_killed_at_the_point_that_is_named() -> None:
     assert done.stderr == "SIGKILL at trainer.step.said\n"
 
 
-def test_a_count_lets_it_pass_until_then() -> None:
+def test_a_count_delays_the_signal() -> None:
     done = process(BOMBUS_KILL_AT="trainer.step.said:3")
     assert (done.returncode, done.stdout.split()) == (-signal.SIGKILL, ["0", "1"])
 
 
-def test_another_point_is_not_this_one() -> None:
+def test_another_point_is_passed() -> None:
     assert process(BOMBUS_KILL_AT="trainer.opened").returncode == 0
 
 

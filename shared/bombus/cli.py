@@ -1,4 +1,4 @@
-"""The `bombus` command: each subcommand lives with what it runs, and is imported only when it is asked for."""
+"""The `bombus` command. Each subcommand is defined beside what it runs, and is imported only when it runs."""
 
 import argparse
 import importlib
@@ -6,15 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Protocol
 
 import msgspec
 
 from bombus.config.flags import Parser, name_of
-from bombus.errors import Refused
+from bombus.errors import BombusError, Refused
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
-URL_FILE = Path(".bombus/nats-url")  # `bombus up` leaves its bus's address in its data folder while it runs
+URL_FILE = Path(".bombus/nats-url")  # while `bombus up` runs, its data folder has the address of its bus
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -26,8 +27,8 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "up": Command("bombus.commands.up", "start a whole hive on this machine", "all"),
     "demo": Command("bombus.commands.demo", "train a small model through a hive and watch it learn", "demo"),
-    "doctor": Command("bombus.commands.doctor", "say what this machine can run, and what is missing", "yaml"),
-    "install": Command("bombus.commands.install", "make the environment of vllm or verl", "yaml"),
+    "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
+    "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
@@ -40,10 +41,11 @@ COMMANDS = {
 }
 
 
-class Module(Protocol):
-    """What a subcommand's module has: its arguments, and what runs them.
+class CommandModule(Protocol):
+    """What the module of a subcommand defines.
 
-    `run` returns the exit code. A `Refused` from it is a command line that makes no sense: its sentence, and code 2.
+    `run` returns the exit code. If it raises `Refused`, the command line makes no sense: the sentence is printed and
+    the exit code is 2.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -51,38 +53,55 @@ class Module(Protocol):
     def run(self, arguments: argparse.Namespace) -> int: ...
 
 
+class NotInstalled(BombusError):
+    """Raised when a package that is needed is not installed; the sentence says how to install it."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.remedy = f"pip install 'bombus[{extra}]'"
+        super().__init__(f"{package} is not installed: {self.remedy}")
+
+
+def load(module: str, extra: str) -> ModuleType:
+    """Import a module of this project whose dependencies an extra brings. Raises `NotInstalled`."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise NotInstalled(error.name or module, extra) from error
+
+
 def default_nats() -> str:
-    """`$BOMBUS_NATS`; or the bus of the `bombus up` that runs in this folder; or NATS' own port."""
+    """Return `$BOMBUS_NATS`, else the bus of the `bombus up` that runs in this folder, else NATS' default address."""
     if "BOMBUS_NATS" in os.environ:
         return os.environ["BOMBUS_NATS"]
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
 
 
 def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
-    """Where the hive is: what every service and tool needs to know."""
+    """Add the arguments that say where the hive is, which every service and tool needs."""
     parser.add_argument(
         "--nats",
         metavar="URL",
         default=default_nats(),
-        help="the bus (default: $BOMBUS_NATS, or that of the hive that runs in this folder, here %(default)s)",
+        help="the bus (default: $BOMBUS_NATS, or the bus of the hive that runs in this folder; here %(default)s)",
     )
     parser.add_argument(
         "--hive",
         type=name_of("hive"),
         metavar="NAME",
         default=os.environ.get("BOMBUS_HIVE", "main"),
-        help="the hive's name (default: $BOMBUS_HIVE, or main, here %(default)s)",
+        help="the hive's name (default: $BOMBUS_HIVE, or main; here %(default)s)",
     )
     add_log_argument(parser)
 
 
 def hint_at_bus(arguments: argparse.Namespace) -> str:
-    """What else to say when nobody named the bus that could not be used."""
+    """Return a hint to add to an error of the bus when the command line did not name one, else ""."""
     if arguments.nats != DEFAULT_NATS:
         return ""
     return (
-        "\nNo hive runs in this folder: go to the one where `bombus up` was started, or give --nats with the address "
-        f"that it printed, which is also in `{URL_FILE.name}` in its data folder"
+        "\nNo hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
+        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder"
     )
 
 
@@ -91,7 +110,7 @@ def add_log_argument(parser: argparse.ArgumentParser) -> None:
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
-        help="the least that is logged, to stderr (default: %(default)s)",
+        help="the lowest level that is logged, to stderr (default: %(default)s)",
     )
 
 
@@ -109,12 +128,12 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=0,
-        help="of torch on the CPU; 0: one for each core (default: %(default)s)",
+        help="torch's threads on the CPU; 0: one for each core (default: %(default)s)",
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="bombus",
         description="A swarm server for agentic reinforcement learning of language models.",
@@ -122,31 +141,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("command", nargs="?", choices=COMMANDS, metavar="command")
-    parser.epilog = "commands:\n" + "\n".join(f"  {name:<12} {what.help}" for name, what in COMMANDS.items())
-    first, rest = words[:1], words[1:]
-    known = parser.parse_args(first)
-    if known.version:
+    parser.epilog = "commands:\n" + "\n".join(f"  {name:<12} {command.help}" for name, command in COMMANDS.items())
+    first, rest = given[:1], given[1:]
+    arguments = parser.parse_args(first)
+    if arguments.version:
         from importlib.metadata import version
 
         print(version("bombus"))
         return 0
-    if known.command is None:
+    if arguments.command is None:
         parser.print_help()
         return 2
-    return run_command(f"bombus {known.command}", COMMANDS[known.command], rest)
+    return run_command(f"bombus {arguments.command}", COMMANDS[arguments.command], rest)
 
 
-def run_command(prog: str, command: Command, words: Sequence[str]) -> int:
-    """Import what a command needs, and run it with its own words."""
+def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
+    """Import a command and run it with its own arguments. Returns the exit code."""
     try:
-        module: Module = importlib.import_module(command.module)
-    except ModuleNotFoundError as error:
-        print(f"{prog} needs {error.name}: pip install 'bombus[{command.extra}]'", file=sys.stderr)
+        module: CommandModule = load(command.module, command.extra)
+    except NotInstalled as error:
+        print(f"{prog} needs {error.package}: {error.remedy}", file=sys.stderr)
         return 1
     parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)
     try:
-        return module.run(parser.parse_args(words))
+        return module.run(parser.parse_args(given))
     except Refused as error:
         print(f"{prog}: {error.why}", file=sys.stderr)
         return 2

@@ -1,8 +1,9 @@
-"""Named points at which a process can be made to die or to freeze: how tests reach the moments between two writes.
+"""Named points at which a process can be made to die or to freeze, so that tests reach the moments between two writes.
 
-Recovery code runs only after a crash at just the wrong place, and a test that kills at random seldom meets it. So the
-places are in the code, as TiKV's failpoints and FoundationDB's buggify are, and do nothing unless the environment
-names one: `BOMBUS_KILL_AT=trainer.step.said` is SIGKILL there, `BOMBUS_STOP_AT` SIGSTOP, `...said:3` the third time.
+Recovery code runs only after a crash in exactly the wrong place, and a test that kills at random seldom hits it.
+Therefore the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
+environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP, and
+`...said:3` does it the third time.
 """
 
 import os
@@ -16,7 +17,7 @@ SIGNALS = {"BOMBUS_KILL_AT": signal.SIGKILL, "BOMBUS_STOP_AT": signal.SIGSTOP}
 
 
 class Point(StrEnum):
-    """All there are. Each stands before or behind something that outlives the process."""
+    """All points. Each is just before or after something that outlives the process."""
 
     TRAINER_OPENING = "trainer.opening"
     TRAINER_OPENED = "trainer.opened"
@@ -31,29 +32,29 @@ class Point(StrEnum):
     TRAINER_CHECKPOINT_WRITTEN = "trainer.checkpoint.written"  # durable, under its draft's name
     TRAINER_CHECKPOINT_RENAMED = "trainer.checkpoint.renamed"
     TRAINER_STEP_SAID = "trainer.step.said"
-    TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in our fold, old checkpoints not yet removed
+    TRAINER_STEP_SEEN = "trainer.step.seen"  # completed in our state, old checkpoints not yet removed
     TRAINER_CHECKPOINTS_PRUNED = "trainer.checkpoints.pruned"
     TRAINER_WEIGHTS_BEGUN = "trainer.weights.begun"
     TRAINER_WEIGHTS_WRITTEN = "trainer.weights.written"
     TRAINER_WEIGHTS_RENAMED = "trainer.weights.renamed"
-    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version, where they go by the object store
+    TRAINER_WEIGHTS_STORED = "trainer.weights.stored"  # one object of a version that goes through the object store
     TRAINER_WEIGHTS_SAID = "trainer.weights.said"
     TRAINER_WEIGHTS_SEEN = "trainer.weights.seen"
     TRAINER_WEIGHTS_PRUNED = "trainer.weights.pruned"
-    TRAINER_SUPERSEDED = "trainer.superseded"  # knows that another trainer has opened its run
+    TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another one has opened its run
 
 
 class _Fault(msgspec.Struct):
     point: Point
     number: signal.Signals
-    left: int  # how often it is still passed by, and this one
+    left: int  # the signal is sent when the point has been reached this many times more
 
 
 _armed: list[_Fault] = []
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """Read the variables. Done at import; a process that was forked with another environment does it again.
+    """Read the variables. This happens at import, and again in a process that was forked with another environment.
 
     Raises `ValueError` for a point that does not exist.
     """
@@ -65,7 +66,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def reached(point: Point) -> None:
-    """The process is at `point`: it dies or freezes here if it was told to."""
+    """Mark that the process is at `point`, where it dies or freezes if the environment says so."""
     if _armed:
         _strike(point)
 

@@ -1,7 +1,7 @@
-"""Logs that a person can read in a terminal and a machine can read as JSON (`BOMBUS_LOG=json`).
+"""Log formats: lines for a terminal, or JSON with `BOMBUS_LOG=json`.
 
-Ids go in as `extra={"episode": ...}`; those in FIELDS are printed. Nothing here is on a hot path: services log what
-changes, not every call.
+Ids are passed as `extra={"episode": ...}`; those in FIELDS are printed. Nothing here is on a hot path, because services
+log changes and not every call.
 """
 
 import json
@@ -16,7 +16,7 @@ _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRIT
 
 
 class _Context(logging.Filter):
-    """Puts what is true of the whole process onto every record."""
+    """Adds the fields of the whole process to every record."""
 
     def __init__(self, service: str, constants: Mapping[str, str]) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class LineFormatter(logging.Formatter):
-    """`12:30:01 trainer      step 3 done  engine=main step=3`"""
+    """Formats `12:30:01 trainer      step 3 done  engine=main step=3`."""
 
     def __init__(self, colour: bool) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Traces from SDK to optimizer step, when somebody collects them: free otherwise.
+"""Traces from the SDK to the optimizer step. They cost nothing unless an OTLP endpoint is set.
 
-`configure` switches them on if an OTLP endpoint is set in the environment. The context travels in a `traceparent`
-header (W3C trace context) over HTTP and over the bus.
+`configure` switches them on if the environment sets an endpoint. The context travels in a `traceparent` header (W3C
+trace context) over HTTP and over the bus.
 """
 
 import logging
@@ -23,8 +23,8 @@ HEADER = "traceparent"
 Attribute = str | int | float | bool
 
 
-class Span(Protocol):
-    """A running span. `traceparent` is what the next hop is told, "" when nothing is traced."""
+class TraceSpan(Protocol):
+    """A running span. `traceparent` is to be sent to the next hop; it is "" when nothing is traced."""
 
     @property
     def traceparent(self) -> str: ...
@@ -32,8 +32,8 @@ class Span(Protocol):
     def set(self, **attributes: Attribute) -> None: ...
 
 
-class _Nothing:
-    """The span of a process that traces nothing: it hands on the context that it was given."""
+class _PassedOn:
+    """The span of a process that traces nothing. It passes on the context that it was given."""
 
     def __init__(self, traceparent: str = "") -> None:
         self.traceparent = traceparent
@@ -53,7 +53,7 @@ class _Traced:
 
 _tracer: "Tracer | None" = None
 _provider: "TracerProvider | None" = None
-_NOTHING: AbstractContextManager[Span] = nullcontext(_Nothing())
+_NO_SPAN: AbstractContextManager[TraceSpan] = nullcontext(_PassedOn())
 
 
 def enabled() -> bool:
@@ -61,7 +61,7 @@ def enabled() -> bool:
 
 
 def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Start exporting this process's spans, if an endpoint is set. Returns whether they are exported."""
+    """Start exporting this process's spans if an endpoint is set. Return whether they are exported."""
     global _tracer, _provider
     if enabled():
         return True
@@ -82,16 +82,10 @@ def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool
     return True
 
 
-def flush() -> None:
-    """Send what has been traced so far. At the end of a process that happens by itself."""
-    if _provider is not None:
-        _provider.force_flush()
-
-
 def current() -> str:
-    """The `traceparent` of the span that runs in this process, whoever has started it; "" when there is none.
+    """Return the `traceparent` of the current span, even if other code started it; "" when there is none.
 
-    Costs nothing where OpenTelemetry is not in use: it is looked for, never imported.
+    Costs nothing if OpenTelemetry is not in use, because it is never imported here.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -102,15 +96,15 @@ def current() -> str:
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
 
 
-def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[Span]:
-    """A span below `parent` (a traceparent header's value), or below the one that is running."""
+def span(name: str, parent: str | None = None, **attributes: Attribute) -> AbstractContextManager[TraceSpan]:
+    """Start a span under `parent` (the value of a traceparent header), or under the current span."""
     if _tracer is None:
-        return nullcontext(_Nothing(parent)) if parent else _NOTHING
+        return nullcontext(_PassedOn(parent)) if parent else _NO_SPAN
     return _span(_tracer, name, parent, attributes)
 
 
 @contextmanager
-def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[Span]:
+def _span(tracer: "Tracer", name: str, parent: str | None, attributes: Mapping[str, Attribute]) -> Iterator[TraceSpan]:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     context = TraceContextTextMapPropagator().extract({HEADER: parent}) if parent else None

@@ -1,8 +1,10 @@
-"""A cluster file: which processes it starts, what it refuses, and how flags and jobs come together with it."""
+"""A cluster file: which processes it starts, what it refuses, and how flags and jobs combine with it."""
 
 import argparse
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from bombus.cli import main
-from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster
+from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile
 from bombus.config.parts import InferencePart
 from bombus.config.placement import check_placement
 from bombus.config.xorl import IGNORED
@@ -30,7 +32,7 @@ def engine(**parts: Any) -> dict[str, Any]:
 
 
 def read_cluster(tree: dict[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
-    cluster, jobs = agreed(*described(tree, folder))
+    cluster, jobs = reconcile(*parse_cluster(tree, folder))
     check_placement(cluster)
     return cluster, jobs
 
@@ -71,17 +73,17 @@ def test_the_example_describes_a_deployment_with_its_job() -> None:
 
 
 def options_in(line: str) -> dict[str, object]:
-    """What a trainer's command line has behind `--options`."""
+    """Return what a trainer's command line has after `--options`."""
     words = shlex.split(line)
     found: dict[str, object] = json.loads(words[words.index("--options") + 1])
     return found
 
 
-def test_any_mix_of_processes_is_started() -> None:
+def test_any_mix_of_replicas_and_processes_is_started() -> None:
     kinds = [
-        {"engine": "torch", "dtype": "bfloat16"},
-        {"engine": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
-        {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"},
+        {"backend": "torch", "dtype": "bfloat16"},
+        {"backend": "vllm", "count": 2, "kv_cache_mb": 512, "device": "cuda", "tensor_parallel": 4},
+        {"backend": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"},
     ]
     weights = {"weights_by": "objects", "weights_full_every": 10, "weights_lora": "merged"}
     trainer = {"backend": "verl", "processes": 2, **weights}
@@ -108,19 +110,19 @@ def test_any_mix_of_processes_is_started() -> None:
     assert all("--nats nats://bus:4222 --hive lab" in line for line in lines.values())
 
 
-def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
+def test_every_setting_of_a_part_reaches_its_process(tmp_path: Path) -> None:
     trainer = {"bin_tokens": 9000, "allow_download": True}
     python = tmp_path / "python"
     python.touch(0o755)
-    vllm = {"engine": "vllm", "devices": [0], "max_model_len": 4096, "max_running": 32, "eager": True}
+    vllm = {"backend": "vllm", "devices": [0], "max_model_len": 4096, "max_running": 32, "eager": True}
     vllm |= {"python": str(python), "gpu_memory_utilization": 0.5}
-    openai = {"engine": "openai", "url": "http://gpu7:8000", "max_model_len": 99, "max_running": 9}
+    openai = {"backend": "openai", "url": "http://gpu7:8000", "max_model_len": 99, "max_running": 9}
     found = planned(engine(trainer=trainer, inference=[vllm, openai]))
     lines = {one.name: str(one) for one in found}
     assert options_in(lines["trainer main"]).items() >= {"device": "cpu", **trainer}.items()
-    said = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
+    flags = f"--vllm-eager --vllm-python {python} --gpu-memory-utilization 0.5"
     assert "--max-model-len 4096 --max-running 32 --backend vllm --device cuda" in lines["inference main 1"]
-    assert lines["inference main 1"].endswith(said)
+    assert lines["inference main 1"].endswith(flags)
     assert "--max-model-len 99 --max-running 9 --backend openai" in lines["inference main 2"]
     trainers, replicas = argparse.ArgumentParser(), argparse.ArgumentParser()
     trainer_cli.add_arguments(trainers)
@@ -133,18 +135,18 @@ def test_all_that_a_part_says_reaches_its_process(tmp_path: Path) -> None:
 # ---- GPUs ---------------------------------------------------------------------------------------------------------
 
 
-def seen(one: Service) -> str | None:
+def visible_gpus(one: Service) -> str | None:
     return one.environment.get("CUDA_VISIBLE_DEVICES")
 
 
 def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    kinds = [{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [4, 5, 6, 7]}, {"devices": [3]}, {}]
+    kinds = [{"backend": "vllm", "count": 2, "tensor_parallel": 2, "devices": [4, 5, 6, 7]}, {"devices": [3]}, {}]
     found = {
         one.name: one for one in planned(engine(trainer={"backend": "verl", "devices": [0, 1, 2]}, inference=kinds))
     }
-    assert [seen(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
-    assert [seen(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
+    assert [visible_gpus(found[name]) for name in ("trainer main", "gateway")] == ["0,1,2", None]
+    assert [visible_gpus(found[f"inference main {number}"]) for number in (1, 2, 3, 4)] == ["4,5", "6,7", "3", None]
     trainer = str(found["trainer main"])
     assert trainer.startswith("CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1,2 ")
     assert "--nproc-per-node=3" in trainer
@@ -153,16 +155,16 @@ def test_each_process_sees_the_gpus_that_it_is_given(monkeypatch: pytest.MonkeyP
     assert "--device cpu " in str(found["inference main 4"])
 
 
-def test_gpus_are_places_among_those_that_we_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_positions_in_our_own_cuda_visible_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
     (found,) = [one for one in planned(engine(trainer={"devices": [1]})) if one.kind == "trainer"]
-    assert seen(found) == "GPU-b"
+    assert visible_gpus(found) == "GPU-b"
     beyond, jobs = read_cluster(engine(trainer={"devices": [2]}), HERE)
     with pytest.raises(Refused, match="GPU 2 is not among the 2 of CUDA_VISIBLE_DEVICES"):
         check_can_start(Layout(cluster=beyond, jobs=jobs))
 
 
-def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
+def test_a_gpu_is_given_twice_only_where_all_of_its_parts_share_devices() -> None:
     both = {"trainer": {"devices": [0]}, "inference": [{"devices": [0]}]}
     assert refusal(engine(**both)).startswith(
         "GPU 0 is given to engines.main.trainer and engines.main.inference[0]: give each its own devices, or share_dev"
@@ -171,17 +173,17 @@ def test_a_gpu_is_given_twice_only_where_all_say_so() -> None:
     one = {"trainer": {"devices": [0], "share_devices": True}, "inference": [{"devices": [0]}]}
     assert "GPU 0 is given to" in refusal(engine(**one))
     planned(engine(trainer=one["trainer"], inference=[{"devices": [0], "share_devices": True}]))
-    numbered = {"engine": "vllm", "device": "cuda:1", "tensor_parallel": 2}
+    numbered = {"backend": "vllm", "device": "cuda:1", "tensor_parallel": 2}
     assert "GPU 2 is given to" in refusal(engine(trainer={"devices": [2]}, inference=[numbered]))
 
 
-def test_once_a_part_names_its_gpus_all_on_a_gpu_do() -> None:
+def test_once_one_part_names_its_gpus_every_part_on_a_gpu_has_to() -> None:
     why = refusal(engine(trainer={"device": "cuda"}, inference=[{"devices": [1]}]))
     assert why == "engines.main.trainer runs on a GPU and does not say which, and others do: give it devices: [...]"
     planned(engine(trainer={"device": "cuda"}, inference=[{"device": "cuda"}]))
 
 
-def test_another_device_on_the_command_line_ends_the_files_gpus(
+def test_a_device_on_the_command_line_replaces_the_gpus_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "cluster.yaml"
@@ -191,16 +193,16 @@ def test_another_device_on_the_command_line_ends_the_files_gpus(
     assert [line.split("=")[2][0] for line in on_gpus if "CUDA" in line] == ["0", "1"]
 
 
-def test_what_is_left_out_is_run_elsewhere() -> None:
+def test_parts_that_are_left_out_are_not_started_here() -> None:
     elsewhere = {"nats": "nats://bus:4222", "gateway": {"count": 0}, "coordinator": {"count": 0}}
     assert [one.name for one in planned({**elsewhere, **engine(trainer={})})] == ["trainer main"]
     assert [one.name for one in planned({**elsewhere, **engine(inference=[{}])})] == ["inference main"]
     assert planned({**elsewhere, **engine()}) == []
 
 
-def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_server_elsewhere_reaches_only_its_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "sesame")
-    served = {"engine": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"}
+    served = {"backend": "openai", "url": "http://gpu7:8000", "api_key_env": "SERVER_KEY"}
     for one in planned(engine(trainer={}, inference=[{}, served])):
         assert ("sesame" in one.environment.values()) == (one.name == "inference main 2")
         assert "sesame" not in str(one)
@@ -232,18 +234,27 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
         (engine(trainer={"backend": "torch", "processes": 2}), "engines.main.trainer: processes 2 is refused: ba"),
         (engine(inference=[{}, {"count": -1}]), "engines.main.inference[1].count = -1 is refused: it takes a whole"),
         (
-            engine(inference=[{"engine": "sglang"}]),
-            'engines.main.inference[0].engine = "sglang" is refused: it takes one',
+            engine(inference=[{"backend": "sglang"}]),
+            'engines.main.inference[0].backend = "sglang" is refused: it takes one',
         ),
         (
-            engine(inference=[{"engine": "openai"}]),
-            "engines.main.inference[0]: url is missing: engine openai is",
+            engine(inference=[{"backend": "openai"}]),
+            "engines.main.inference[0]: url is missing: backend openai is",
         ),
-        (engine(inference=[{"url": "http://a"}]), "inference[0]: url means nothing with engine torch: it is of openai"),
-        (engine(inference=[{"tensor_parallel": 2}]), "tensor_parallel means nothing with engine torch: it is of vllm"),
-        (engine(inference=[{"engine": "openai", "url": "gpu7"}]), 'url = "gpu7" is refused: it takes http://HOST:PORT'),
-        (engine(inference=[{"engine": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
-        (engine(inference=[{"engine": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
+        (
+            engine(inference=[{"url": "http://a"}]),
+            "inference[0]: url means nothing with backend torch: it belongs to openai",
+        ),
+        (
+            engine(inference=[{"tensor_parallel": 2}]),
+            "tensor_parallel means nothing with backend torch: it belongs to vllm",
+        ),
+        (
+            engine(inference=[{"backend": "openai", "url": "gpu7"}]),
+            'url = "gpu7" is refused: it takes http://HOST:PORT',
+        ),
+        (engine(inference=[{"backend": "openai", "url": "http://a", "dtype": "float32"}]), "dtype means nothing with"),
+        (engine(inference=[{"backend": "openai", "url": "http://a", "count": 2}]), "count 2 is refused: one replica"),
         (engine(trainer={"bin_tokens": 3}), "engines.main.trainer.bin_tokens: 3 is neither 0 nor at least 16"),
         (engine(trainer={"devices": [0, 1]}), "engines.main.trainer: processes 2 is refused: backend torch has one"),
         (
@@ -253,11 +264,11 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
         (engine(trainer={"device": "cpu", "devices": [0]}), "device cpu is refused beside devices, which are GPUs"),
         (engine(trainer={"devices": ["0"]}), 'engines.main.trainer.devices[0] = "0" is refused: it takes numbers of'),
         (
-            engine(inference=[{"engine": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
+            engine(inference=[{"backend": "vllm", "count": 2, "tensor_parallel": 2, "devices": [0, 1]}]),
             "devices names 2 GPUs, and 2 replicas with 2 GPUs each take 4",
         ),
-        (engine(inference=[{"eager": True}]), "eager means nothing with engine torch: it is of vllm"),
-        (engine(inference=[{"engine": "vllm", "gpu_memory_utilization": 0.5}]), "means nothing here: device is cpu"),
+        (engine(inference=[{"eager": True}]), "eager means nothing with backend torch: it belongs to vllm"),
+        (engine(inference=[{"backend": "vllm", "gpu_memory_utilization": 0.5}]), "means nothing here: device is cpu"),
         (engine(inference=[{"max_model_len": 1}]), "inference[0].max_model_len: 1 is neither 0 nor at least 2"),
         (engine(job=3), "engines.main.job = 3 is refused: it takes a job's file, or its document"),
         (
@@ -265,10 +276,13 @@ def test_the_key_of_a_server_elsewhere_reaches_its_replica_alone(monkeypatch: py
             "engines.main.job: bombus.trainer.lr = 7 is refused: it takes a",
         ),
         (engine(job="nowhere.yaml"), "engines.main.job: nowhere.yaml: there is no such file"),
-        ({**engine(), **TINY}, "engines is of a cluster file and bombus of a job: put the job below engines.NAME.job"),
+        (
+            {**engine(), **TINY},
+            "engines belongs to a cluster file and bombus to a job: put the job below engines.",
+        ),
     ],
 )
-def test_what_is_wrong_is_named_in_one_sentence(tree: dict[str, Any], why: str) -> None:
+def test_a_mistake_is_named_in_one_sentence(tree: dict[str, Any], why: str) -> None:
     def read() -> None:
         if is_cluster(tree) or not tree:
             read_cluster(tree, HERE)
@@ -279,10 +293,37 @@ def test_what_is_wrong_is_named_in_one_sentence(tree: dict[str, Any], why: str) 
     assert "\n" not in caught.value.why
 
 
-def test_a_job_is_no_cluster_file() -> None:
+def test_a_job_is_not_a_cluster_file() -> None:
     assert not is_cluster(TINY)
     assert not is_cluster({"model_path": "tiny", "seed": 1})
     assert is_cluster(engine())
+
+
+def test_the_old_name_of_a_replicas_backend_is_taken_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(inference=[{"backend": "vllm"}, {"engine": "vllm", "max_running": 9}])))
+    lines = dry_run(capsys, "--config", str(file))
+    assert ["--backend vllm" in line for line in lines if "--engine main" in line and "inference" in line] == [True] * 2
+    warning = "engines.main.inference[1].engine is the old name of engines.main.inference[1].backend: write backend"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+    assert refusal(engine(inference=[{"engine": "vllm", "backend": "vllm"}])) == (
+        "engines.main.inference[0].engine is the old name of engines.main.inference[0].backend: give only one of them"
+    )
+    # The engine that a replica serves is the one that it stands below: its name is not taken for a backend.
+    assert 'inference[0].backend = "main" is refused' in refusal(engine(inference=[{"engine": "main"}]))
+
+
+@pytest.mark.parametrize("words", [("up", "--dry-run"), ("doctor",)])
+def test_the_warning_about_an_old_key_reaches_the_terminal(words: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(engine(inference=[{"engine": "vllm"}])))
+    command = [sys.executable, "-m", "bombus", *words, "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "engines.main.inference[0].engine is the old name of" in done.stderr
+    assert "is the old name of" not in done.stdout
 
 
 # ---- trainers and their jobs --------------------------------------------------------------------------------------
@@ -310,7 +351,7 @@ def test_a_trainer_and_a_job_that_differ_are_refused() -> None:
     assert why == "engines.main.trainer.processes is 8, and its job's trainer.processes is 4"
 
 
-def test_more_processes_than_one_machine_starts_are_for_several() -> None:
+def test_more_processes_than_one_machine_starts_need_several_machines() -> None:
     job = {"model_path": "tiny", "data_parallel_shard_size": 128}
     assert refusal(engine(job=job, trainer={})) == (
         "engines.main.trainer: its job's trainer.processes is 128, and one machine starts at most 64: start it on more "
@@ -318,7 +359,7 @@ def test_more_processes_than_one_machine_starts_are_for_several() -> None:
     )
 
 
-def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_of_a_job_without_effect_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("{model_path: tiny, output_dir: out, enable_full_shard: false}")
     assert main(["up", "--dry-run", "--config", str(file)]) == 0
@@ -327,13 +368,16 @@ def test_a_key_of_a_job_without_effect_is_told(tmp_path: Path, capsys: pytest.Ca
     ]
 
 
-def test_what_cannot_start_here_is_said_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_here_is_refused_before_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
     for parts, why in (
-        ({"inference": [{"engine": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
+        ({"inference": [{"backend": "vllm"}]}, r"'vllm' is not installed .* run `bombus install vllm` first"),
         ({"trainer": {"backend": "verl"}}, r"'verl' is not installed"),
-        ({"inference": [{"engine": "openai", "url": "http://a", "api_key_env": "NO_KEY"}]}, "NO_KEY holds no key"),
-        ({"inference": [{"engine": "vllm", "python": "/nowhere/python"}]}, "/nowhere/python is no interpreter that"),
+        ({"inference": [{"backend": "openai", "url": "http://a", "api_key_env": "NO_KEY"}]}, "NO_KEY holds no key"),
+        (
+            {"inference": [{"backend": "vllm", "python": "/nowhere/python"}]},
+            "/nowhere/python is not an interpreter",
+        ),
     ):
         cluster, _ = read_cluster(engine(**parts), HERE)
         with pytest.raises(Refused, match=f"engine main: .*{why}"):
@@ -375,7 +419,7 @@ def test_a_flag_wins_over_the_backend_that_a_job_would_have_taken_from_the_file(
     assert " -m bombus trainer " in trainer
 
 
-def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_alone_is_for_every_engine_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     job = str(EXAMPLE.parent / "qwen3_8b_full.yaml")
     lines = dry_run(capsys, "--config", job, "--engine", "a", "--engine", "b")
     trainers = [line for line in lines if "--options" in line]
@@ -383,7 +427,7 @@ def test_a_job_alone_is_started_on_every_engine_that_is_named(capsys: pytest.Cap
     assert all("--nproc-per-node=8" in line for line in trainers), "the job's data_parallel_shard_size"
 
 
-def test_a_part_that_is_made_by_hand_is_checked_too() -> None:
+def test_a_part_made_in_code_is_checked_too() -> None:
     with pytest.raises(ValueError, match="url is missing"):
-        InferencePart(engine="openai")
+        InferencePart(backend="openai")
     assert Cluster.model_validate(engine()).gateway.port == 10086

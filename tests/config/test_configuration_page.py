@@ -1,9 +1,9 @@
-"""docs/configuration.md is what the sources say, and names every key that they read."""
+"""docs/configuration.md matches the sources, and names every key that they read."""
 
 from tests.config.configuration_page import PAGE, keys, page
 
 
-def test_the_page_is_what_the_sources_say() -> None:
+def test_the_page_matches_the_sources() -> None:
     assert PAGE.read_text() == page(), "run: python -m tests.config.configuration_page"
 
 

@@ -1,4 +1,4 @@
-"""A job: what is read from AgentJet's YAML and from our own block, and what is refused."""
+"""A job: how AgentJet's YAML and our own block are read, and what is refused."""
 
 import json
 import subprocess
@@ -68,9 +68,9 @@ def test_agentjets_yaml_is_read() -> None:
     assert config.collection.batch_size == 16
     assert config.collection.max_cached_episodes == 500
     assert (config.rollout.num_repeat, config.rollout.max_model_len) == (8, 3000)
-    assert config.trainer.lr == 1e-5  # text to YAML 1.1
+    assert config.trainer.lr == 1e-5  # which YAML 1.1 reads as text
     assert config.trainer.betas == (0.8, 0.9)
-    assert (config.trainer.warmup_steps, config.trainer.total_steps) == (0, 0)  # -1 is "not set" there
+    assert (config.trainer.warmup_steps, config.trainer.total_steps) == (0, 0)  # -1 means "not set" in AgentJet
     assert (config.trainer.lora_rank, config.trainer.lora_alpha) == (16, 32)
 
 
@@ -82,7 +82,7 @@ def test_agentjets_kl_coefficient_counts_while_its_switch_is_on(switch: bool | N
     assert config.ignored == ()
 
 
-def test_what_means_nothing_here_is_listed_and_not_refused() -> None:
+def test_keys_without_effect_are_listed_and_not_refused() -> None:
     ignored = parse_job(AGENTJET).ignored
     assert "ajet.task_reader" in ignored
     assert "ajet.rollout.name" in ignored
@@ -95,7 +95,7 @@ def test_our_own_block_wins() -> None:
     assert (config.model.path, config.model.dtype) == ("tiny", "float32")
 
 
-def test_the_length_of_a_packed_row_goes_by_either_of_its_names() -> None:
+def test_the_length_of_a_packed_row_may_have_either_of_its_names() -> None:
     assert RunConfig().trainer.max_tokens_per_bin == 32_000
     for name in ("max_tokens_per_bin", "sample_packing_sequence_len"):
         assert parse_job({"bombus": {"trainer": {name: 500}}}).trainer.max_tokens_per_bin == 500
@@ -107,7 +107,7 @@ def test_the_length_of_a_packed_row_goes_by_either_of_its_names() -> None:
 
 
 @pytest.mark.parametrize("name", ["enough_episodes", "finish_enough_episodes", "rollout_until_finish_enough_episodes"])
-def test_short_names_of_methods_are_taken(name: str) -> None:
+def test_short_names_of_methods_are_accepted(name: str) -> None:
     job = {"ajet": {"swarm_mode_sample_collection_method": name}}
     assert parse_job(job).collection.method == Method.ENOUGH_EPISODES
 
@@ -157,7 +157,7 @@ def test_short_names_of_methods_are_taken(name: str) -> None:
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
     ],
 )
-def test_what_is_wrong_is_named_with_its_value_and_its_range(job: Any, words: list[str]) -> None:
+def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[str]) -> None:
     why = refusal(job)
     assert all(word in why for word in words), why
 
@@ -178,7 +178,7 @@ def test_what_is_wrong_is_named_with_its_value_and_its_range(job: Any, words: li
         ),
     ],
 )
-def test_every_refusal_says_where_in_the_document_it_is(trainer: dict[str, Any], why: str) -> None:
+def test_every_refusal_says_where_in_the_document_the_mistake_is(trainer: dict[str, Any], why: str) -> None:
     assert refusal({"bombus": {"trainer": trainer}}) == why
 
 
@@ -199,7 +199,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("text", "why"), BROKEN)
-def test_broken_yaml_is_one_sentence_with_the_place(text: str, why: str, tmp_path: Path) -> None:
+def test_broken_yaml_is_refused_in_one_sentence_with_the_position(text: str, why: str, tmp_path: Path) -> None:
     assert refusal(text) == f"the job{why}"
     path = tmp_path / "job.yaml"
     path.write_text(text)
@@ -208,7 +208,7 @@ def test_broken_yaml_is_one_sentence_with_the_place(text: str, why: str, tmp_pat
     assert caught.value.why == f"{path}{why}"
 
 
-def test_a_file_that_is_none_and_one_that_holds_no_mapping_are_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_one_without_a_mapping_are_named(tmp_path: Path) -> None:
     def why(path: Path) -> str:
         with pytest.raises(Refused) as caught:
             read_job_file(path)
@@ -225,7 +225,7 @@ def test_a_file_that_is_none_and_one_that_holds_no_mapping_are_named(tmp_path: P
         assert refusal(text) == NO_MAPPING.format("the job")
 
 
-def test_what_a_job_sends_along_by_itself_is_not_listed_and_what_its_author_said_is() -> None:
+def test_keys_that_a_job_adds_by_itself_are_not_listed_and_those_of_its_author_are() -> None:
     assert Job(model="tiny").run.ignored == ()
     assert Job(model="tiny", n_gpu=2, swarm_mode=True).run.ignored == ("ajet.trainer_common.n_gpus_per_node",)
 
@@ -237,14 +237,14 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
     assert "max_model_len 15" in why
 
 
-def test_a_yaml_bomb_does_not_go_off() -> None:
+def test_a_yaml_bomb_is_refused() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
     bomb = "\n".join([*lines, "ajet: {model: {path: *a11}, lora: *a11}"])
     assert "must be" in refusal(bomb)
 
 
-def test_an_endless_job_is_refused() -> None:
+def test_an_oversized_job_is_refused() -> None:
     with pytest.raises(Refused) as caught:
         parse_job("a: " + "x" * 300_000)
     assert caught.value.code == Code.TOO_LARGE
@@ -263,7 +263,7 @@ def test_an_endless_job_is_refused() -> None:
         ({"max_prompt_length": 1, "max_response_length": 2, "max_model_len": 9}, (1, 2, 2, 9)),
     ],
 )
-def test_some_lengths_give_the_others(given: dict[str, int], wanted: tuple[int, ...]) -> None:
+def test_the_lengths_that_are_not_given_follow_from_the_others(given: dict[str, int], wanted: tuple[int, ...]) -> None:
     assert tuple(derive_lengths(given).values()) == wanted
 
 
@@ -289,7 +289,7 @@ def test_a_configuration_survives_json_and_yaml() -> None:
     assert yaml.safe_load(to_yaml(config.to_yaml_mapping())) == config.to_yaml_mapping()
 
 
-def test_the_digest_is_that_of_what_counts() -> None:
+def test_the_digest_ignores_keys_without_effect() -> None:
     assert parse_job(AGENTJET).digest == parse_job(AGENTJET + "something: else\n").digest
     assert parse_job(AGENTJET).digest != parse_job({}).digest
     assert len(parse_job({}).digest) == 32
@@ -318,7 +318,7 @@ def test_yaml_is_written_so_that_a_library_reads_it_back(tree: dict[str, Any]) -
     assert yaml.safe_load(to_yaml(written)) == written
 
 
-def test_json_needs_no_yaml_library_and_yaml_says_which_one() -> None:
+def test_json_needs_no_yaml_library_and_without_one_yaml_says_what_to_install() -> None:
     script = """
 import json, sys
 sys.modules["yaml"] = None  # as if it were not installed
@@ -338,7 +338,7 @@ def trainer(**options: object) -> TrainerConfig:
     return parse_job({"bombus": {"trainer": options}}).trainer
 
 
-def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
+def test_a_wrong_estimator_is_one_mistake_and_not_two() -> None:
     assert "aggregation" not in refusal({"bombus": {"trainer": {"adv_estimator": "sgd"}}})
 
 
@@ -360,7 +360,7 @@ def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
             {"tis_mode": "clip", "tis_upper_bound": 5.0, "tis_lower_bound": None},
             {"correction": "token_tis", "tis_clip_low": 0.2},
         ),
-        # slime's own example gives truncation a lower bound, and does not look at it
+        # slime's own example gives truncation a lower bound and ignores it
         (
             {"use_tis": True, "tis_level": "token", "tis_mode": "truncate", "tis_lower_bound": 0.5},
             {"correction": "token_tis", "tis_clip_low": 0.0},
@@ -383,7 +383,7 @@ def test_a_wrong_estimator_is_one_fault_and_not_two() -> None:
         ({"disable_grpo_std_normalization": True}, {"normalise_by_std": False}),
     ],
 )
-def test_slimes_names_of_options_are_taken(options: dict[str, object], wanted: dict[str, object]) -> None:
+def test_slimes_names_of_options_are_accepted(options: dict[str, object], wanted: dict[str, object]) -> None:
     found = trainer(**options)
     assert {name: getattr(found, name) for name in wanted} == wanted
 
@@ -405,7 +405,7 @@ def test_slimes_names_of_options_are_taken(options: dict[str, object], wanted: d
         ({"tis_mode": "mask", "tis_upper_bound": "two"}, 'bombus.trainer.tis_upper_bound = "two" is refused'),
     ],
 )
-def test_what_slime_means_otherwise_is_refused_with_what_to_give(options: dict[str, object], words: str) -> None:
+def test_options_that_slime_means_differently_are_refused(options: dict[str, object], words: str) -> None:
     assert words in refusal({"bombus": {"trainer": options}})
 
 
@@ -420,7 +420,7 @@ def test_what_slime_means_otherwise_is_refused_with_what_to_give(options: dict[s
         ({"kl_estimator": "mse"}, {"kl_estimator": "k2"}),
     ],
 )
-def test_verls_names_of_algorithms_are_taken(options: dict[str, object], wanted: dict[str, object]) -> None:
+def test_verls_names_of_algorithms_are_accepted(options: dict[str, object], wanted: dict[str, object]) -> None:
     found = trainer(**options)
     assert {name: getattr(found, name) for name in wanted} == wanted
 
@@ -462,14 +462,14 @@ def test_importance_sampling_brings_no_correction_unless_one_is_given() -> None:
         assert "the loss importance_sampling has none unless it is named: give correction token_tis too" in why
 
 
-def test_what_follows_from_a_loss_stays_as_it_was_stored() -> None:
+def test_settings_that_follow_from_a_loss_survive_storage() -> None:
     for loss in ("gspo", "importance_sampling"):
         config = parse_job({"bombus": {"trainer": {"loss": loss}}})
         assert RunConfig.from_json(config.to_json()) == config
         assert parse_job(to_yaml(config.to_yaml_mapping())) == config
 
 
-def test_with_the_backend_verl_estimators_and_losses_are_verls_to_know() -> None:
+def test_with_the_backend_verl_any_name_of_an_estimator_or_a_loss_is_accepted() -> None:
     found = trainer(backend="verl", adv_estimator="gpg", loss="sapo")
     assert (found.adv_estimator, found.loss) == ("gpg", "sapo")
 
@@ -486,7 +486,7 @@ def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:
 # ---- Job ------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_takes_agentjets_keywords() -> None:
+def test_a_job_accepts_agentjets_keywords() -> None:
     job = Job(
         model="tiny",
         batch_size=4,
@@ -539,7 +539,7 @@ def test_a_keyword_wins_over_a_files_own_block(tmp_path: Path) -> None:
     assert Job(path, max_model_len=1200).run.rollout.max_model_len == 1200
 
 
-def test_a_job_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_job_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(Refused, match=r"nothing\.yaml"):
         Job(tmp_path / "nothing.yaml")
 

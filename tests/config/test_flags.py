@@ -1,4 +1,4 @@
-"""Command lines that are refused: a whole sentence with the flag as it is typed, on stderr alone, and exit code 2."""
+"""Command lines that are refused: a whole sentence with the flag as it is typed, on stderr only, and exit code 2."""
 
 import argparse
 import importlib
@@ -32,7 +32,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], int], words: str) -> str:
-    """The one line that is said."""
+    """Return the only line that is printed."""
     try:
         code = main(words.split())
     except SystemExit as done:
@@ -97,25 +97,25 @@ def test_a_value_that_a_command_does_not_take_is_named_with_its_flag_and_range(
 @pytest.mark.parametrize(
     "command", ["up", "doctor", "status", "overwatch", "coordinator", "gateway", "trainer", "inference"]
 )
-def test_a_name_that_is_none_is_refused_by_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, main, f"{command} --hive Lab")
-    assert said == f"bombus {command}: --hive: hive 'Lab' {NAME}; see `bombus {command} --help`"
+def test_an_invalid_hive_name_is_refused_by_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, main, f"{command} --hive Lab")
+    assert line == f"bombus {command}: --hive: hive 'Lab' {NAME}; see `bombus {command} --help`"
 
 
 @pytest.mark.parametrize("command", ["up", "gateway", "trainer", "inference"])
-def test_so_is_an_engines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, main, f"{command} --engine Big")
-    assert said == f"bombus {command}: --engine: engine 'Big' {NAME}; see `bombus {command} --help`"
+def test_an_invalid_engine_name_is_refused_by_every_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, main, f"{command} --engine Big")
+    assert line == f"bombus {command}: --engine: engine 'Big' {NAME}; see `bombus {command} --help`"
 
 
-def test_what_argparse_refuses_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, main, "trainer --bin-tokens many")
-    assert said == "bombus trainer: --bin-tokens: invalid int value: 'many'; see `bombus trainer --help`"
-    said = refusal(capsys, main, "log")
-    assert said == "bombus log: the following arguments are required: subcommand; see `bombus log --help`"
+def test_a_refusal_of_argparse_is_one_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
+    line = refusal(capsys, main, "trainer --bin-tokens many")
+    assert line == "bombus trainer: --bin-tokens: invalid int value: 'many'; see `bombus trainer --help`"
+    line = refusal(capsys, main, "log")
+    assert line == "bombus log: the following arguments are required: subcommand; see `bombus log --help`"
 
 
-def test_what_a_file_says_is_named_by_its_place_and_what_a_flag_says_by_the_flag(
+def test_a_value_of_a_file_is_named_by_its_place_and_a_value_of_a_flag_by_the_flag(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for port, flag, why in (
@@ -131,10 +131,10 @@ def test_what_a_file_says_is_named_by_its_place_and_what_a_flag_says_by_the_flag
 def test_a_file_that_cannot_be_read_is_named(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "broken.yaml").write_text("engines: {main: {}\n  ]\n")
     prog = f"bombus {command.split()[0]}"
-    said = refusal(capsys, main, f"{command} --config broken.yaml")
-    assert said == f"{prog}: broken.yaml, line 2, column 3: expected ',' or '}}', but got ']'"
-    said = refusal(capsys, main, f"{command} --config nowhere.yaml")
-    assert said == f"{prog}: nowhere.yaml: there is no such file"
+    line = refusal(capsys, main, f"{command} --config broken.yaml")
+    assert line == f"{prog}: broken.yaml, line 2, column 3: expected ',' or '}}', but got ']'"
+    line = refusal(capsys, main, f"{command} --config nowhere.yaml")
+    assert line == f"{prog}: nowhere.yaml: there is no such file"
 
 
 # ---- the commands of Python ---------------------------------------------------------------------------------------
@@ -154,15 +154,17 @@ def test_the_launcher_names_its_flags(words: str, why: str, capsys: pytest.Captu
     assert refusal(capsys, launcher.main, words) == f"bombus_trainer.launcher: {why}"
 
 
-def test_ranks_refuse_what_a_trainer_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_refuse_what_a_trainer_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     assert refusal(capsys, worker.main, "--device gpu") == f"bombus_trainer.worker: {DEVICE}"
     assert refusal(capsys, ray_ranks.main, "--device gpu") == f"bombus_trainer.ray_ranks: {DEVICE}"
-    said = refusal(capsys, ray_ranks.main, "--ranks 0")
-    assert said == "bombus_trainer.ray_ranks: --ranks 0 is refused: it takes 1 to 4096"
+    line = refusal(capsys, ray_ranks.main, "--ranks 0")
+    assert line == "bombus_trainer.ray_ranks: --ranks 0 is refused: it takes 1 to 4096"
 
 
-def test_ranks_on_ray_say_where_ray_is_to_be_had(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_ray_say_how_to_get_ray(capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, ray_ranks.main, "") == (
         "bombus_trainer.ray_ranks: Ray is not installed here: run `bombus install verl`, "
         "and start this with the Python of that environment"
@@ -189,7 +191,7 @@ def parsers() -> Iterator[argparse.ArgumentParser]:
     yield parser
 
 
-def test_help_says_what_every_argument_is_and_what_holds_without_it() -> None:
+def test_help_describes_every_argument_and_names_its_default() -> None:
     seen = 0
     for parser in parsers():
         for action in parser._actions:

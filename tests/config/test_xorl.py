@@ -1,4 +1,4 @@
-"""xorl's flat server configuration: what becomes of its keys, and which are refused by name."""
+"""xorl's flat server configuration: what its keys become, and which are refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def test_the_length_that_samples_are_packed_to_is_read() -> None:
     assert getattr(getattr(config, group), field) == 12_345
 
 
-def test_lora_counts_where_it_is_enabled() -> None:
+def test_lora_settings_count_only_where_lora_is_enabled() -> None:
     targets = ["q_proj", "v_proj"]
     given = {**FLAT, "lora_rank": 8, "lora_alpha": 32, "lora_target_modules": targets}
     on = parse_job({**given, "enable_lora": True}).trainer
@@ -45,7 +45,7 @@ def test_a_tokenizer_from_elsewhere_and_full_precision_are_read() -> None:
     assert (config.model.tokenizer, config.model.dtype, config.model.seed) == ("org/other", "float32", 7)
 
 
-def test_the_sdks_job_reads_such_a_file_and_keywords_win_over_it() -> None:
+def test_the_sdks_job_reads_flat_keys_and_its_keywords_win() -> None:
     file = ROOT / "examples/server/qwen3_8b_full.yaml"
     assert Job(file).run.digest == parse_job(file.read_text()).digest
     changed = Job(file, model="tiny", lr=0.5).run
@@ -57,7 +57,7 @@ def test_our_own_block_wins_over_flat_keys() -> None:
 
 
 @pytest.mark.parametrize("key", sorted(xorl.LIMITED))
-def test_what_changes_nothing_here_is_taken_and_all_else_refused_by_name(key: str) -> None:
+def test_values_that_change_nothing_are_accepted_and_others_are_refused_by_name(key: str) -> None:
     for value in xorl.LIMITED[key].values:
         parse_job({**FLAT, key: value})
     assert refusal({**FLAT, key: "something else"}).startswith(f'{key} = "something else" is refused: ')
@@ -70,8 +70,8 @@ def test_what_changes_nothing_here_is_taken_and_all_else_refused_by_name(key: st
         ({"expert_parallel_size": 8}, "expert_parallel_size = 8 is refused: no backend splits experts"),
         ({"expert_parallel_size": True}, "expert_parallel_size = true is refused"),
         ({"ulyses_parallel_size": 1}, "ulyses_parallel_size is unknown; did you mean ulysses_parallel_size?"),
-        ({"flux_capacitor": 1}, "flux_capacitor is unknown; docs/configuration.md lists what there is"),
-        ({"engines": {}}, "engines is unknown: it belongs into a cluster file, which is for `bombus up --config`"),
+        ({"flux_capacitor": 1}, "flux_capacitor is unknown; docs/configuration.md lists the keys"),
+        ({"engines": {}}, "engines is unknown: it belongs in a cluster file, which is for `bombus up --config`"),
         ({"data_parallel_mode": "ddp"}, 'data_parallel_mode = "ddp" is refused: it takes one of fsdp2, none'),
         ({"data_parallel_mode": "none", "data_parallel_shard_size": 2}, "data_parallel_mode = none has one process"),
         ({"data_parallel_shard_size": "many"}, 'data_parallel_shard_size = "many" is refused: it takes a whole number'),
@@ -79,15 +79,15 @@ def test_what_changes_nothing_here_is_taken_and_all_else_refused_by_name(key: st
         ({"enable_lora": "yes"}, 'enable_lora = "yes" is refused: it takes true or false'),
         ({"enable_lora": True, "lora_target_modules": "all"}, 'lora_target_modules = "all" is refused: it takes a li'),
         ({"sample_packing_sequence_len": 0}, "sample_packing_sequence_len = 0 is refused: it takes a whole number"),
-        ({"model_name": "org/third"}, 'model_name = "org/third" is refused: it has to be what model_path is'),
-        ({"load_checkpoint_path": "/data/000100"}, "to begin with other weights name them as model_path"),
+        ({"model_name": "org/third"}, 'model_name = "org/third" is refused: it has to be the same as model_path'),
+        ({"load_checkpoint_path": "/data/000100"}, "to start from other weights, name them as model_path"),
     ],
 )
-def test_what_is_refused_is_named(keys: dict[str, Any], why: str) -> None:
+def test_a_refusal_names_the_key(keys: dict[str, Any], why: str) -> None:
     assert why in refusal({**FLAT, **keys})
 
 
-def test_beside_agentjets_block_they_are_somebody_elses() -> None:
+def test_beside_agentjets_block_flat_keys_have_no_effect() -> None:
     config = parse_job({"ajet": {}, "ulysses_parallel_size": 8})
     assert config.ignored == ("ulysses_parallel_size",)
 

@@ -10,7 +10,7 @@ from bombus.hive.events import Collection, DropReason, Event, Method, Outcome
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
 from bombus.replay.running import BadUsage
-from bombus.replay.source import End, NotOnLog, Source
+from bombus.replay.source import LogEnd, NotOnLog, Source
 from bombus_coordinator.what_if import compare, render
 from tests.coordinator.test_core_properties import run as random_run
 
@@ -27,8 +27,8 @@ class Given(Source):
     async def base(self) -> tuple[Hive, int]:
         return Hive(), 0
 
-    async def end(self) -> End:
-        return End(len(self._events), 0)
+    async def end(self) -> LogEnd:
+        return LogEnd(len(self._events), 0)
 
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
         for seq, event in enumerate(self._events[after:until], after + 1):

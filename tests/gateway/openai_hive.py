@@ -1,5 +1,7 @@
-"""A hive for tests of the gateway's OpenAI door: real bus, coordinator and gateway, and a replica that says what a test
-scripts, frame by frame, so that chunk borders, hang-ups and deaths can be forced."""
+"""A hive for tests of model calls: real bus, coordinator and gateway, and a replica that tests script.
+
+Scripts send frame by frame, so that tests can force chunk borders, disconnects and crashes.
+"""
 
 import asyncio
 import json
@@ -26,7 +28,7 @@ from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
-from bombus_gateway.service import http_server
+from bombus_gateway.service import serving
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
 
@@ -47,7 +49,7 @@ CORPUS = [
 
 
 def small_tokenizer() -> dict[str, bytes]:
-    """The files of a byte-level BPE tokenizer with a ChatML template, trained on the spot."""
+    """Train a byte-level BPE tokenizer with a ChatML template, and return its files."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -71,7 +73,7 @@ IM_END = TEXT.tokenizer.token_id("<|im_end|>") or 0
 
 
 def tokens_of(text: str, end: bool = True) -> list[int]:
-    """`text` as this model would sample it."""
+    """Return the tokens of `text` as this model would sample it."""
     return TEXT.tokenizer.encode(text) + ([IM_END] if end else [])
 
 
@@ -80,7 +82,7 @@ Script = Callable[[Generate, Send], Coroutine[None, None, None]]
 
 
 def says(*texts: str | Sequence[int], version: int = 0, portion: int = 0, finish: str = "stop") -> Script:
-    """One completion for each text, `portion` tokens to a frame (0: all in one)."""
+    """Return a script that sends one completion for each text, `portion` tokens to a frame (0: all in one)."""
 
     async def script(request: Generate, send: Send) -> None:
         for choice, text in enumerate(texts):
@@ -94,7 +96,7 @@ def says(*texts: str | Sequence[int], version: int = 0, portion: int = 0, finish
 
 
 def frame_of(tokens: Sequence[int], choice: int = 0, version: int = 0, top: int = 0) -> Tokens:
-    """The logprob of a token is -id/1000: a test can tell them apart."""
+    """Return a frame in which the logprob of a token is -id/1000, so that a test can tell them apart."""
     return Tokens(
         choice=choice,
         version=version,
@@ -105,11 +107,11 @@ def frame_of(tokens: Sequence[int], choice: int = 0, version: int = 0, top: int 
 
 
 class Died(Exception):
-    """Raised by a script: the replica's connection breaks."""
+    """Raised by a script to break the replica's connection."""
 
 
 class ScriptedReplica:
-    """`POST /generate` as generation.py says it. Each request takes the next of `scripts`."""
+    """A server of `POST /generate` (generation.py). Each request takes the next of `scripts`."""
 
     def __init__(self) -> None:
         self.scripts: deque[Script] = deque()
@@ -194,7 +196,7 @@ class GatewayHive:
         await self.follower.wait_for(lambda _: holds(self.engine), 10)
 
     async def start(self, job: dict[str, Any]) -> None:
-        """Configure, start and boot: afterwards the engine is ROLLING with one replica."""
+        """Configure, start and boot the engine, until it is ROLLING with one replica."""
         config = parse_job(job)
         configure = inbox.Configure(
             id=new_id(),
@@ -233,8 +235,8 @@ class GatewayHive:
         await self.bus.send(message)
         await self.until(lambda engine: name in engine.replicas and engine.replicas[name].version == version)
 
-    async def no_coordinator(self) -> None:
-        """The coordinator dies, and none takes over."""
+    async def stop_coordinator(self) -> None:
+        """Stop the coordinator; no other takes over."""
         assert self.leading is not None
         self.leading.cancel()
         await asyncio.gather(self.leading, return_exceptions=True)
@@ -247,7 +249,7 @@ class GatewayHive:
         return replica
 
     async def claim(self, kind: EpisodeType = EpisodeType.TRAIN) -> tuple[str, str]:
-        """(episode, key)."""
+        """Claim an episode; return it and its key."""
         claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", type=kind, wait_s=5.0)
         granted = await self.bus.ask(claim)
         assert isinstance(granted, inbox.Granted)
@@ -266,7 +268,7 @@ class GatewayHive:
         return client
 
     async def calls(self, episode: str, count: int) -> list[NotedCall]:
-        """The noted calls of an open episode, once there are `count`."""
+        """Return the noted calls of an open episode, once there are `count`."""
         await self.until(lambda engine: len(engine.open[episode].calls) >= count)
         return list(self.engine.open[episode].calls)
 
@@ -277,7 +279,7 @@ class GatewayHive:
 
 
 def chain_of(records: Sequence[CallRecord]) -> list[int]:
-    """The tokens of a chain of records, rebuilt: each one's parent must be the one before it."""
+    """Rebuild the tokens of a chain of records, each of which must have the one before it as its parent."""
     tokens: list[int] = []
     for index, record in enumerate(records):
         if index:
@@ -297,19 +299,19 @@ def new_id() -> str:
 
 @asynccontextmanager
 async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIterator[tuple[Gateway, str]]:
-    """A gateway behind a real HTTP server: itself and its URL."""
+    """Run a gateway behind a real HTTP server; give it and its URL."""
     follower = Follower(bus)
     gateway = Gateway(
         settings=GatewaySettings(hive=bus.subjects.hive, **settings), bus=bus, follower=follower, keys=Keys(SECRET)
     )
     app = create_app(gateway)
-    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.touches.run())]
+    running = [asyncio.create_task(follower.run()), asyncio.create_task(gateway.heartbeats.run())]
     await follower.caught_up(10)
-    await app.calls.room.look()
+    await app.calls.capacity.refresh()
     gateway.ready = ready
     with listen("127.0.0.1", 0) as bound:
         try:
-            async with http_server(app, bound):
+            async with serving(app, bound):
                 yield gateway, f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             app.calls.client.close()
@@ -328,7 +330,7 @@ JOB: dict[str, Any] = {
 
 @asynccontextmanager
 async def gateway_hive(bus: Bus, job: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[GatewayHive]:
-    """A hive with one gateway and one replica, while the block runs."""
+    """Run a hive with one gateway and one replica while the block runs."""
     hive = GatewayHive(bus)
     coordinator = Coordinator(bus)
     hive.leading = asyncio.create_task(coordinator.lead())

@@ -1,6 +1,6 @@
 """A whole hive in one process for tests of the swarm door: a real bus, the real coordinator and the real gateway.
 
-Trainer and replica are played: they say what real ones say, without a model.
+The trainer and the replica are played: they send the messages of real ones, without a model.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ JOB = {
 
 
 class PlayedHive:
-    """`http` is a client of the gateway's app; the other methods are what trainer, replica and model would do."""
+    """A hive whose trainer, replica and model are played by methods. `http` is a client of the gateway's app."""
 
     def __init__(self, bus: Bus, gateway: Gateway, coordinator: Coordinator) -> None:
         self.bus = bus
@@ -67,19 +67,19 @@ class PlayedHive:
     async def phase(self, phase: Phase) -> None:
         await self.gateway.follower.wait_for(lambda _: self.engine.phase == phase, 10)
 
-    async def say(self, message: inbox.Message) -> None:
+    async def send(self, message: inbox.Message) -> None:
         await self.bus.send(message)
 
-    async def heard(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
-        """Return once the inbox has had such a message."""
+    async def until_received(self, holds: Callable[[inbox.AnyMessage], bool]) -> None:
+        """Wait until the inbox has had such a message."""
         async with asyncio.timeout(10), Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=1) as reader:
             while not any(holds(inbox.decode_message(stored.data)) for stored in await reader.read()):
                 pass
 
-    # ---- what trainer and replica do ----
+    # ---- the trainer and the replica ----
 
     async def boot(self) -> None:
-        """Open the run, say that the model as loaded is ready and served."""
+        """Open the run, and report the loaded model as ready and served."""
         run = self.engine.run
         answer = await self.bus.ask(inbox.TrainerOpens(id=_id(), engine=ENGINE, run=run, trainer="trainer-1"))
         assert isinstance(answer, inbox.Done)
@@ -88,7 +88,7 @@ class PlayedHive:
 
     async def weights(self, step: int) -> None:
         run = self.engine.run
-        await self.say(
+        await self.send(
             inbox.WeightsSaved(
                 id=_id(),
                 engine=ENGINE,
@@ -98,15 +98,15 @@ class PlayedHive:
                 weights=Weights(where=f"/run-{run}/version-{step}"),
             )
         )
-        await self.say(
+        await self.send(
             inbox.ReplicaAlive(id=_id(), engine=ENGINE, replica=REPLICA, url="http://nowhere", run=run, version=step)
         )
 
     async def train(self) -> None:
-        """Make the step of the sealed batch."""
+        """Report the step of the sealed batch as done."""
         batch = self.engine.batch
         assert batch is not None
-        await self.say(
+        await self.send(
             inbox.StepDone(
                 id=_id(),
                 engine=ENGINE,
@@ -122,7 +122,7 @@ class PlayedHive:
     async def call(
         self, episode: str, messages: tuple[dict[str, Any], ...], answer: str, parent: CallRef | None = None
     ) -> CallRef:
-        """A model call of an episode, recorded as the gateway records it."""
+        """Record a model call of an episode as the gateway does."""
         record = CallRecord(
             id=_id(),
             engine=ENGINE,
@@ -145,19 +145,19 @@ class PlayedHive:
         ack = await self.bus.publish(self.bus.subjects.call(ENGINE, episode), body, msg_id=record.id)
         ref = CallRef(ack.seq, record.id, digest(body))
         noted = NotedCall(episode, ref, 2, 1, self.engine.version, self.engine.version, CallStatus.COMPLETE)
-        await self.say(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))
+        await self.send(inbox.CallRecorded(id=record.id, engine=ENGINE, run=self.engine.run, call=noted))
         await self.gateway.follower.wait_for(
             lambda _: any(call.ref.id == ref.id for one in self.engine.open.values() for call in one.calls), 10
         )
         return ref
 
-    # ---- what clients do ----
+    # ---- clients ----
 
     async def post(self, path: str, body: object = None, **headers: str) -> httpx.Response:
         return await self.http.post(path, json={} if body is None else body, headers=headers)
 
     async def start(self, job: dict[str, Any] | None = None) -> None:
-        """Configure, start and boot: afterwards the engine is ROLLING."""
+        """Configure, start and boot the engine, until it is ROLLING."""
         synced = await self.post("/sync_train_config", {"yaml_as_string": json.dumps(job or JOB)})
         assert synced.status_code == 200, synced.text
         started = await self.post("/start_engine")
@@ -177,7 +177,7 @@ class PlayedHive:
 
     @asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
-        """The app behind a real HTTP server; gives its URL."""
+        """Serve the app with a real HTTP server; give its URL."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
@@ -196,7 +196,7 @@ def _id() -> str:
 
 @asynccontextmanager
 async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
-    """A hive that runs while the block does."""
+    """Run a hive while the block runs."""
     coordinator = Coordinator(bus)
     follower = Follower(bus)
     gateway = Gateway(
@@ -209,7 +209,7 @@ async def played_hive(bus: Bus, **settings: Any) -> AsyncIterator[PlayedHive]:
     running = [
         asyncio.create_task(coordinator.lead()),
         asyncio.create_task(follower.run()),
-        asyncio.create_task(gateway.touches.run()),
+        asyncio.create_task(gateway.heartbeats.run()),
     ]
     hive = PlayedHive(bus, gateway, coordinator)
     try:

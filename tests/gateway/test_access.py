@@ -1,4 +1,4 @@
-"""Who may pass which door: every route, every key, every way to present one; and where a gateway may listen."""
+"""Access control: every route, every key, every way to present a key, and where a gateway may listen."""
 
 import argparse
 import logging
@@ -19,7 +19,7 @@ from bombus.config.cluster import Cluster
 from bombus.errors import Code, Refused
 from bombus.host.hive_keys import HiveKeys, add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
-from bombus_gateway.access import Door, Guard
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.settings import GatewaySettings
 from tests.gateway.openai_hive import gateway_hive, says
@@ -29,7 +29,7 @@ ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neit
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
 OPEN = {"/health", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-CALL = {"/v1/chat/completions", "/v1/completions"}  # these ask for an episode's key
+CALL = {"/v1/chat/completions", "/v1/completions"}  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/sync_train_code"}
 CLIENTS = {
     "/get_engine_status",
@@ -59,17 +59,17 @@ async def keyed(bus: Bus) -> AsyncIterator[PlayedHive]:
 
 
 def routes_of(app: GatewayApp) -> list[tuple[str, str]]:
-    """(method, path) of everything that the app answers."""
+    """Return (method, path) of everything that the app answers."""
     found = [(method, route.path or "") for route in iter_route_contexts(app.routes) for method in route.methods or ()]
     return found + [("GET" if path.endswith("/models") else "POST", path) for path in app.hot]
 
 
-# ---- doors ------------------------------------------------------------------------------------------------------
+# ---- routes -----------------------------------------------------------------------------------------------------
 
 
-async def test_every_route_has_its_door(keyed: PlayedHive) -> None:
-    """A new route has to be put into one of the sets above, and be what it says there."""
-    keyed.gateway.ready = False  # who is let in gets a 503, and nothing is done
+async def test_every_route_has_its_guard(keyed: PlayedHive) -> None:
+    """A new route has to be added to one of the sets above, and be guarded accordingly."""
+    keyed.gateway.ready = False  # a request that passes gets a 503 and changes nothing
     routes = routes_of(keyed.app)
     assert {path.removeprefix("/e/main") for _, path in routes} == OPEN | CALL | CONTROL | CLIENTS
     assert {path for _, path in routes if path.startswith("/e/")} >= {
@@ -106,26 +106,26 @@ async def test_a_key_counts_however_it_is_presented(
 
 
 async def test_one_right_key_is_enough_beside_a_wrong_one(keyed: PlayedHive) -> None:
-    """Clients of other vendors send a key of theirs in a header, whatever is in the path."""
+    """Clients of other vendors send their own key in a header, whatever is in the path."""
     reply = await keyed.http.get(f"/k/{CLIENT}/get_engine_status", headers={"X-API-Key": "tml-theirs"})
     assert reply.status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("keys", "door", "opening"),
+    ("keys", "access", "opening"),
     [
-        (HiveKeys(), Door.CLIENT, {"", CLIENT, ADMIN}),
-        (HiveKeys(), Door.CONTROL, {"", CLIENT, ADMIN}),
-        (HiveKeys(admin=ADMIN), Door.CLIENT, {"", CLIENT, ADMIN}),
-        (HiveKeys(admin=ADMIN), Door.CONTROL, {ADMIN}),
-        (HiveKeys(client=CLIENT), Door.CLIENT, {CLIENT}),
-        (HiveKeys(client=CLIENT), Door.CONTROL, {CLIENT}),
-        (BOTH, Door.CLIENT, {CLIENT, ADMIN}),
-        (BOTH, Door.CONTROL, {ADMIN}),
+        (HiveKeys(), Access.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(), Access.CONTROL, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Access.CLIENT, {"", CLIENT, ADMIN}),
+        (HiveKeys(admin=ADMIN), Access.CONTROL, {ADMIN}),
+        (HiveKeys(client=CLIENT), Access.CLIENT, {CLIENT}),
+        (HiveKeys(client=CLIENT), Access.CONTROL, {CLIENT}),
+        (BOTH, Access.CLIENT, {CLIENT, ADMIN}),
+        (BOTH, Access.CONTROL, {ADMIN}),
     ],
 )
-def test_a_door_asks_only_for_keys_that_are_set(keys: HiveKeys, door: Door, opening: set[str]) -> None:
-    guard = Guard(door, keys, "")
+def test_a_route_needs_only_keys_that_are_set(keys: HiveKeys, access: Access, opening: set[str]) -> None:
+    guard = Guard(access, keys, "")
     passing = {
         key
         for key in ("", CLIENT, ADMIN)
@@ -157,7 +157,7 @@ async def test_the_models_are_listed_to_clients_and_agents(keyed: PlayedHive) ->
 
 
 async def test_a_client_with_nothing_but_a_url_claims_and_its_agent_calls(bus: Bus) -> None:
-    """As AgentJet's client does: it puts its server's URL before every path, that of the base URL too."""
+    """AgentJet's client puts its server's URL before every path, including that of the base URL."""
     async with gateway_hive(bus, keys=BOTH) as hive, httpx.AsyncClient() as http:
         server_url = f"{hive.base_url}/k/{CLIENT}"
         body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0, "throttle_policy": None}
@@ -170,7 +170,7 @@ async def test_a_client_with_nothing_but_a_url_claims_and_its_agent_calls(bus: B
                 answer = await agent.chat.completions.create(model="m", messages=[{"role": "user", "content": text}])
             assert answer.choices[0].message.content == text
         async with AsyncOpenAI(base_url=theirs, api_key=CLIENT, max_retries=0) as stranger:
-            with pytest.raises(AuthenticationError) as refused:  # a client's key is no episode's
+            with pytest.raises(AuthenticationError) as refused:  # a client's key is not an episode's
                 await stranger.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
         assert refused.value.response.headers["www-authenticate"] == "Bearer"
 
@@ -179,19 +179,19 @@ async def test_a_key_in_a_path_is_nowhere_in_answers_or_logs(bus: Bus, caplog: p
     caplog.set_level(logging.DEBUG)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # the test's own client, which has the URL
     logging.getLogger("httpcore").setLevel(logging.WARNING)
-    said = ""
+    answers = ""
     async with gateway_hive(bus, keys=BOTH) as hive, httpx.AsyncClient() as http:
         for path in ("/health/", "/get_engine_status", "/nowhere", "/claim_episode", "/start_engine", "/v1/models", ""):
             for key in (ADMIN, WRONG):
                 reply = await http.post(f"{hive.base_url}/k/{key}{path}", json={"client_uuid": 3})
-                said += f"{reply.status_code} {dict(reply.headers)} {reply.text}\n"
-    assert "307" in said
-    for text in (said, caplog.text):
+                answers += f"{reply.status_code} {dict(reply.headers)} {reply.text}\n"
+    assert "307" in answers
+    for text in (answers, caplog.text):
         assert ADMIN not in text
         assert WRONG not in text
 
 
-async def test_where_no_key_is_set_a_path_key_does_no_harm(bus: Bus) -> None:
+async def test_a_path_key_is_ignored_where_no_key_is_set(bus: Bus) -> None:
     async with played_hive(bus) as played:
         assert (await played.http.get(f"/k/{CLIENT}/e/main/get_engine_status")).status_code == 200
         assert (await played.http.get(f"/k/{CLIENT}/k/{CLIENT}/get_engine_status")).status_code == 404
@@ -215,20 +215,20 @@ async def test_where_no_key_is_set_a_path_key_does_no_harm(bus: Bus) -> None:
         ("http://[", "[", False),
     ],
 )
-def test_a_door_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
+def test_a_route_without_a_key_is_closed_to_pages_from_elsewhere(origin: str, host: str, passes: bool) -> None:
     headers = [(b"host", host.encode())] + ([(b"origin", origin.encode())] if origin else [])
-    for door in Door:
-        refusal = Guard(door, HiveKeys(), "https://hive.example/").refusal(headers)
+    for access in Access:
+        refusal = Guard(access, HiveKeys(), "https://hive.example/").refusal(headers)
         assert (refusal is None) == passes
         assert refusal is None or "--public-url" in refusal.why
 
 
-def test_who_has_the_key_may_be_a_page_from_anywhere() -> None:
+def test_a_page_from_anywhere_may_use_a_key() -> None:
     headers = [(b"host", b"hive:1"), (b"origin", b"http://evil.example"), (b"x-api-key", ADMIN.encode())]
-    assert Guard(Door.CONTROL, BOTH, "").refusal(headers) is None
+    assert Guard(Access.CONTROL, BOTH, "").refusal(headers) is None
 
 
-# ---- where keys come from, and where they must ------------------------------------------------------------------
+# ---- where keys come from, and where they are needed ------------------------------------------------------------
 
 
 def arguments(*words: str, host: str = "127.0.0.1") -> argparse.Namespace:
@@ -264,13 +264,13 @@ def test_a_file_and_the_environment_may_agree(tmp_path: Path) -> None:
     ("text", "why"),
     [("", "is empty"), (" \n", "is empty"), ("short", "16 to 256"), ("with a space in it", "A-Z"), ("ü" * 20, "A-Z")],
 )
-def test_a_key_that_is_no_good_is_refused_without_being_shown(tmp_path: Path, text: str, why: str) -> None:
+def test_an_invalid_key_is_refused_without_being_shown(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(Refused, match=why) as refused:
         keys_for(arguments("--admin-key-file", key_file(tmp_path, text)), {})
     assert not text.strip() or text not in refused.value.why
 
 
-def test_a_file_that_is_not_there_and_one_key_for_both_are_refused(tmp_path: Path) -> None:
+def test_a_missing_file_and_one_key_for_both_roles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Refused, match="No such file"):
         keys_for(arguments("--admin-key-file", str(tmp_path / "none")), {})
     with pytest.raises(Refused, match="are the same"):
@@ -283,7 +283,7 @@ def test_on_loopback_no_key_is_needed(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "2001:db8::1"])
-def test_elsewhere_both_keys_are_needed_or_a_word_that_the_network_is_trusted(host: str) -> None:
+def test_beyond_loopback_both_keys_or_a_trusted_network_are_needed(host: str) -> None:
     admin, client = {"BOMBUS_ADMIN_KEY": ADMIN}, {"BOMBUS_CLIENT_KEY": CLIENT}
     for environment, missing in (
         ({}, "--admin-key-file and --client-key-file"),
@@ -299,12 +299,12 @@ def test_elsewhere_both_keys_are_needed_or_a_word_that_the_network_is_trusted(ho
     assert keys_for(arguments(host=host), admin | client) == BOTH
 
 
-def test_a_host_that_stands_for_nothing_is_refused() -> None:
+def test_a_host_that_cannot_be_resolved_is_refused() -> None:
     with pytest.raises(Refused, match=r"Cannot listen at no-such-host\.invalid"):
         keys_for(arguments(host="no-such-host.invalid"), {})
 
 
-def test_a_gateway_that_would_open_the_hive_does_not_start() -> None:
+def test_a_gateway_that_would_open_the_hive_to_the_network_does_not_start() -> None:
     command = [sys.executable, "-m", "bombus", "gateway", "--host", "0.0.0.0", "--port", "0"]
     ended = subprocess.run(command, env={}, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
@@ -312,11 +312,11 @@ def test_a_gateway_that_would_open_the_hive_does_not_start() -> None:
     assert line.startswith("bombus gateway: Listening at 0.0.0.0 opens the hive to the network")
 
 
-def test_no_repr_and_no_error_of_the_settings_shows_a_key() -> None:
+def test_neither_reprs_nor_errors_of_the_settings_show_a_key() -> None:
     settings = GatewaySettings(keys=BOTH)
     with pytest.raises(ValidationError) as invalid:
         GatewaySettings(keys=BOTH, engines=("main", "main"))
-    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Door.CONTROL, BOTH, ""))):
+    for text in (repr(BOTH), repr(settings), str(settings), str(invalid.value), repr(Guard(Access.CONTROL, BOTH, ""))):
         assert ADMIN not in text
         assert CLIENT not in text
 

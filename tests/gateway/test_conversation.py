@@ -1,4 +1,4 @@
-"""Which stored conversation a request extends, and that a chain of records always gives its prompt back exactly."""
+"""Which stored conversation a request extends, and whether a chain of records always gives back the exact prompt."""
 
 from typing import Any
 
@@ -6,30 +6,33 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, pack_tokens, unpack_tokens
-from bombus_gateway.call.conversation import Conversation, Message, next_digest, prefix_digests, root_digest
+from bombus_gateway.call.conversation import Conversation, next_digest, prefix_digests, root_digest
+from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import IM_END, TEXT
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 
 
-def said(role: str, content: str, **more: Any) -> Message:
+def turn(role: str, content: str, **more: Any) -> ChatMessage:
     return {"role": role, "content": content, **more}
 
 
-def called(arguments: str, id: str = "c1") -> Message:
+def called(arguments: str, id: str = "c1") -> ChatMessage:
     call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 class Episode:
-    """Calls as the gateway makes them, without a gateway: `log` is what the stream would hold."""
+    """Makes calls as the gateway does, without a gateway. `log` has what the stream would hold."""
 
     def __init__(self) -> None:
         self.conversation = Conversation()
         self.log: list[tuple[CallRef, CallRecord]] = []
         self.prompts: dict[int, list[int]] = {}
 
-    def call(self, messages: list[Message], sampled: list[int], message: Message, tools: Any = ()) -> CallRecord:
+    def call(
+        self, messages: list[ChatMessage], sampled: list[int], message: ChatMessage, tools: Any = ()
+    ) -> CallRecord:
         digests = prefix_digests(root_digest(tools), messages)
         count, node = self.conversation.longest(digests) or (0, None)
         if node is None:
@@ -59,7 +62,7 @@ class Episode:
         return record
 
     def rebuilt(self, record: CallRecord) -> list[int]:
-        """The whole prompt of a record, from records alone."""
+        """Rebuild the whole prompt of a record from records alone."""
         if record.parent is None:
             return unpack_tokens(record.prompt_tail)
         parent = self.log[record.parent.seq - 1][1]
@@ -67,26 +70,26 @@ class Episode:
         return self.rebuilt(parent) + sampled + unpack_tokens(record.prompt_tail)
 
 
-def test_a_request_extends_the_longest_conversation_that_it_begins_with() -> None:
+def test_a_request_extends_the_longest_stored_conversation_that_it_begins_with() -> None:
     episode = Episode()
-    first, answer = [said("user", "a")], said("assistant", "b")
+    first, answer = [turn("user", "a")], turn("assistant", "b")
     episode.call(first, [5, IM_END], answer)
-    longer = [*first, answer, said("user", "c")]
-    second = episode.call(longer, [6, IM_END], said("assistant", "d"))
-    third = episode.call([*longer, said("assistant", "d"), said("user", "e")], [7], said("assistant", "f"))
+    longer = [*first, answer, turn("user", "c")]
+    second = episode.call(longer, [6, IM_END], turn("assistant", "d"))
+    third = episode.call([*longer, turn("assistant", "d"), turn("user", "e")], [7], turn("assistant", "f"))
     assert second.parent == CallRef(1, "call-0", b"")
     assert third.parent == CallRef(2, "call-1", b"")
-    assert third.messages == (said("user", "e"),)
+    assert third.messages == (turn("user", "e"),)
 
 
 def test_other_tools_are_another_conversation() -> None:
     episode = Episode()
-    first, answer = [said("user", "a")], said("assistant", "b")
+    first, answer = [turn("user", "a")], turn("assistant", "b")
     episode.call(first, [5], answer)
-    assert episode.call([*first, answer, said("user", "c")], [6], answer, tools=(TOOL,)).parent is None
+    assert episode.call([*first, answer, turn("user", "c")], [6], answer, tools=(TOOL,)).parent is None
 
 
-def test_ids_and_spelling_of_tool_calls_and_reasoning_do_not_matter() -> None:
+def test_ids_and_formatting_of_tool_calls_and_reasoning_do_not_matter() -> None:
     plain = next_digest(b"", called('{"a":1,"b":2}'))
     assert plain == next_digest(b"", called('{"b": 2, "a": 1}', id="another"))
     assert plain == next_digest(b"", {**called('{"a":1,"b":2}'), "content": "", "reasoning_content": "hm"})
@@ -95,27 +98,27 @@ def test_ids_and_spelling_of_tool_calls_and_reasoning_do_not_matter() -> None:
     assert next_digest(b"", called("not json")) != plain
 
 
-def test_a_message_edited_by_the_harness_keeps_what_was_sampled_before_it() -> None:
+def test_what_was_sampled_before_an_edited_message_is_still_continued() -> None:
     episode = Episode()
-    messages = [said("user", "a")]
+    messages = [turn("user", "a")]
     for index in range(3):
-        answer = said("assistant", f"answer {index}")
+        answer = turn("assistant", f"answer {index}")
         episode.call(messages, [10 + index, IM_END], answer)
-        messages = [*messages, answer, said("user", "more")]
+        messages = [*messages, answer, turn("user", "more")]
     edited = [*messages]
-    edited[3] = said("assistant", "edited")
-    branch = episode.call(edited, [20], said("assistant", "z"))
+    edited[3] = turn("assistant", "edited")
+    branch = episode.call(edited, [20], turn("assistant", "z"))
     assert branch.parent is not None
     assert branch.parent.seq == 1  # its first answer is still the sampled one
     assert [message["content"] for message in branch.messages] == ["more", "edited", "more", "answer 2", "more"]
 
 
-def test_of_two_equal_answers_the_first_is_continued_here_and_after_a_rebuild() -> None:
+def test_of_two_equal_answers_the_first_one_is_continued_before_and_after_a_rebuild() -> None:
     episode = Episode()
-    first, answer = [said("user", "a")], said("assistant", "b")
+    first, answer = [turn("user", "a")], turn("assistant", "b")
     episode.call(first, [5, IM_END], answer)
     episode.call(first, [6, 6, IM_END], answer)
-    third = episode.call([*first, answer, said("user", "c")], [7], answer)
+    third = episode.call([*first, answer, turn("user", "c")], [7], answer)
     assert third.parent is not None
     assert third.parent.seq == 1
     again = Conversation()
@@ -166,17 +169,17 @@ moves = st.lists(
 @settings(max_examples=80, deadline=None)
 def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(steps: Any) -> None:
     episode = Episode()
-    lines: list[list[Message]] = [[said("system", str(line)), said("user", "go")] for line in range(3)]
+    lines: list[list[ChatMessage]] = [[turn("system", str(line)), turn("user", "go")] for line in range(3)]
     for which, what, text, sampled, ended in steps:
         line = lines[which]
         if what == "edit" and len(line) > 3:
-            line = [*line[:2], said("assistant", text), *line[3:]]
+            line = [*line[:2], turn("assistant", text), *line[3:]]
         elif what == "cut":
             line = line[:2]
-        answer = said("assistant", text)
+        answer = turn("assistant", text)
         record = episode.call(line, [*sampled, IM_END] if ended else sampled, answer)
         assert episode.rebuilt(record) == episode.prompts[len(episode.log)]
-        lines[which] = [*line, answer, said("user", text)]
+        lines[which] = [*line, answer, turn("user", text)]
     again = Conversation()
     for ref, record in episode.log:
         again.add_stored(ref, record)

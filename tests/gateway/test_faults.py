@@ -1,4 +1,4 @@
-"""What the gateway does when somebody goes away in the middle: the client, a replica, a gateway, the log."""
+"""Model calls when the client, a replica, a gateway or the log goes away in the middle."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ async def test_a_client_that_hangs_up_before_a_whole_answer_aborts_the_replica(s
     assert call.status == CallStatus.CUT_OFF
 
 
-async def test_a_replica_that_dies_costs_a_retry_and_nobody_notices(served: GatewayHive) -> None:
+async def test_a_replica_that_dies_costs_a_retry_that_the_client_does_not_notice(served: GatewayHive) -> None:
     episode, key = await served.claim()
     other = await served.another_replica("replica-2")
     assert served.gateway is not None
@@ -120,7 +120,7 @@ async def test_a_whole_answer_is_sampled_again_when_its_replica_dies_in_the_midd
     assert len(await served.calls(episode, 1)) == 1
 
 
-async def test_replicas_that_only_fail_are_a_503_that_says_why(served: GatewayHive) -> None:
+async def test_a_call_whose_replicas_all_fail_is_a_503_that_says_why(served: GatewayHive) -> None:
     _, key = await served.claim()
     served.replica.scripts.extend([fault("out of memory")] * 3)
     with pytest.raises(openai.InternalServerError, match="out of memory") as failed:
@@ -197,8 +197,8 @@ async def test_r10_a_gateway_that_cannot_read_the_earlier_turns_refuses(served: 
     _, key = await served.claim()
     answer = await served.client(key).chat.completions.create(model=MODEL, messages=USER)
     messages: Any = [*USER, answer.choices[0].message, {"role": "user", "content": "and?"}]
-    async with gateway_of(bus, lookup_s_max=0.3) as (_, url):
-        await served.no_coordinator()
+    async with gateway_of(bus, bus_timeout_s=0.3) as (_, url):
+        await served.stop_coordinator()
         with pytest.raises(openai.InternalServerError, match="earlier turns") as refused:
             await served.client(key, url).chat.completions.create(model=MODEL, messages=messages)
         assert refused.value.status_code == 503
@@ -230,7 +230,7 @@ async def test_interleaved_agents_merge_on_their_own_lines_and_a_rewritten_histo
 
 
 async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
-    async with gateway_hive(bus, record_s_max=0.5) as hive:
+    async with gateway_hive(bus, bus_timeout_s=0.5) as hive:
         _, key = await hive.claim()
         heard = asyncio.Event()
 
@@ -255,7 +255,7 @@ async def test_r9_without_the_log_the_last_byte_does_not_go(bus: Bus) -> None:
 
 
 async def _move_inbox(bus: Bus, subject: str) -> None:
-    """Let the inbox listen to `subject` alone."""
+    """Let the inbox's stream take messages on `subject` alone."""
     name = bus.subjects.inbox_stream
     found = json.loads((await bus.requests.ask(f"$JS.API.STREAM.INFO.{name}")).data)
     config = found["config"] | {"subjects": [subject]}
@@ -264,7 +264,7 @@ async def _move_inbox(bus: Bus, subject: str) -> None:
 
 
 async def test_r9_a_stored_call_that_could_not_be_told_is_told_by_its_retry(bus: Bus) -> None:
-    async with gateway_hive(bus, record_s_max=0.7) as hive:
+    async with gateway_hive(bus, bus_timeout_s=0.7) as hive:
         episode, key = await hive.claim()
         hive.replica.scripts.append(says("the fox"))
         await _move_inbox(bus, f"elsewhere.{bus.subjects.hive}.>")
@@ -311,7 +311,7 @@ async def test_r20_a_call_whose_record_might_not_fit_is_refused_before_it_is_sam
 
 
 async def test_r9_a_log_that_is_nearly_full_refuses_before_generating(bus: Bus) -> None:
-    async with gateway_hive(bus, calls_fill_max=0.00001) as hive:
+    async with gateway_hive(bus, log_fill_max=0.00001) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.InternalServerError, match="full") as refused:
             await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
@@ -329,6 +329,18 @@ async def test_r20_too_many_open_calls_are_refused(bus: Bus) -> None:
         with pytest.raises(openai.InternalServerError, match="open"):
             await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
         await stream.close()
+
+
+async def test_a_call_that_takes_too_long_is_refused_and_recorded_as_cut_off(bus: Bus) -> None:
+    async with gateway_hive(bus, call_timeout_s=0.3) as hive:
+        episode, key = await hive.claim()
+        hive.replica.scripts.append(never_ends)
+        with pytest.raises(openai.InternalServerError, match=r"longer than the limit of 0\.3 s") as refused:
+            await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
+        assert refused.value.code == "timeout"
+        await asyncio.wait_for(hive.replica.aborted.wait(), 10)
+        (record,) = await hive.records(episode, 1)
+        assert record.status == CallStatus.CUT_OFF
 
 
 async def test_an_open_call_is_a_sign_of_life(served: GatewayHive, bus: Bus) -> None:
@@ -352,13 +364,13 @@ async def test_r18_a_gateway_that_has_not_folded_the_log_takes_nothing(served: G
             await served.client(key, url).chat.completions.create(model=MODEL, messages=USER)
 
 
-async def test_a_key_of_another_engine_does_not_open_an_engines_own_door(served: GatewayHive) -> None:
+async def test_a_key_of_another_engine_does_not_open_this_engines_door(served: GatewayHive) -> None:
     key = Keys(SECRET).sign("other", 1, "other-1-1", 2**62)
     with pytest.raises(openai.AuthenticationError, match="for engine other"):
         await served.client(key, f"{served.base_url}/e/{ENGINE}").chat.completions.create(model=MODEL, messages=USER)
 
 
-async def test_what_any_replica_would_refuse_is_not_asked_of_another(served: GatewayHive) -> None:
+async def test_what_every_replica_would_refuse_is_not_sent_to_another(served: GatewayHive) -> None:
     _, key = await served.claim()
 
     async def refuses(request: Generate, send: Send) -> None:
@@ -372,7 +384,7 @@ async def test_what_any_replica_would_refuse_is_not_asked_of_another(served: Gat
 
 
 async def test_a_conversation_that_was_dropped_from_memory_is_read_from_the_log_again(bus: Bus) -> None:
-    async with gateway_hive(bus, history_bytes_max=1) as hive:
+    async with gateway_hive(bus, history_mb_max=0) as hive:
         episodes = [await hive.claim() for _ in range(2)]
         lines: list[Any] = [list(USER), list(USER)]
         for turn in range(3):

@@ -11,7 +11,7 @@ KEYS = Keys(b"0123456789abcdef0123456789abcdef")
 KEY = KEYS.sign("main", 3, "main-3-7", 1000)
 
 
-def test_a_key_says_what_it_is_good_for() -> None:
+def test_a_key_has_the_claims_that_it_was_signed_with() -> None:
     assert KEY.startswith("sk-bombus-")
     assert KEYS.verify(KEY, 999) == KeyClaims("main", 3, "main-3-7", 1000)
 
@@ -28,7 +28,7 @@ def test_a_key_of_another_hive_is_refused() -> None:
     assert refused.value.code == Code.BAD_KEY
 
 
-@given(st.integers(10, len(KEY) - 2), st.sampled_from("aZ0-_"))  # of the last one only some bits count
+@given(st.integers(10, len(KEY) - 2), st.sampled_from("aZ0-_"))  # only some bits of the last one count
 def test_a_key_with_one_character_changed_is_refused(place: int, letter: str) -> None:
     changed = KEY[:place] + letter + KEY[place + 1 :]
     if changed == KEY:

@@ -1,4 +1,4 @@
-"""The OpenAI door, asked by OpenAI's own SDK."""
+"""The OpenAI door, called by OpenAI's own SDK."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def test_a_chat_is_answered_and_recorded_with_its_exact_tokens(served: Gat
     assert IM_END in served.replica.requests[0].sampling.stop_token_ids
 
 
-async def test_a_stream_brings_the_text_in_pieces_and_then_its_usage(served: GatewayHive) -> None:
+async def test_a_stream_has_the_text_in_pieces_and_then_the_usage(served: GatewayHive) -> None:
     episode, key = await served.claim()
     served.replica.scripts.append(says("the quick brown fox jumps", portion=1))
     stream = await served.client(key).chat.completions.create(
@@ -90,7 +90,7 @@ async def test_six_turns_with_tools_are_one_chain_of_records(served: GatewayHive
         served.replica.scripts.append(says(f"hello {turn}\n{CALL}" if turn < 5 else "it is fine"))
         answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=TOOLS)
         message = answer.choices[0].message
-        messages.append(message.model_dump())  # with its nulls, as harnesses do it
+        messages.append(message.model_dump())  # with its nulls, as harnesses send it
         if turn < 5:
             assert answer.choices[0].finish_reason == "tool_calls"
             assert message.content == f"hello {turn}"
@@ -111,7 +111,7 @@ async def test_six_turns_with_tools_are_one_chain_of_records(served: GatewayHive
     assert [len(record.messages) for record in records] == [2, 1, 1, 1, 1, 1]
 
 
-async def test_a_streamed_tool_call_comes_whole_and_none_of_its_markup_leaks(served: GatewayHive) -> None:
+async def test_a_streamed_tool_call_arrives_whole_and_none_of_its_markup_leaks(served: GatewayHive) -> None:
     _, key = await served.claim()
     served.replica.scripts.append(says(f"hello\n{CALL}", portion=1))
     stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, tools=TOOLS, stream=True)
@@ -172,7 +172,7 @@ async def test_a_stop_string_across_tokens_ends_the_text_and_aborts_the_replica(
     assert record.choices[0].message == {"role": "assistant", "content": "the quick bro"}
 
 
-async def test_what_follows_an_answer_cut_by_length_keeps_its_tokens_and_closes_the_turn(served: GatewayHive) -> None:
+async def test_a_turn_after_an_answer_cut_by_length_keeps_its_tokens_and_closes_it(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)
     served.replica.scripts.append(says("the quick", finish="length"))
@@ -186,7 +186,7 @@ async def test_what_follows_an_answer_cut_by_length_keeps_its_tokens_and_closes_
     assert tail == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_a_character_split_over_tokens_is_never_sent_in_halves(served: GatewayHive) -> None:
+async def test_a_character_that_spans_tokens_is_never_sent_in_halves(served: GatewayHive) -> None:
     _, key = await served.claim()
     served.replica.scripts.append(says("a bee: 🐝!", portion=1))
     stream = await served.client(key).chat.completions.create(model=MODEL, messages=USER, stream=True)
@@ -232,7 +232,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-async def test_what_is_not_supported_is_a_400_that_names_it(served: GatewayHive) -> None:
+async def test_an_unsupported_parameter_is_a_400_that_names_it(served: GatewayHive) -> None:
     _, key = await served.claim()
     client = served.client(key)
     for more, code, param in REFUSED:
@@ -244,7 +244,7 @@ async def test_what_is_not_supported_is_a_400_that_names_it(served: GatewayHive)
     assert served.replica.requests == []
 
 
-async def test_harmless_parameters_are_taken(served: GatewayHive) -> None:
+async def test_harmless_parameters_are_accepted(served: GatewayHive) -> None:
     _, key = await served.claim()
     answer = await served.client(key).chat.completions.create(
         model=MODEL,
@@ -284,13 +284,23 @@ async def test_r18_a_forged_key_is_401_and_that_of_an_ended_episode_403(served: 
 
 
 async def test_r20_a_body_over_the_limit_is_413(bus: Bus) -> None:
-    async with gateway_hive(bus, body_bytes_max=2000) as hive:
+    async with gateway_hive(bus, body_mb_max=1) as hive:
         _, key = await hive.claim()
         with pytest.raises(openai.APIStatusError) as refused:
             await hive.client(key).chat.completions.create(
-                model=MODEL, messages=[{"role": "user", "content": "x" * 3000}]
+                model=MODEL, messages=[{"role": "user", "content": "x" * (1 << 20)}]
             )
         assert refused.value.status_code == 413
+
+
+async def test_other_model_names_are_refused_where_the_settings_are_strict(bus: Bus) -> None:
+    async with gateway_hive(bus, strict_model_names=True) as hive:
+        _, key = await hive.claim()
+        with pytest.raises(openai.NotFoundError, match=f"serves {MODEL}, main") as refused:
+            await hive.client(key).chat.completions.create(model="whatever", messages=USER)
+        assert refused.value.code == "model_not_found"
+        answer = await hive.client(key).chat.completions.create(model="main", messages=USER)
+        assert answer.choices[0].message.content == "ok"
 
 
 async def test_swagger_shows_both_doors(served: GatewayHive) -> None:

@@ -1,4 +1,4 @@
-"""The gateway as a service, before the real inference replica and a real (tiny) model."""
+"""The gateway as a service, with a real inference replica and a real (tiny) model."""
 
 import asyncio
 import hashlib
@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
+import pytest
 import uvloop
 from openai import AsyncOpenAI
 
@@ -26,7 +27,7 @@ from bombus_gateway import service
 from bombus_gateway.keys import SECRET_NAME, Keys
 from bombus_gateway.settings import GatewaySettings
 from bombus_inference import service as inference
-from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import pack
 from bombus_trainer.data.sequences import TokenSequence, merge_calls
@@ -42,8 +43,13 @@ JOB = {
 }
 
 
+@pytest.fixture
+def settings(nats_url: str, hive: str, free_tcp_port: int) -> GatewaySettings:
+    return GatewaySettings(hive=hive, bus_url=nats_url, port=free_tcp_port)
+
+
 async def boot(bus: Bus, follower: Follower, model: Path) -> int:
-    """What an operator and a trainer do until the engine is ROLLING; returns the run."""
+    """Act as the operator and the trainer until the engine is ROLLING; return the run."""
     job = parse_job(JOB)
     configure = inbox.Configure(
         id=new_id(),
@@ -74,10 +80,10 @@ async def boot(bus: Bus, follower: Follower, model: Path) -> int:
 
 @asynccontextmanager
 async def everything(bus: Bus, nats_url: str, model: Path, port: int) -> AsyncIterator[tuple[Follower, int]]:
-    """Coordinator, replica and gateway as services: (a follower, the run)."""
+    """Run coordinator, replica and gateway as services; give a follower and the run."""
     hive = bus.subjects.hive
     coordinator, follower = Coordinator(bus), Follower(bus)
-    compute = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=512, threads=1)
+    compute = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=512, threads=1)
     replica = InferenceSettings(hive=hive, bus_url=nats_url, replica="r1", alive_every_s=0.2, compute=compute)
     running = [
         asyncio.create_task(coordinator.lead()),
@@ -106,17 +112,15 @@ async def ready(url: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def played(
-    nats_url: str, hive: str, model: Path, port: int, turns: int, edited: bool = False
-) -> list[CallRecord]:
-    """The records of a streamed episode: each turn but the first brings a tool's answer.
+async def played(settings: GatewaySettings, model: Path, turns: int, edited: bool = False) -> list[CallRecord]:
+    """Play a streamed episode and return its records. Each turn but the first brings a tool's answer.
 
     `edited`: one more call at the end, after the harness rewrote what the model said first.
     """
-    async with await Bus.connect(nats_url, hive, name="test") as bus:
+    async with await Bus.connect(settings.bus_url, settings.hive, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
-        async with everything(bus, nats_url, model, port) as (follower, run):
-            url = f"http://127.0.0.1:{port}"
+        async with everything(bus, settings.bus_url, model, settings.port) as (follower, run):
+            url = f"http://127.0.0.1:{settings.port}"
             await ready(url)
             claim = inbox.Claim(id=new_id(), engine=ENGINE, claim=new_id(), client="c1", wait_s=5.0)
             granted = await bus.ask(claim)
@@ -153,11 +157,11 @@ def trained(records: list[CallRecord]) -> list[TokenSequence]:
 
 
 def test_a_six_turn_tool_episode_is_one_sequence_and_the_trainer_gets_the_sampled_logprobs(
-    nats_url: str, hive: str, tmp_path: Path, free_tcp_port: int
+    settings: GatewaySettings, tmp_path: Path
 ) -> None:
     model = resolve_model("tiny", cache=tmp_path)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in production: it is not quite asyncio
-        records = runner.run(played(nats_url, hive, model, free_tcp_port, turns=6))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in production
+        records = runner.run(played(settings, model, turns=6))
     (sequence,) = trained(records)
     assert sequence.tokens_T.tolist() == chain_of(records)
     sampled = [token for record in records for token in record.choices[0].token_ids()]
@@ -170,11 +174,11 @@ def test_a_six_turn_tool_episode_is_one_sequence_and_the_trainer_gets_the_sample
 
 
 def test_a_rewritten_history_branches_and_every_sampled_token_is_trained_once(
-    nats_url: str, hive: str, tmp_path: Path, free_tcp_port: int
+    settings: GatewaySettings, tmp_path: Path
 ) -> None:
     model = resolve_model("tiny", cache=tmp_path)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        records = runner.run(played(nats_url, hive, model, free_tcp_port, turns=2, edited=True))
+        records = runner.run(played(settings, model, turns=2, edited=True))
     sequences = trained(records)
     assert len(sequences) == 2
     assert sum(int(sequence.loss_mask_T.sum()) for sequence in sequences) == sum(

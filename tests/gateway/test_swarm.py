@@ -1,4 +1,4 @@
-"""The swarm contract, route by route, in the field names and words of AgentJet's client."""
+"""The swarm contract, route by route, with the field names and sentences of AgentJet's client."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ async def test_a_fresh_engine_is_offline(played: PlayedHive) -> None:
     assert status["global_step"] == 0
 
 
-async def test_starting_without_a_job_is_a_200_that_says_no(played: PlayedHive) -> None:
+async def test_starting_without_a_job_is_a_200_without_success(played: PlayedHive) -> None:
     reply = await played.post("/start_engine")
     assert reply.status_code == 200
     assert reply.json()["success"] is False
@@ -96,7 +96,9 @@ async def test_there_is_nothing_to_compare_a_job_with_while_none_runs(played: Pl
         ("{model_path: tiny, enable_lora: true, lora_rank: 0}", ["lora_rank = 0", "at least 1"]),
     ],
 )
-async def test_a_bad_job_is_refused_by_field_value_and_range(played: PlayedHive, job: str, words: list[str]) -> None:
+async def test_a_bad_job_is_refused_with_its_field_value_and_range(
+    played: PlayedHive, job: str, words: list[str]
+) -> None:
     reply = await played.post("/sync_train_config", {"yaml_as_string": job})
     assert reply.status_code == 400
     assert reply.json()["code"] == "bad_config"
@@ -112,14 +114,14 @@ async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHi
     assert (await rolling.post("/stop_engine")).json()["success"] is True
 
 
-async def test_it_tells_where_the_weights_of_the_run_are(played: PlayedHive) -> None:
+async def test_the_folder_of_the_runs_weights_is_reported(played: PlayedHive) -> None:
     await played.post("/sync_train_config", {"yaml_as_string": "ajet: {experiment_dir: /data/run-1}"})
     assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": None}
     await played.start()
     assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": "/run-1"}
 
 
-async def test_code_that_a_client_sends_is_refused_in_words(played: PlayedHive) -> None:
+async def test_code_that_a_client_sends_is_refused(played: PlayedHive) -> None:
     reply = await played.http.post("/sync_train_code", files={"file": ("code.zip", b"PK")})
     assert (reply.status_code, reply.json()["code"]) == (400, "unsupported")
 
@@ -140,13 +142,13 @@ async def test_a_claim_has_every_field_of_the_contract(rolling: PlayedHive) -> N
     assert rolling.engine.open[claim["episode_uuid"]].task_hint == "t9"
 
 
-async def test_under_a_prefix_the_base_url_keeps_it(rolling: PlayedHive) -> None:
+async def test_the_base_url_keeps_the_prefix_of_its_route(rolling: PlayedHive) -> None:
     body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": 60.0}
     claim = (await rolling.post("/e/main/claim_episode", body)).json()
     assert claim["openai_base_url"] == "http://hive.test:10086/e/main/v1"
 
 
-async def test_the_words_of_a_failed_claim_are_those_that_clients_look_for(rolling: PlayedHive) -> None:
+async def test_the_sentences_of_a_failed_claim_are_those_that_clients_match(rolling: PlayedHive) -> None:
     held = [(await rolling.claim())["episode_uuid"] for _ in range(8)]
     full = await rolling.claim()
     assert full["success"] is False
@@ -175,7 +177,7 @@ async def test_a_claim_waits_on_the_server_until_there_is_room(rolling: PlayedHi
     held = [(await rolling.claim())["episode_uuid"] for _ in range(8)]
     body = {"client_uuid": "c2", "claim_id": "k1", "wait_s": 20.0, "discard_episode_timeout": 60.0}
     waiting = asyncio.create_task(rolling.post("/claim_episodes", body))
-    await rolling.heard(lambda message: isinstance(message, Claim) and message.client == "c2")
+    await rolling.until_received(lambda message: isinstance(message, Claim) and message.client == "c2")
     await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": held[:1]})
     assert (await waiting).json()["success"] is True
 
@@ -215,7 +217,7 @@ async def test_a_group_is_claimed_all_or_none(rolling: PlayedHive) -> None:
     assert "No available episodes to claim." in more["fail_cause"]
 
 
-async def test_a_claim_id_whose_episodes_are_over_is_told_so(rolling: PlayedHive) -> None:
+async def test_a_claim_id_whose_episodes_are_over_is_a_409(rolling: PlayedHive) -> None:
     body = {"client_uuid": "c1", "claim_id": "g1", "wait_s": 0.0}
     claimed = (await rolling.post("/claim_episodes", body)).json()["episodes"]
     await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [claimed[0]["episode_uuid"]]})
@@ -227,10 +229,10 @@ async def test_a_claim_id_whose_episodes_are_over_is_told_so(rolling: PlayedHive
 async def test_an_answered_claim_is_confirmed(rolling: PlayedHive) -> None:
     await rolling.claim()
     (claim,) = rolling.engine.claims
-    await rolling.heard(lambda message: isinstance(message, Touch) and claim in message.confirmed)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and claim in message.confirmed)
 
 
-async def test_a_claim_whose_client_hung_up_goes_back(rolling: PlayedHive) -> None:
+async def test_the_episode_of_a_client_that_hung_up_while_claiming_goes_back(rolling: PlayedHive) -> None:
     body = b'{"client_uuid": "gone", "episode_type": "train", "discard_episode_timeout": 60.0}'
     received = iter([{"type": "http.request", "body": body, "more_body": False}])
     sent: list[object] = []
@@ -270,7 +272,7 @@ async def test_the_same_idempotency_key_does_not_hide_another_outcome(rolling: P
     assert (await rolling.post("/end_episode", other, **{"Idempotency-Key": "k"})).status_code == 409
 
 
-async def test_whose_episode_it_is_and_whether_it_is_one(rolling: PlayedHive) -> None:
+async def test_ending_needs_a_known_claimed_episode_of_ones_own(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     assert (await rolling.end(episode, 1.0, client="c2")).status_code == 404
     assert (await rolling.end("main-1-999", 1.0)).status_code == 400
@@ -294,7 +296,7 @@ async def test_an_end_outside_of_rolling_names_the_status(rolling: PlayedHive) -
 @pytest.mark.parametrize(
     "reward", ["NaN", "Infinity", "-Infinity", "1e999", '"1.0"', "true", "null", "[]", "[1.0, NaN]", "{}"]
 )
-async def test_a_reward_that_is_no_finite_number_is_a_400(rolling: PlayedHive, reward: str) -> None:
+async def test_a_reward_that_is_not_a_finite_number_is_a_400(rolling: PlayedHive, reward: str) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     body = (
         f'{{"client_uuid": "c1", "episode_uuid": "{episode}", "task_id": "t1", '
@@ -306,7 +308,7 @@ async def test_a_reward_that_is_no_finite_number_is_a_400(rolling: PlayedHive, r
     assert episode in rolling.engine.open
 
 
-async def test_one_reward_for_each_call(rolling: PlayedHive) -> None:
+async def test_an_end_may_have_one_reward_for_each_call(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     first = await rolling.call(episode, ({"role": "user", "content": "1"},), "2")
     await rolling.call(episode, ({"role": "user", "content": "3"},), "4", parent=first)
@@ -336,10 +338,10 @@ async def test_a_group_ends_all_or_none(rolling: PlayedHive) -> None:
     assert list(rolling.engine.pool) == episodes
 
 
-# ---- asking ---------------------------------------------------------------------------------------------------
+# ---- reading --------------------------------------------------------------------------------------------------
 
 
-async def test_who_may_go_on_with_an_episode(rolling: PlayedHive) -> None:
+async def test_only_the_client_of_an_open_episode_can_continue_it(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
 
     async def can(client: str, which: str) -> bool:
@@ -376,7 +378,7 @@ async def test_the_buffer_lists_open_episodes_without_any_key(rolling: PlayedHiv
     assert claim["openai_api_key"] not in reply.text
 
 
-async def test_the_pool_tells_how_far_the_next_batch_is(rolling: PlayedHive) -> None:
+async def test_the_pool_reports_the_progress_of_the_next_batch(rolling: PlayedHive) -> None:
     empty = (await rolling.http.get("/get_current_batch_rollout_pool_information")).json()
     assert empty["running_episode_details"] is None
     done = (await rolling.claim())["episode_uuid"]
@@ -408,14 +410,14 @@ async def test_the_latest_call_is_replayed_with_the_turns_before_it(rolling: Pla
     assert replay["output"]["choices"][0]["message"]["content"] == "4"
 
 
-async def test_touched_episodes_live_and_the_rest_is_reported_as_over(rolling: PlayedHive) -> None:
+async def test_touched_episodes_stay_alive_and_the_others_are_reported_as_over(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     body = {"client_uuid": "c1", "episode_uuids": [episode, "main-0-5"]}
     assert (await rolling.post("/touch_episodes", body)).json() == {"touched": [episode], "over": ["main-0-5"]}
-    await rolling.heard(lambda message: isinstance(message, Touch) and episode in message.episodes)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and episode in message.episodes)
 
 
-async def test_a_clients_log_line_is_taken_until_there_are_too_many(played: PlayedHive) -> None:
+async def test_a_clients_log_lines_are_accepted_until_there_are_too_many(played: PlayedHive) -> None:
     replies = [
         (await played.post("/push_verbose_log", {"tag": "t", "message": "m" * 10_000})).json()["success"]
         for _ in range(110)
@@ -437,7 +439,7 @@ async def test_clients_agree_to_train(played: PlayedHive) -> None:
     await played.phase(Phase.WEIGHT_SYNCING)
 
 
-# ---- whatever else is sent ------------------------------------------------------------------------------------
+# ---- malformed requests --------------------------------------------------------------------------------------
 
 BODIES = ["", "{", "[]", "null", "3", '"x"', '{"client_uuid": 3}', '{"client_uuid": ""}', "\xff", "[" * 5000]
 
@@ -490,7 +492,7 @@ async def test_contract_routes_ignore_unknown_fields_and_our_own_name_them(rolli
     assert "something_new" in reply.json()["detail"]
 
 
-async def test_a_gateway_that_still_reads_the_log_asks_to_come_back(played: PlayedHive) -> None:
+async def test_a_gateway_that_still_reads_the_log_is_a_503_with_retry_after(played: PlayedHive) -> None:
     played.gateway.ready = False
     reply = await played.http.get("/get_engine_status")
     assert reply.status_code == 503

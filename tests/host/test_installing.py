@@ -1,4 +1,4 @@
-"""Environments of their own: whole or not there, told apart by a marker. pip and venv are real, the package is tiny."""
+"""Environments that are complete or absent, told apart by a marker. pip and venv are real, the package is tiny."""
 
 import fcntl
 import subprocess
@@ -24,7 +24,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def wheel(folder: Path, version: str = "1.0") -> Path:
-    """A package of one module, as small as one can be."""
+    """Write the smallest possible package of one module."""
     stem = f"bumblebee_tiny-{version}"
     path = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
@@ -45,11 +45,11 @@ def silent(_: str) -> None:
 
 
 def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    made, new = install(tiny(str(wheel(tmp_path))), said.append)
+    lines: list[str] = []
+    made, new = install(tiny(str(wheel(tmp_path))), lines.append)
     assert (new, made.packages) == (True, {PACKAGE: "1.0"})
     assert made.size_bytes > 1 << 20
-    assert [line[:6] for line in said if " of 3: " in line] == ["1 of 3", "2 of 3", "3 of 3"]
+    assert [line[:6] for line in lines if " of 3: " in line] == ["1 of 3", "2 of 3", "3 of 3"]
     python = environment_python("tiny")
     assert python == root / "tiny" / "bin" / "python"
     imported = subprocess.run([python, "-c", "import bumblebee_tiny; print(bumblebee_tiny.wings)"], capture_output=True)
@@ -58,17 +58,17 @@ def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp
     again, new = install(tiny(str(wheel(tmp_path))), silent)
     assert (new, again) == (False, made)
     newer, new = install(tiny(str(wheel(tmp_path, "2.0"))), silent)
-    assert (new, newer.packages) == (True, {PACKAGE: "2.0"}), "another recipe makes it anew"
+    assert (new, newer.packages) == (True, {PACKAGE: "2.0"}), "another recipe makes it again"
     (root / "tiny" / "rest").write_text("of the old one")
     assert install(tiny(str(wheel(tmp_path, "2.0"))), silent, force=True)[1]
     assert not (root / "tiny" / "rest").exists()
 
 
-def test_one_that_was_left_unfinished_is_not_used_and_is_made_anew(root: Path, tmp_path: Path) -> None:
+def test_an_unfinished_environment_is_not_used_and_is_made_again(root: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match=r"'tiny' is not installed .* run `bombus install tiny` first"):
         environment_python("tiny")
     install(tiny(str(wheel(tmp_path))), silent)
-    (root / "tiny" / MARKER).unlink()  # as a kill before the last step leaves it
+    (root / "tiny" / MARKER).unlink()  # as when the process is killed before the last step
     (root / "tiny" / "rest").write_text("of an unfinished one")
     with pytest.raises(EngineFault, match="'tiny' was left unfinished"):
         environment_python("tiny")
@@ -84,7 +84,7 @@ def test_one_that_was_left_unfinished_is_not_used_and_is_made_anew(root: Path, t
         (lambda folder: tiny(str(wheel(folder)), check="import wasp"), "No module named 'wasp'"),
     ],
 )
-def test_what_cannot_be_made_leaves_nothing_but_its_output(
+def test_an_environment_that_cannot_be_made_leaves_only_its_output(
     root: Path, tmp_path: Path, broken: Callable[[Path], Recipe], why: str
 ) -> None:
     with pytest.raises(EngineFault) as caught:
@@ -95,21 +95,21 @@ def test_what_cannot_be_made_leaves_nothing_but_its_output(
     assert (root / "tiny.log").stat().st_size > 0
 
 
-def test_a_disk_without_room_is_told_before_anything_is_begun(root: Path) -> None:
+def test_a_disk_without_room_is_reported_before_anything_is_begun(root: Path) -> None:
     with pytest.raises(EngineFault, match=r"takes up to .*: make room, or name another place with BOMBUS_ENVIRONMENTS"):
         install(tiny("whatever", disk_bytes=1 << 60), silent)
     assert not (root / "tiny").exists()
 
 
-def test_two_at_once_do_not_disturb_each_other(root: Path) -> None:
+def test_two_installations_at_once_do_not_disturb_each_other(root: Path) -> None:
     root.mkdir()
     with (root / ".tiny.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(EngineFault, match="another `bombus install tiny` is at work"):
+        with pytest.raises(EngineFault, match="another `bombus install tiny` is running"):
             install(tiny("whatever"), silent)
 
 
-def test_a_marker_that_was_cut_off_marks_nothing(tmp_path: Path) -> None:
+def test_a_truncated_marker_marks_nothing(tmp_path: Path) -> None:
     (tmp_path / MARKER).write_text('{"name": "tiny", "pyth')
     assert read_marker(tmp_path) is None
 
@@ -119,7 +119,7 @@ def test_the_versions_are_those_that_the_project_declares() -> None:
     assert EXTRAS["verl"] == [VERL, *VERL_UNDECLARED]
 
 
-def test_what_belongs_into_each_environment(tmp_path: Path) -> None:
+def test_each_environment_gets_its_own_packages(tmp_path: Path) -> None:
     steps = {gpu: [" ".join(command) for command in commands(recipe("vllm", gpu), tmp_path)] for gpu in (False, True)}
     assert [line.partition("--no-input ")[2] for line in steps[False][1:-1]] == [
         "install torch==2.13.0",
@@ -129,14 +129,14 @@ def test_what_belongs_into_each_environment(tmp_path: Path) -> None:
     assert [line.partition("--no-input ")[2] for line in steps[True][1:-1]] == [f"install {VLLM}"]
 
 
-def test_the_bombus_that_runs_is_installed_once_more_from_where_it_came() -> None:
+def test_a_copy_of_the_running_bombus_is_installed_from_its_own_source() -> None:
     kind, source = own_source("trainer")
     assert kind == "--editable", "the tests run from a checkout"
     assert source.endswith("[trainer]")
     assert (Path(source.removesuffix("[trainer]")) / "pyproject.toml").is_file()
 
 
-def test_a_dry_run_prints_the_commands_and_makes_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_prints_the_commands_and_creates_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["install", "verl", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(f"-m venv {root / 'verl'}")

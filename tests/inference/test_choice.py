@@ -1,4 +1,4 @@
-"""Which engine a replica has, what becomes of one that cannot be had, and the command that chooses it."""
+"""The backend of a replica: how it is chosen, what happens when it is not available, and the command line."""
 
 import argparse
 import asyncio
@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from bombus.errors import Refused
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.weights.models import build_tiny
 from bombus_inference import cli, service
-from bombus_inference.backends.protocol import Policy, settled
+from bombus_inference.backends.protocol import Policy, with_precision
 from bombus_inference.backends.torch.backend import TorchBackend
-from bombus_inference.settings import EngineSettings, InferenceSettings, OpenAISettings
-from tests.inference.backends.foreign_servers import KEY, ForeignCompletions, serving
-from tests.inference.backends.http_backends import Asker, silent
+from bombus_inference.settings import ComputeSettings, InferenceSettings, OpenAISettings
+from tests.inference.backends.foreign_servers import KEY, ExternalCompletions, serving
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
-from tests.inference.test_service import COMPUTE, Hive, ask, play, ready, started, weights
+from tests.inference.test_service import COMPUTE, FakeCoordinator, ask, coordinator, ready, started, weights
 
-__all__ = ["play"]
+__all__ = ["coordinator"]
 
 
 @asynccontextmanager
@@ -44,47 +44,47 @@ async def replica(**settings: object) -> AsyncIterator[None]:
 
 
 async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
-        broke = await play.hears(EngineBroke)
+        broke = await coordinator.receive(EngineBroke)
         assert broke.run == 1
         assert broke.reason.startswith("replica r1 cannot load version 0: ")
         assert "run `bombus install vllm` first" in broke.reason
 
 
 async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
     model = tmp_path / "v0"
     build_tiny(model)
-    await play.say(started(1), ready(1, 0, weights(model)))
-    async with serving(ForeignCompletions(model, lacks=frozenset({"ids"}))) as url:
+    await coordinator.write(started(1), ready(1, 0, weights(model)))
+    async with serving(ExternalCompletions(model, lacks=frozenset({"ids"}))) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            broke = await play.hears(EngineBroke)
+            broke = await coordinator.receive(EngineBroke)
             assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
-            assert (await play.hears(ReplicaAlive)).version == -1
+            assert (await coordinator.receive(ReplicaAlive)).version == -1
 
 
-async def test_a_server_elsewhere_serves_the_versions_of_the_log(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_an_external_server_serves_the_versions_of_the_log(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
     for version in (0, 1):
         build_tiny(tmp_path / f"v{version}", version)
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0")))
-    async with serving(ForeignCompletions(tmp_path / "v0")) as url:
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0")))
+    async with serving(ExternalCompletions(tmp_path / "v0")) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            assert (await play.hears(WeightsLoadedFact)).version == 0
-            alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+            assert (await coordinator.receive(WeightsLoadedFact)).version == 0
+            alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
             assert (await ask(alive.url, 1, [5, 6])).only.versions == [0] * 12
-            await play.say(ready(1, 1, weights(tmp_path / "v1")))
-            assert (await play.hears(WeightsLoadedFact)).version == 1
+            await coordinator.write(ready(1, 1, weights(tmp_path / "v1")))
+            assert (await coordinator.receive(WeightsLoadedFact)).version == 1
             assert (await ask(alive.url, 1, [5, 6])).only.versions == [1] * 12
 
 
@@ -98,23 +98,23 @@ async def test_a_server_elsewhere_serves_the_versions_of_the_log(
         ("float16", "cuda", "bfloat16", "float16"),
     ],
 )
-def test_a_precision_that_is_left_open_is_the_jobs(
+def test_without_a_dtype_the_precision_is_the_jobs(
     tmp_path: Path, own: Literal["float16"] | None, device: str, job: str, chosen: str
 ) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 9, "max_position_embeddings": 9, "dtype": "bfloat16"}')
     policy = Policy(tmp_path, run=1, version=0, max_model_len=9, dtype=job)
-    assert settled(EngineSettings(dtype=own, device=device), policy).dtype == chosen
+    assert with_precision(ComputeSettings(dtype=own, device=device), policy).dtype == chosen
 
 
 async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    asker = Asker()
+    client = BackendClient()
     made: list[float] = []
     for run, dtype in ((1, "float32"), (2, "bfloat16")):
-        backend = TorchBackend(EngineSettings(kv_cache_bytes=4 << 20), asker.deliver)
+        backend = TorchBackend(ComputeSettings(kv_cache_bytes=4 << 20), client.deliver)
         try:
-            await backend.bring_in(Policy(tmp_path, run, 0, 64, dtype=dtype), silent)
-            answer = await asker.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
+            await backend.load(Policy(tmp_path, run, 0, 64, dtype=dtype), ignore_stage)
+            answer = await client.ask(backend, request([1, 2, 3], run=run, max_tokens=1, temperature=0.0))
             made.append(answer.only.logprobs[0])
         finally:
             await backend.stop()
@@ -137,8 +137,37 @@ def test_the_openai_backend_needs_a_url() -> None:
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0 is refused: it takes a number, more than 0"),
     ],
 )
-def test_the_command_says_what_is_wrong(words: list[str], why: str) -> None:
+def test_the_command_reports_what_is_wrong(words: list[str], why: str) -> None:
     parser = argparse.ArgumentParser()
     cli.add_arguments(parser)
     with pytest.raises(Refused, match=why):
         cli.settings_of(parser.parse_args(words))
+
+
+def test_every_setting_can_be_given_on_the_command_line() -> None:
+    words = (
+        "--hive h --engine e --nats n --backend vllm --host 0.0.0.0 --port 1 --max-requests 2 --drain-timeout 3 "
+        "--advertise-url u --replica r --alive-every 4 --load-retry 5 --cache c "
+        "--dtype bfloat16 --device cuda:1 --kv-cache-mb 6 --block-tokens 7 --max-model-len 8 --max-running 9 "
+        "--max-waiting 10 --max-prefill-tokens 11 --threads 12 "
+        "--vllm-python p --tensor-parallel 13 --vllm-eager --gpu-memory-utilization 0.5 --vllm-start-timeout 14 "
+        "--vllm-update-timeout 15 --vllm-health-timeout 16 "
+        "--url http://s --api-key-env K --model m --openai-drain-timeout 17 --openai-update-timeout 18"
+    )
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    given = cli.settings_of(parser.parse_args(words.split()))
+    assert given.compute.kv_cache_bytes == 6 << 20
+    default = InferenceSettings()
+    for name in InferenceSettings.model_fields:
+        one, other = getattr(given, name), getattr(default, name)
+        parts = type(one).model_fields if isinstance(one, BaseModel) else ()
+        assert one != other, name
+        assert all(getattr(one, part) != getattr(other, part) for part in parts), name
+
+
+def test_0_on_the_command_line_leaves_memory_and_length_open() -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    compute = cli.settings_of(parser.parse_args(["--kv-cache-mb", "0", "--max-model-len", "0"])).compute
+    assert (compute.kv_cache_bytes, compute.max_model_len) == (None, None)

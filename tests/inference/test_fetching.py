@@ -1,4 +1,4 @@
-"""A replica's weights on their way in: deltas on top of what is here, the chain behind them, or a full copy."""
+"""Fetching weights: deltas on the current version, a whole chain of deltas, or a full copy."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,18 +17,19 @@ from bombus.errors import Code, EngineFault
 from bombus.hive.events import OBJECTS, Weights, WeightsReady
 from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, file_sha256
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import apply_patches, read_patches
-from bombus_inference.fetching import Fetched, Fetcher
-from bombus_inference.settings import EngineSettings
+from bombus_inference.fetching import FetchedWeights, Fetcher
+from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answers, engine_for, finish, llama, qwen, request
 from tests.weights.delta_versions import write_full, write_versions
 
-COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def some_versions(count: int, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Tensor]]:
-    """Of two tensors; each version changes a few elements of one of them."""
+    """Return versions of two tensors, each with a few changed elements in one of them."""
     torch.manual_seed(0)
     versions = [{"a": torch.randn(50, 40).to(dtype), "b": torch.randn(30).to(dtype)}]
     for number in range(1, count):
@@ -44,7 +45,7 @@ def ready(version: int, weights: Weights, run: int = 1) -> WeightsReady:
 
 @dataclass
 class Given:
-    """Versions as a trainer has written them, and a fetcher with a cache of its own."""
+    """Versions as a trainer writes them, and a fetcher with its own cache."""
 
     bus: Bus
     folder: Path
@@ -53,7 +54,7 @@ class Given:
     made: list[Weights]
     fetcher: Fetcher
 
-    async def fetch(self, version: int) -> Fetched:
+    async def fetch(self, version: int) -> FetchedWeights:
         return await self.fetcher.materialise(ready(version, self.made[version]), lambda: 1)
 
     def is_whole(self, version: int, folder: Path) -> bool:
@@ -72,7 +73,7 @@ async def given(bus: Bus, tmp_path: Path) -> AsyncIterator[Given]:
 
 
 async def into_store(given: Given, version: int) -> None:
-    """Put a version's files into the object store, as the trainer would, and away from the disk."""
+    """Copy a version's files to the object store, as the trainer would."""
     place = Path(given.made[version].where)
     for file in place.iterdir():
         await given.bus.put_blob(f"weights/main/run-1/v{version}/{file.name}", file.read_bytes())
@@ -80,32 +81,32 @@ async def into_store(given: Given, version: int) -> None:
 
 @asynccontextmanager
 async def trainer(bus: Bus, give: Callable[[str], Answer]) -> AsyncIterator[list[str]]:
-    """Plays the trainer of epoch 1, which is asked for full copies."""
-    asked: list[str] = []
+    """Act as the trainer of epoch 1, which gets requests for full copies. Yields these."""
+    requests: list[str] = []
 
-    async def on_asked(message: ReceivedMessage) -> None:
-        asked.append(message.data.decode())
+    async def on_request(message: ReceivedMessage) -> None:
+        requests.append(message.data.decode())
         await bus.answer(message.reply, give(message.data.decode()))
 
-    subscription = await bus.client.subscribe(bus.subjects.full_copies("main", 1), cb=on_asked)
-    yield asked
+    subscription = await bus.client.subscribe(bus.subjects.full_copies("main", 1), cb=on_request)
+    yield requests
     await subscription.unsubscribe()
 
 
 # ---- from folders -------------------------------------------------------------------------------------------------
 
 
-async def test_each_delta_goes_on_top_of_what_is_here_and_says_so(given: Given) -> None:
+async def test_each_delta_is_applied_to_the_current_version(given: Given) -> None:
     first = await given.fetch(0)
     assert (first.folder, first.delta) == (Path(given.made[0].where), None)
     for version in (1, 2, 3):
         found = await given.fetch(version)
         assert given.is_whole(version, found.folder)
         assert (found.delta, found.base) == (Path(given.made[version].where) / DELTA_FILE, version - 1)
-        assert sum(place.is_dir() for place in given.cache.glob("*/*")) == 1, "only the newest is kept"
+        assert sum(place.is_dir() for place in given.cache.glob("*/*")) == 1, "only the newest version is kept"
 
 
-async def test_a_replica_that_comes_late_goes_through_the_whole_chain(given: Given) -> None:
+async def test_a_new_replica_applies_the_whole_chain_of_deltas(given: Given) -> None:
     found = await given.fetch(4)
     assert given.is_whole(4, found.folder)
     assert found.delta is None
@@ -113,14 +114,14 @@ async def test_a_replica_that_comes_late_goes_through_the_whole_chain(given: Giv
     assert on_top.folder == found.folder
 
 
-async def test_a_replica_that_missed_a_version_goes_through_the_whole_chain(given: Given) -> None:
+async def test_a_replica_that_missed_a_version_applies_the_whole_chain_of_deltas(given: Given) -> None:
     await given.fetch(0)
     found = await given.fetch(2)
     assert given.is_whole(2, found.folder)
     assert found.delta is None
 
 
-async def test_the_same_version_of_another_run_is_not_built_upon(given: Given) -> None:
+async def test_the_same_version_of_another_run_is_not_used_as_a_base(given: Given) -> None:
     await given.fetch(1)
     found = await given.fetcher.materialise(ready(2, given.made[2], run=2), lambda: 1)
     assert given.is_whole(2, found.folder)
@@ -140,7 +141,7 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
         delta.write_bytes(content)
     elif what == "gone":
         delta.unlink()
-    else:  # its own digest is right, and so is its base, but it makes another version of it
+    else:  # its own digest and its base are right, but it makes another version of it
         other = write_versions(given.folder / "other", [given.tensors[1], given.tensors[3]])[1]
         delta.write_bytes((Path(other.where) / DELTA_FILE).read_bytes())
         given.made[2] = replace(given.made[2], delta_sha256=other.delta_sha256)
@@ -151,17 +152,17 @@ async def test_r15_a_delta_that_does_not_give_what_the_log_says_is_replaced_by_a
         (place / "config.json").write_text("{}")
         return Done()
 
-    async with trainer(given.bus, give) as asked:
+    async with trainer(given.bus, give) as requests:
         found = await given.fetch(2)
     assert given.is_whole(2, found.folder)
     assert (found.folder, found.delta) == (place, None)
-    assert len(asked) == 1
-    after = await given.fetch(3)  # and deltas go on from there
+    assert len(requests) == 1
+    after = await given.fetch(3)  # deltas are applied on top of the full copy
     assert given.is_whole(3, after.folder)
     assert after.base == 2
 
 
-async def test_when_no_full_copy_can_be_had_both_reasons_are_said_and_what_is_here_stays(given: Given) -> None:
+async def test_without_a_full_copy_both_reasons_are_reported_and_the_current_version_stays(given: Given) -> None:
     before = (await given.fetch(1)).folder
     (Path(given.made[2].where) / DELTA_FILE).write_bytes(b"nothing of use")
     async with trainer(given.bus, lambda _: Refusal(code=Code.WRONG_PHASE, why="it was lost")):
@@ -170,7 +171,7 @@ async def test_when_no_full_copy_can_be_had_both_reasons_are_said_and_what_is_he
     assert given.is_whole(1, before)
 
 
-async def test_a_full_copy_that_is_another_one_is_not_loaded(given: Given) -> None:
+async def test_a_full_copy_with_another_digest_is_not_loaded(given: Given) -> None:
     place = Path(given.made[1].where)
     (place / DELTA_FILE).unlink()
 
@@ -212,7 +213,7 @@ async def test_an_object_that_is_not_there_is_a_fault_with_its_name(given: Given
         await given.fetcher.materialise(ready(0, weights), lambda: 1)
 
 
-async def test_what_a_killed_replica_left_is_removed_and_what_a_living_one_has_is_not(given: Given) -> None:
+async def test_the_cache_of_a_killed_replica_is_removed_and_that_of_a_running_one_is_not(given: Given) -> None:
     other = Fetcher(given.bus, "main", given.cache)
     kept = (await other.materialise(ready(1, given.made[1]), lambda: 1)).folder
     orphan = given.cache / "bombus-weights-orphan"
@@ -230,7 +231,7 @@ async def test_what_a_killed_replica_left_is_removed_and_what_a_living_one_has_i
 
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("make", [llama, qwen])
-def test_a_delta_in_place_is_the_full_copy_in_the_engines_type(
+def test_a_delta_applied_in_place_equals_the_full_copy_in_the_engines_type(
     tmp_path: Path, make: Callable[[], PreTrainedModel], served: str
 ) -> None:
     model = make().to(torch.bfloat16)
@@ -242,7 +243,7 @@ def test_a_delta_in_place_is_the_full_copy_in_the_engines_type(
     first, second = write_versions(tmp_path, [old, new])
     model.config.save_pretrained(tmp_path / "0")
     settings = COMPUTE.model_copy(update={"dtype": served})
-    engine = make_engine(Path(first.where), settings, run=1, version=0)
+    engine = Engine(load_policy(Path(first.where), settings), settings, run=1, version=0)
     engine.patch_weights(read_patches(Path(second.where) / DELTA_FILE, settings), 1, 1)
     assert engine.version == 1
     write_full(tmp_path / "0" / FULL_FILE, new)

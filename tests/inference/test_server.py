@@ -1,9 +1,10 @@
-"""The replica's HTTP side, on a real socket with a real (small) engine behind it."""
+"""The replica's HTTP side, on a real socket with a real, small engine."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, NoReturn
 
 import httpx
 import msgspec
@@ -11,14 +12,15 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import CONTENT_TYPE, Fault, FrameReader, Generate, encode_request
+from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import UNLOADED
 from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.backends.torch.worker import Worker
-from bombus_inference.server import App
-from bombus_inference.service import http_server, url_of
-from bombus_inference.settings import EngineSettings, ServerSettings
+from bombus_inference.backends.torch.thread import EngineThread
+from bombus_inference.server import BODY_BYTES_MAX, App
+from bombus_inference.service import url_of
+from bombus_inference.settings import ComputeSettings, ServerSettings
 from tests.inference.backends.small_engines import Answer, another, engine_for, finish, llama, request
 
 
@@ -27,21 +29,26 @@ def backend(app: App) -> TorchBackend:
     return app.backend
 
 
-def worker(app: App) -> Worker:
-    return backend(app).worker
+def engine_thread(app: App) -> EngineThread:
+    return backend(app).thread
+
+
+def tokens_decoded(app: App) -> int:
+    stats = engine_thread(app).stats
+    return 0 if stats is None else stats.decode_tokens
 
 
 @asynccontextmanager
-async def serving(**settings: int) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
+async def serving(**settings: Any) -> AsyncIterator[tuple[App, Engine, httpx.AsyncClient]]:
     bound = listen("127.0.0.1", 0)
-    app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(EngineSettings(), deliver))
+    app = App(ServerSettings(**settings), "main", "r1", lambda deliver: TorchBackend(ComputeSettings(), deliver))
     engine = engine_for(llama())
     try:
         async with (
             http_server(app, bound, app.settings.drain_s),
             httpx.AsyncClient(base_url=url_of(bound), timeout=20) as client,
         ):
-            await worker(app).install(engine, UNLOADED)
+            await engine_thread(app).install(engine, UNLOADED)
             backend(app).run, backend(app).version = 1, 0
             yield app, engine, client
     finally:
@@ -55,15 +62,15 @@ def read(body: bytes) -> Answer:
     return answer
 
 
-async def post(client: httpx.AsyncClient, asked: Generate) -> httpx.Response:
-    return await client.post("/generate", content=encode_request(asked))
+async def post(client: httpx.AsyncClient, generate: Generate) -> httpx.Response:
+    return await client.post("/generate", content=encode_request(generate))
 
 
 @asynccontextmanager
 async def held(app: App) -> AsyncIterator[Callable[[], None]]:
-    """The engine's thread stands still between two steps until the block ends or it is let go."""
+    """Stop the engine's thread between two steps until the block ends, or until the yielded function is called."""
     free = threading.Event()
-    turn = asyncio.ensure_future(worker(app).call(lambda _: free.wait(20)))
+    turn = asyncio.ensure_future(engine_thread(app).call(lambda _: free.wait(20)))
     try:
         yield free.set
     finally:
@@ -72,18 +79,18 @@ async def held(app: App) -> AsyncIterator[Callable[[], None]]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Give the other side of a socket its turn until it has noticed."""
+    """Wait until `holds` is true, while the other side of a socket runs."""
     async with asyncio.timeout(10):
         while not holds():
             await asyncio.sleep(0.001)
 
 
-async def test_an_answer_is_what_the_engine_makes_alone():
-    asked = request([1, 2, 3], n=3)
+async def test_an_answer_is_what_the_engine_makes_alone() -> None:
+    generate = request([1, 2, 3], n=3)
     alone = engine_for(llama())
-    alone.add(1, asked)
+    alone.add(1, generate)
     async with serving() as (_, _, client):
-        response = await post(client, asked)
+        response = await post(client, generate)
     assert response.status_code == 200
     assert response.headers["content-type"] == CONTENT_TYPE
     made = read(response.content)
@@ -92,10 +99,10 @@ async def test_an_answer_is_what_the_engine_makes_alone():
     }
 
 
-async def test_a_stream_begins_before_its_completion_ends():
+async def test_a_stream_begins_before_its_completion_ends() -> None:
     async with serving() as (app, engine, client):
-        asked = encode_request(request([1, 2, 3], stream=True, max_tokens=200))
-        async with client.stream("POST", "/generate", content=asked) as response:
+        content = encode_request(request([1, 2, 3], stream=True, max_tokens=200))
+        async with client.stream("POST", "/generate", content=content) as response:
             reader, answer = FrameReader(), Answer()
             chunks = response.aiter_raw()
             for frame in reader.feed(await anext(chunks)):
@@ -110,37 +117,37 @@ async def test_a_stream_begins_before_its_completion_ends():
         await until(lambda: app.open_requests == 0)
 
 
-async def test_hundreds_of_requests_at_once_are_batched():
+async def test_hundreds_of_requests_at_once_are_batched() -> None:
     async with serving() as (_, engine, client):
         responses = await asyncio.gather(*(post(client, request([seed % 50], seed=seed)) for seed in range(200)))
         assert all(len(read(response.content).only.tokens) == 12 for response in responses)
         assert engine.stats.steps < 200 * 12 / 4
 
 
-async def test_a_client_that_hangs_up_frees_its_place():
+async def test_a_client_that_disconnects_frees_its_place() -> None:
     async with serving() as (app, engine, client):
-        asked = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
-        async with client.stream("POST", "/generate", content=asked) as response:
+        content = encode_request(request([1, 2, 3], stream=True, max_tokens=240))
+        async with client.stream("POST", "/generate", content=content) as response:
             await anext(response.aiter_raw())
         await until(lambda: app.open_requests == 0)
-        await worker(app).call(lambda _: None)  # behind the abort
+        await engine_thread(app).call(lambda _: None)  # after the abort
         assert not engine.has_work
         assert engine.stats.blocks_held == 0
 
 
-async def test_a_client_that_hangs_up_before_its_first_token_frees_its_place():
+async def test_a_client_that_disconnects_before_its_first_token_frees_its_place() -> None:
     async with serving() as (app, engine, client):
         async with held(app):
             waiting = asyncio.ensure_future(post(client, request([1, 2, 3], max_tokens=240)))
             await until(lambda: app.open_requests == 1)
             waiting.cancel()
             await until(lambda: app.open_requests == 0)
-        await worker(app).call(lambda _: None)
+        await engine_thread(app).call(lambda _: None)
         assert not engine.has_work
 
 
-async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
-    async with serving(requests_max=2) as (app, _, client), held(app) as let_go:
+async def test_a_full_replica_answers_503_and_says_that_another_may_serve() -> None:
+    async with serving(requests_max=2) as (app, _, client), held(app) as release:
         open_ones = [asyncio.ensure_future(post(client, request([seed]))) for seed in range(2)]
         await until(lambda: app.open_requests == 2)
         response = await post(client, request([1]))
@@ -148,12 +155,12 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
         fault = read(response.content).fault
         assert fault is not None
         assert (fault.code, fault.retry) == ("overloaded", True)
-        let_go()
+        release()
         assert [response.status_code for response in await asyncio.gather(*open_ones)] == [200, 200]
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "code", "retry"),
+    ("generate", "status", "code", "retry"),
     [
         (request([1] * 300), 400, "prompt_too_long", False),
         (request([1], temperature=-1.0), 400, "malformed", False),
@@ -161,9 +168,9 @@ async def test_a_full_replica_answers_503_and_says_that_another_may_serve():
         (msgspec.structs.replace(request([1]), engine="other"), 503, "no_replica", True),
     ],
 )
-async def test_a_refusal_is_a_fault_with_a_status(asked, status, code, retry):
+async def test_a_refusal_is_a_fault_with_a_status(generate: Generate, status: int, code: str, retry: bool) -> None:
     async with serving() as (app, engine, client):
-        response = await post(client, asked)
+        response = await post(client, generate)
         assert response.status_code == status
         fault = read(response.content).fault
         assert fault is not None
@@ -172,18 +179,18 @@ async def test_a_refusal_is_a_fault_with_a_status(asked, status, code, retry):
         await until(lambda: app.open_requests == 0)
 
 
-async def test_bodies_that_are_nonsense_or_too_large_are_refused():
-    async with serving(body_bytes_max=2000) as (_, _, client):
+async def test_bodies_that_are_nonsense_or_too_large_are_refused() -> None:
+    async with serving() as (_, _, client):
         nonsense = await client.post("/generate", content=b"\xc1")
-        large = await client.post("/generate", content=b"x" * 3000)
+        large = await client.post("/generate", content=b"x" * (BODY_BYTES_MAX + 1))
     assert (nonsense.status_code, large.status_code) == (400, 413)
 
 
-async def test_a_swap_under_load_drops_nothing():
+async def test_a_swap_under_load_drops_nothing() -> None:
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]
-        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 100)
-        await worker(app).swap(another(llama()).state_dict(), 1, 1)
+        await until(lambda: tokens_decoded(app) > 100)
+        await engine_thread(app).swap(another(llama()).state_dict(), 1, 1)
         answers = [read((await one).content).only for one in posts]
     for answer in answers:
         assert len(answer.tokens) == 150
@@ -191,18 +198,18 @@ async def test_a_swap_under_load_drops_nothing():
     assert any(set(answer.versions) == {0, 1} for answer in answers)
 
 
-async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on():
+async def test_weights_that_do_not_fit_are_the_callers_error_and_serving_goes_on() -> None:
     async with serving() as (app, _, client):
         with pytest.raises(EngineFault, match="lack"):
-            await worker(app).swap({}, 1, 1)
+            await engine_thread(app).swap({}, 1, 1)
         assert (await post(client, request([1]))).status_code == 200
 
 
-async def test_stopping_the_engine_ends_its_open_requests():
+async def test_stopping_the_engine_ends_its_open_requests() -> None:
     async with serving() as (app, _, client):
         waiting = asyncio.ensure_future(post(client, request([1], max_tokens=240)))
-        await until(lambda: worker(app).stats is not None and worker(app).stats.decode_tokens > 0)
-        await worker(app).install(None, UNLOADED)
+        await until(lambda: tokens_decoded(app) > 0)
+        await engine_thread(app).install(None, UNLOADED)
         stopped = read((await waiting).content).fault
         nothing = await post(client, request([1]))
     assert stopped == UNLOADED
@@ -210,11 +217,11 @@ async def test_stopping_the_engine_ends_its_open_requests():
 
 
 class _Broken(Engine):
-    def step(self):
+    def step(self) -> NoReturn:
         raise RuntimeError("out of memory")
 
 
-async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
+async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service() -> None:
     async with serving() as (app, engine, client):
         engine.__class__ = _Broken
         response = await post(client, request([1]))
@@ -222,10 +229,10 @@ async def test_an_engine_that_breaks_ends_its_requests_and_tells_the_service():
         assert isinstance(fault, Fault)
         assert fault.retry
         with pytest.raises(RuntimeError, match="out of memory"):
-            await worker(app).failed
+            await engine_thread(app).failed
 
 
-async def test_health_and_metrics_say_what_is_served():
+async def test_health_and_metrics_report_what_is_served() -> None:
     async with serving() as (app, _, client):
         await post(client, request([1, 2, 3]))
         health = await client.get("/health")

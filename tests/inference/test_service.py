@@ -1,10 +1,11 @@
-"""A replica on a real bus: it loads what the log names, says so, and serves nothing else."""
+"""A replica on a real bus: it loads what the log names, reports that, and serves nothing else."""
 
 import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,44 +19,59 @@ from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import service
-from bombus_inference.settings import EngineSettings, InferenceSettings
+from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.publish.directories import remove_others
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 
 M = TypeVar("M", bound=AnyMessage)
-COMPUTE = EngineSettings(kv_cache_bytes=4 << 20, max_model_len=256)
+COMPUTE = ComputeSettings(kv_cache_bytes=4 << 20, max_model_len=256)
 
 
 def weights(folder: Path, model: PreTrainedModel | None = None) -> ev.Weights:
-    """Of the model that is saved there, or lies there already."""
+    """Return the weights of the model in `folder`, after saving `model` there if it is given."""
     if model is not None:
         model.save_pretrained(folder)
     body = (folder / "model.safetensors").read_bytes()
     return ev.Weights(where=str(folder), bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
 
 
-class Hive:
-    """Plays the coordinator: writes events, and reads what a replica says."""
+class FakeCoordinator:
+    """Acts as the coordinator: writes events, and reads a replica's messages."""
 
     def __init__(self, bus: Bus) -> None:
         self.bus = bus
         self.inbox = Reader(bus, bus.subjects.inbox_stream)
         self._count = 0
 
-    async def say(self, *events: ev.Event) -> None:
+    async def write(self, *events: ev.Event) -> None:
         for event in events:
             self._count += 1
             subject = self.bus.subjects.event("main", ev.kind_of(event))
             await self.bus.publish(subject, ev.encode_event(event), msg_id=f"event-{self._count}")
 
-    async def hears(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
-        """The next message of this kind for which `holds` is true; others are let pass."""
+    async def receive(self, kind: type[M], holds: Callable[[M], bool] = lambda _: True) -> M:
+        """Return the next message of this kind for which `holds` is true, skipping others."""
+        message = await self._receive(lambda message: isinstance(message, kind) and holds(message))
+        assert isinstance(message, kind)
+        return message
+
+    async def receive_outcome(self) -> int:
+        """Return the version that is loaded next. Fails if the replica reports that it cannot load one before that."""
+        message = await self._receive(lambda message: isinstance(message, WeightsLoadedFact | EngineBroke))
+        assert isinstance(message, WeightsLoadedFact)
+        return message.version
+
+    async def _receive(self, holds: Callable[[AnyMessage], bool]) -> AnyMessage:
         async with asyncio.timeout(20):
             while True:
                 for stored in await self.inbox.read():
                     message = decode_message(stored.data)
-                    if isinstance(message, kind) and holds(message):
+                    if holds(message):
                         return message
+
+
+def is_of(run: int, version: int, fact: WeightsLoadedFact) -> bool:
+    return (fact.run, fact.version) == (run, version)
 
 
 def started(run: int) -> ev.EngineStarted:
@@ -67,8 +83,8 @@ def ready(run: int, version: int, what: ev.Weights) -> ev.WeightsReady:
 
 
 @pytest.fixture
-async def play(bus: Bus) -> AsyncIterator[Hive]:
-    hive = Hive(bus)
+async def coordinator(bus: Bus) -> AsyncIterator[FakeCoordinator]:
+    hive = FakeCoordinator(bus)
     yield hive
     await hive.inbox.close()
 
@@ -96,51 +112,59 @@ async def ask(url: str, run: int, prompt: list[int]) -> Answer:
     return answer
 
 
-async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(play, nats_url, hive, tmp_path):
+async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     old, new = llama(), another(llama())
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", old)))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", old)))
     async with replica(nats_url, hive):
-        loaded = await play.hears(WeightsLoadedFact)
+        loaded = await coordinator.receive(WeightsLoadedFact)
         assert (loaded.run, loaded.version, loaded.replica) == (1, 0, "r1")
-        alive = await play.hears(ReplicaAlive, lambda message: message.version == 0)
+        alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(old, [1, 2, 3], made) < 1e-4
 
-        await play.say(ready(1, 1, weights(tmp_path / "v1", new)))
-        assert (await play.hears(WeightsLoadedFact)).version == 1
+        await coordinator.write(ready(1, 1, weights(tmp_path / "v1", new)))
+        assert (await coordinator.receive(WeightsLoadedFact)).version == 1
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert made.versions == [1] * 12
         assert worst_difference(new, [1, 2, 3], made) < 1e-4
-    assert (await play.hears(ReplicaLeaves)).replica == "r1"
+    assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
-async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(play, nats_url, hive, tmp_path):
-    """Its facts are no repeats of those that it said in its life before."""
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
+    """Its messages have other ids than those of its previous start, so they do not count as repeats."""
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     for _ in range(2):
         async with replica(nats_url, hive):
-            assert (await play.hears(WeightsLoadedFact)).version == 0
-            assert (await play.hears(ReplicaAlive, lambda message: message.version == 0)).replica == "r1"
-        assert (await play.hears(ReplicaLeaves)).replica == "r1"
+            assert (await coordinator.receive(WeightsLoadedFact)).version == 0
+            assert (await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)).replica == "r1"
+        assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
-async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(play, nats_url, hive, tmp_path):
+async def test_a_stopped_engine_is_unloaded_and_the_next_run_begins_anew(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     first = weights(tmp_path / "v0", llama())
-    await play.say(started(1), ready(1, 0, first))
+    await coordinator.write(started(1), ready(1, 0, first))
     async with replica(nats_url, hive):
-        await play.hears(WeightsLoadedFact)
-        await play.say(ev.EngineStopped(engine="main", run=1))
-        alive = await play.hears(ReplicaAlive, lambda message: message.version == -1)
+        await coordinator.receive(WeightsLoadedFact)
+        await coordinator.write(ev.EngineStopped(engine="main", run=1))
+        alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == -1)
         refused = (await ask(alive.url, 1, [1])).fault
         assert refused is not None
         assert refused.retry
-        await play.say(started(2), ready(2, 0, first))
-        loaded = await play.hears(WeightsLoadedFact)
+        await coordinator.write(started(2), ready(2, 0, first))
+        loaded = await coordinator.receive(WeightsLoadedFact)
         assert (loaded.run, loaded.version) == (2, 0)
         assert len((await ask(alive.url, 2, [1])).only.tokens) == 12
 
 
-async def test_a_limit_below_the_jobs_is_told_once_for_each_run(play, nats_url, hive, tmp_path, caplog):
+async def test_a_limit_below_the_jobs_is_warned_about_once_for_each_run(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     job = RunConfig()
     configured = ev.EngineConfigured(
         engine="main", config=job.to_json(), config_digest=job.digest, collection=job.to_collection(), model="m"
@@ -148,51 +172,57 @@ async def test_a_limit_below_the_jobs_is_told_once_for_each_run(play, nats_url, 
     versions = [weights(tmp_path / f"v{version}", llama(version)) for version in range(2)]
     async with replica(nats_url, hive):
         for run in (1, 2):
-            await play.say(configured, started(run))
+            await coordinator.write(configured, started(run))
             for version, what in enumerate(versions):
-                await play.say(ready(run, version, what))
-                await play.hears(WeightsLoadedFact, lambda fact, here=(run, version): (fact.run, fact.version) == here)
-            await play.say(ev.EngineStopped(engine="main", run=run))
-    said = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
-    assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [said] * 2
+                await coordinator.write(ready(run, version, what))
+                await coordinator.receive(WeightsLoadedFact, partial(is_of, run, version))
+            await coordinator.write(ev.EngineStopped(engine="main", run=run))
+    warning = f"sequences end at 256 tokens and not at the job's {job.rollout.max_model_len}"
+    assert [message.partition(":")[0] for message in caplog.messages if "sequences end" in message] == [warning] * 2
 
 
-async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(play, nats_url, hive, tmp_path):
+async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     good = weights(tmp_path / "v0", llama())
     bad = ev.Weights(where=good.where, sha256="0" * 64)
-    await play.say(started(1), ready(1, 0, good), ready(1, 1, bad))
+    await coordinator.write(started(1), ready(1, 0, good), ready(1, 1, bad))
     async with replica(nats_url, hive):
-        broke = await play.hears(EngineBroke)
+        broke = await coordinator.receive(EngineBroke)
         assert "sha256" in broke.reason
         assert broke.run == 1
-        await play.say(ready(1, 2, good))  # the replica itself is as good as before
-        assert (await play.hears(WeightsLoadedFact)).version == 2
+        await coordinator.write(ready(1, 2, good))  # the replica itself still works
+        assert (await coordinator.receive(WeightsLoadedFact)).version == 2
 
 
-async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(play, nats_url, hive, tmp_path):
+async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
     good = weights(tmp_path / "v2", llama())
     gone = ev.Weights(where=str(tmp_path / "v1"), sha256="0" * 64)
-    await play.say(started(1), ready(1, 1, gone))
+    await coordinator.write(started(1), ready(1, 1, gone))
     async with replica(nats_url, hive):
-        await play.hears(ReplicaAlive)
-        await play.say(ready(1, 2, good))
-        assert (await play.hears(WeightsLoadedFact | EngineBroke)).version == 2
+        await coordinator.receive(ReplicaAlive)
+        await coordinator.write(ready(1, 2, good))
+        assert await coordinator.receive_outcome() == 2
 
 
-async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_newest(play, nats_url, hive, tmp_path):
-    """The trainer keeps two versions; an asynchronous run may be further than that before a slow disk is through."""
+async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_newest(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
+    """The trainer keeps two versions, and an asynchronous run may be further ahead before a slow disk has been read."""
     models = [another(llama(), seed) for seed in range(4)]
     named = [weights(tmp_path / f"version-{number:08d}-epoch-1", model) for number, model in enumerate(models)]
     slow = Path(named[1].where) / "model.safetensors"
     slow.unlink()
     os.mkfifo(slow)
-    await play.say(started(1), ready(1, 0, named[0]), ready(1, 1, named[1]))
+    await coordinator.write(started(1), ready(1, 0, named[0]), ready(1, 1, named[1]))
     async with replica(nats_url, hive):
         writer = await asyncio.to_thread(slow.open, "wb")  # once the replica reads
-        await play.say(ready(1, 2, named[2]), ready(1, 3, named[3]))
+        await coordinator.write(ready(1, 2, named[2]), ready(1, 3, named[3]))
         remove_others(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
         writer.close()
-        assert (await play.hears(WeightsLoadedFact | EngineBroke)).version == 3
-        alive = await play.hears(ReplicaAlive, lambda message: message.version == 3)
+        assert await coordinator.receive_outcome() == 3
+        alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 3)
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(models[3], [1, 2, 3], made) < 1e-4

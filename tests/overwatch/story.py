@@ -1,4 +1,4 @@
-"""A made-up run of a hive, from one seed: the events that tests of the screen fold and draw."""
+"""A made-up run of a hive from one seed, with the events that tests of the screen fold and draw."""
 
 import math
 import random
@@ -27,7 +27,7 @@ RULES = Collection(batch_size=8, num_repeat=4)
 
 
 class Story:
-    """Events in order, with a clock that moves as they are told."""
+    """Events in order, with a clock that advances as they are told."""
 
     def __init__(self, seed: int = 7, engine: str = ENGINE) -> None:
         self.random = random.Random(seed)
@@ -133,7 +133,7 @@ class Story:
         return 0.12 + 0.7 / (1 + math.exp(-(version - 16) / 5)) + self.random.uniform(-0.05, 0.05)
 
     def groups(self, version: int, count: int) -> Iterator[BatchGroup]:
-        """Groups of finished episodes, as the batch will name them."""
+        """Yield groups of finished episodes, as the batch will name them."""
         for number in range(count):
             task = TASKS[(version + number) % len(TASKS)] + f" #{version * count + number}"
             episodes = [self.claim(version, task) for _ in range(RULES.num_repeat)]
@@ -147,7 +147,7 @@ class Story:
             yield BatchGroup(task=task, episodes=tuple(members))
 
     def train(self, version: int) -> None:
-        """One batch of `version`, and its step."""
+        """Tell one batch of `version`, and its step."""
         groups = tuple(self.groups(version, RULES.batch_size))
         step = version + 1
         self.tell(ev.RollingClosed(**self.at, run=self.run))
@@ -185,7 +185,7 @@ class Story:
 
 
 def rolling(steps: int = 32) -> Story:
-    """A run that has learned for a while, in the middle of collecting the next batch."""
+    """Return a run that has trained for a while and is collecting the next batch."""
     story = Story()
     story.boot()
     story.publish(0)
@@ -217,7 +217,7 @@ def rolling(steps: int = 32) -> Story:
 
 
 def failed() -> Story:
-    """A run that could not boot."""
+    """Return a run that could not boot."""
     story = Story()
     story.boot(replicas=1)
     story.tell(
@@ -232,7 +232,7 @@ def failed() -> Story:
 
 
 def chaos(seed: int, count: int = 150) -> list[Event]:
-    """Events of every kind in no sensible order: what is on a log has happened, and every fold must take it."""
+    """Return events of every kind in random order, since a fold must accept any events that are on a log."""
     story = Story(seed)
     draw = story.random
     episodes: list[str] = []
@@ -240,7 +240,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
     def some() -> str:
         return draw.choice(episodes) if episodes else "main-1-0"
 
-    def tell(kind: type[Event], **fields: Any) -> None:
+    def tell(kind: Callable[..., Event], **fields: Any) -> None:
         story.tell(kind(**story.at, run=story.run, **fields))
 
     def restart() -> None:

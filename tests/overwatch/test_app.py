@@ -1,6 +1,6 @@
 """The screen itself: pictures of it, and what its keys do.
 
-After a wanted change: `pytest tests/overwatch/test_app.py --snapshot-update`, then look at the pictures.
+After an intended change run `pytest tests/overwatch/test_app.py --snapshot-update`, then look at the pictures.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Compare = Callable[..., bool]
 
 
 def app_of(story: Story) -> Overwatch:
-    """The screen two seconds after the story's last event, its clock standing still."""
+    """Return the screen with its clock stopped two seconds after the story's last event."""
     app = Overwatch("demo", clock=lambda: story.now_ns + 2 * SECOND)
     for position, event in enumerate(story.events, 1):
         app.take(position, event)
@@ -128,14 +128,14 @@ async def test_help_opens_and_closes_and_q_quits(story: Story) -> None:
 
 
 async def drawn(app: Overwatch, pilot: Pilot[None], wanted: str) -> None:
-    """Return once the banner says this."""
+    """Wait until the banner contains `wanted`."""
     async with asyncio.timeout(10):
         while wanted not in text(app, Banner):
             await pilot.pause(0.02)
 
 
 class Counting(Overwatch):
-    """Remembers at which position it was drawn."""
+    """Remembers the positions at which it was drawn."""
 
     def __init__(self, story: Story) -> None:
         super().__init__("demo", clock=lambda: story.now_ns)
@@ -162,7 +162,7 @@ async def test_catching_up_shows_how_far_it_is(story: Story) -> None:
         await drawn(app, pilot, f"catching up ━━━━━───── of {2 * len(story.events):,}")
 
 
-async def test_a_bus_that_is_away_is_said_with_the_reason(story: Story) -> None:
+async def test_while_the_bus_is_away_the_reason_is_shown(story: Story) -> None:
     app = app_of(story)
     async with app.run_test(size=WIDE) as pilot:
         app.report(Link.AWAY, "the bus is away")
@@ -171,7 +171,7 @@ async def test_a_bus_that_is_away_is_said_with_the_reason(story: Story) -> None:
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])
-async def test_any_size_of_terminal_will_do(story: Story, size: tuple[int, int]) -> None:
+async def test_any_terminal_size_works(story: Story, size: tuple[int, int]) -> None:
     app = app_of(story)
     async with app.run_test(size=size) as pilot:
         await pilot.press("left", "f")

@@ -1,9 +1,9 @@
-"""Bars, sparklines and the chart, against pictures drawn by hand."""
+"""Bars, sparklines and the chart, compared with pictures drawn by hand."""
 
 import math
 
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
-from bombus_overwatch.model import View, fold
+from bombus_overwatch.model import HiveView, fold
 from bombus_overwatch.palette import clock_time, figure, fit, fit_end
 from bombus_overwatch.screen import screen_data
 from bombus_overwatch.widgets import CollectionPanel
@@ -25,7 +25,7 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
     assert sparkline([], 8) == ""
 
 
-def test_a_figure_that_is_no_number_leaves_a_gap() -> None:
+def test_a_value_that_is_not_a_number_leaves_a_gap() -> None:
     assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
     assert figure(math.nan) == "nan"
 
@@ -73,7 +73,7 @@ def test_numbers_and_times_are_short() -> None:
 def test_the_collection_panel_says_how_far_claims_are_ahead_of_training() -> None:
     run = Steady(0, 40, (1.0, 2.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(12)
-    view = View()
+    view = HiveView()
     for position, event in enumerate(run.desk.log, 1):
         fold(view, position, event)
     lines = CollectionPanel().lines(screen_data(view, run.desk.now_ns, "main"), 70, 10)

@@ -1,4 +1,4 @@
-"""The fold behind the screen, and what is shown of it."""
+"""The fold that the screen draws, and the screen's data."""
 
 import time
 from typing import get_args
@@ -10,22 +10,22 @@ from hypothesis import strategies as st
 from bombus.hive import events as ev
 from bombus.hive.describe import line_of
 from bombus.hive.events import AbortReason, EpisodeType, Event
-from bombus_overwatch.describe import GROUPS, Group
-from bombus_overwatch.model import TAIL_KEPT, View, fold
+from bombus_overwatch.describe import GROUPS, EventGroup
+from bombus_overwatch.model import TAIL_KEPT, HiveView, fold
 from bombus_overwatch.screen import Screen, StageState, screen_data
 from bombus_overwatch.timeline import Timeline, replicate
 from tests.coordinator.steady_clients import Steady
 from tests.overwatch.story import ENGINE, SECOND, Story, chaos, failed, rolling
 
 
-def folded(events: list[Event], view: View | None = None, start: int = 1) -> View:
-    view = view or View()
+def folded(events: list[Event], view: HiveView | None = None, start: int = 1) -> HiveView:
+    view = view or HiveView()
     for position, event in enumerate(events, start):
         fold(view, position, event)
     return view
 
 
-def shown(story: Story, after_s: float = 0.0, group: Group = Group.ALL) -> Screen:
+def shown(story: Story, after_s: float = 0.0, group: EventGroup = EventGroup.ALL) -> Screen:
     return screen_data(folded(story.events), story.now_ns + int(after_s * SECOND), ENGINE, group)
 
 
@@ -57,7 +57,7 @@ def test_held_out_episodes_have_a_curve_of_their_own(story: Story) -> None:
     assert rewards.now_episodes == 0
 
 
-def test_a_new_run_begins_its_curves_anew_and_keeps_the_tail(story: Story) -> None:
+def test_a_new_run_starts_new_curves_and_keeps_the_tail(story: Story) -> None:
     story.train(0)
     assert shown(story).training.loss
     story.tell(ev.EngineStopped(at_ns=story.now_ns, engine=ENGINE, run=1))
@@ -94,7 +94,7 @@ def test_the_step_in_flight_has_its_time_and_size(story: Story) -> None:
 def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_episodes_are_open() -> None:
     run = Steady(0, 12, (4.0, 6.0), 10.0, batch_size=2, num_repeat=2, max_staleness=1)
     run.run(100)
-    view, paced = View(), 0
+    view, paced = HiveView(), 0
     for position, event in enumerate(run.desk.log, 1):
         fold(view, position, event)
         screen = screen_data(view, event.at_ns, ENGINE)
@@ -104,7 +104,7 @@ def test_a_step_of_an_asynchronous_run_is_in_flight_while_the_engine_rolls_and_e
             assert screen.status.pace is not None
             paced += bool(screen.status.pace.waits)
     assert paced > 10
-    assert len(view.trail(ENGINE).rewards) > 5, "the versions at the claims"
+    assert len(view.history(ENGINE).rewards) > 5, "the versions at the claims"
 
 
 def test_rates_are_means_over_log_time_and_fade_when_nothing_comes(story: Story) -> None:
@@ -155,7 +155,7 @@ def test_stages_of_booting_have_their_times() -> None:
     assert [stage.took_s for stage in stages] == pytest.approx([6.2, 3.1, 3.4])
 
 
-def test_the_stage_that_broke_is_told_from_those_that_were_done() -> None:
+def test_the_stage_that_failed_is_marked() -> None:
     assert [stage.state for stage in shown(failed()).stages] == [StageState.DONE, StageState.DONE, StageState.BROKEN]
 
 
@@ -178,8 +178,8 @@ def test_each_engine_is_shown_alone_with_the_events_of_the_hive() -> None:
     assert len(screen.tail) == len(other.events)
 
 
-def test_an_empty_log_has_a_screen() -> None:
-    screen = screen_data(View(), 0)
+def test_an_empty_log_can_be_shown() -> None:
+    screen = screen_data(HiveView(), 0)
     assert screen.status is None
     assert screen.tail == ()
 
@@ -187,24 +187,24 @@ def test_an_empty_log_has_a_screen() -> None:
 # ---- the tail -------------------------------------------------------------------------------------------------
 
 
-def test_a_flood_of_calls_does_not_wash_away_trouble(story: Story) -> None:
+def test_many_calls_do_not_displace_trouble(story: Story) -> None:
     story.abort(AbortReason.INFRA, story.claim(0, "t"), detail="no disk")
     episode = story.claim(0, "t")
     for _ in range(TAIL_KEPT + 50):
         story.call(0, episode)
-    trouble = shown(story, group=Group.TROUBLE).tail
+    trouble = shown(story, group=EventGroup.TROUBLE).tail
     assert [row.text for row in trouble] == ["main-1-1 aborted: infra (no disk)"]
 
 
-def test_every_event_has_words_and_a_group() -> None:
-    told = {type(event): event for seed in range(20) for event in chaos(seed)}
-    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(told)
-    assert all(line_of(event) for event in told.values())
+def test_every_event_has_a_text_and_a_group() -> None:
+    events = {type(event): event for seed in range(20) for event in chaos(seed)}
+    assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(events)
+    assert all(line_of(event) for event in events.values())
 
 
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
-def test_whatever_is_on_a_log_can_be_shown(seed: int) -> None:
+def test_any_log_can_be_shown(seed: int) -> None:
     events = chaos(seed)
     assert all(line_of(event) for event in events)
     screen_data(folded(events), events[-1].at_ns if events else 0)
@@ -222,7 +222,7 @@ def test_text_from_outside_cannot_move_the_cursor(story: Story) -> None:
 @settings(max_examples=25, deadline=None)
 def test_folding_in_chunks_from_copies_equals_folding_at_once(seed: int, cuts: list[int]) -> None:
     events = chaos(seed)
-    view, done = View(), 0
+    view, done = HiveView(), 0
     for cut in [*sorted(cuts), len(events)]:
         before = replicate(view)
         view = folded(events[done:cut], replicate(view), done + 1)
@@ -242,7 +242,7 @@ def test_going_back_gives_the_fold_of_the_prefix(seed: int, position: int) -> No
     assert timeline.live == folded(events)
 
 
-def test_only_the_newest_events_can_be_gone_back_to() -> None:
+def test_only_the_newest_events_can_be_shown_again() -> None:
     timeline = Timeline(chunk_events=10, chunks_kept=3)
     events = rolling(2).events[:95]
     for number, event in enumerate(events, 1):
@@ -255,7 +255,7 @@ def test_only_the_newest_events_can_be_gone_back_to() -> None:
     assert timeline.moved(94, 100) == 95
 
 
-def test_positions_with_gaps_are_stepped_over() -> None:
+def test_gaps_between_positions_are_skipped() -> None:
     timeline = Timeline()
     for position, event in zip((3, 7, 20), rolling(0).events):
         timeline.fold(position, event)
@@ -263,7 +263,7 @@ def test_positions_with_gaps_are_stepped_over() -> None:
     assert timeline.at(19).position == 7
 
 
-def test_twenty_thousand_events_fold_in_no_time() -> None:
+def test_twenty_thousand_events_fold_quickly() -> None:
     events = rolling(8).events
     started = time.perf_counter()
     timeline = Timeline()

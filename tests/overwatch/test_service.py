@@ -23,25 +23,25 @@ async def publish(bus: Bus, events: list[Event], start: int = 1) -> None:
 
 
 class Watched(Overwatch):
-    """A screen that can be waited for."""
+    """A screen whose position and link can be waited for."""
 
     def __init__(self, story: Story) -> None:
         super().__init__("demo", clock=lambda: story.now_ns)
-        self.told = asyncio.Event()
+        self.changed = asyncio.Event()
 
     def take(self, position: int, event: Event) -> None:
         super().take(position, event)
-        self.told.set()
+        self.changed.set()
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
         super().report(link, why, target)
-        self.told.set()
+        self.changed.set()
 
     async def reached(self, position: int, link: Link) -> None:
         async with asyncio.timeout(WAIT_S):
-            while self.timeline.newest < position or self.standing.link != link:
-                await self.told.wait()
-                self.told.clear()
+            while self.timeline.newest < position or self.viewer.link != link:
+                await self.changed.wait()
+                self.changed.clear()
 
 
 async def test_the_screen_catches_up_with_a_log_and_follows_it(bus: Bus) -> None:

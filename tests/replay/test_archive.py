@@ -22,7 +22,7 @@ from bombus.hive.records import (
     pack_tokens,
 )
 from bombus.replay import archive
-from bombus.replay.archive import FORMAT, FileSource, Header, pack
+from bombus.replay.archive import FORMAT, ArchiveHeader, FileSource, pack
 from bombus.replay.export import calls_of, export
 from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
@@ -35,7 +35,7 @@ async def all_of(source: Source, after: int = 0) -> list[Stored]:
 
 
 async def record_call(bus: Bus, episode: str, name: str, parent: CallRef | None = None, note: bool = True) -> CallRef:
-    """A call as a gateway records it; with `note` the coordinator hears of it."""
+    """Record a call as a gateway does; with `note`, tell the coordinator too."""
     record = CallRecord(
         id=name,
         engine=ENGINE,
@@ -57,7 +57,7 @@ async def record_call(bus: Bus, episode: str, name: str, parent: CallRef | None 
 
 
 async def one_episode(bus: Bus) -> list[CallRef]:
-    """An episode of two calls that ended, and one open."""
+    """Play an episode of two noted calls to its end, and leave another one open. Returns the calls."""
     async with leading(bus):
         await boot(bus, batch_size=100)
         granted = await bus.ask(claim("k"))
@@ -82,7 +82,7 @@ async def test_an_archive_has_every_byte_of_the_log_and_its_calls(bus: Bus, tmp_
         assert source.hive == bus.subjects.hive
         assert [record.id for record in await source.records(refs)] == ["unheard", "one", "two"]
         assert await state_at(source, len(stored)) == await folded(bus)
-    assert [each.name for each in tmp_path.iterdir()] == ["a.bombuslog"], "no draft is left behind"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.bombuslog"], "no draft is left over"
 
 
 async def test_an_archive_can_be_exported_again(bus: Bus, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ async def test_an_archive_can_be_exported_again(bus: Bus, tmp_path: Path) -> Non
     assert first.read_bytes() == second.read_bytes()
 
 
-async def test_without_calls_nothing_of_what_was_said_is_in_it(bus: Bus, tmp_path: Path) -> None:
+async def test_an_export_without_calls_has_no_text_and_no_tokens(bus: Bus, tmp_path: Path) -> None:
     refs = await one_episode(bus)
     path = tmp_path / "a.bombuslog"
     assert (await export(BusSource(bus, "the bus"), path, with_calls=False)).calls == 0
@@ -110,7 +110,7 @@ async def test_calls_that_the_hive_no_longer_has_are_counted(bus: Bus, tmp_path:
     assert (written.calls, written.calls_gone) == (2, 1)
 
 
-async def test_a_compacted_log_brings_the_state_that_it_begins_with(bus: Bus, tmp_path: Path) -> None:
+async def test_the_archive_of_a_compacted_log_has_the_state_that_it_starts_from(bus: Bus, tmp_path: Path) -> None:
     everything = await two_snapshots(bus)
     await bus.purge_below(bus.subjects.events_stream, 8)
     path = tmp_path / "a.bombuslog"
@@ -128,7 +128,10 @@ async def test_a_file_that_was_cut_off_anywhere_is_refused(tmp_path: Path) -> No
     for length in (0, 10, 500, len(body) // 2, len(body) - 9, len(body) - 1):
         path = tmp_path / f"cut-{length}"
         path.write_bytes(body[:length])
-        with pytest.raises((LogCorrupted, NotOnLog), match=r"cut off|is no archive"), FileSource.open(path) as source:
+        with (
+            pytest.raises((LogCorrupted, NotOnLog), match=r"cut off|is not an archive"),
+            FileSource.open(path) as source,
+        ):
             await all_of(source)
 
 
@@ -151,8 +154,8 @@ async def test_a_file_with_a_damaged_byte_is_refused(tmp_path: Path) -> None:
         await all_of(source)
 
 
-def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
-    newer = Header(format=FORMAT + 1, bombus="9.0.0", hive="main", last=0, last_ns=0)
+def test_a_newer_format_is_refused_with_advice(tmp_path: Path) -> None:
+    newer = ArchiveHeader(format=FORMAT + 1, bombus="9.0.0", hive="main", last=0, last_ns=0)
     body = msgspec.msgpack.decode(pack(newer)[4:]) | {"something": "new"}
     packed = msgspec.msgpack.encode(body)
     path = tmp_path / "newer"
@@ -161,11 +164,11 @@ def test_a_newer_format_is_refused_in_words(tmp_path: Path) -> None:
         FileSource.open(path).__enter__()
 
 
-def test_what_is_no_archive_is_refused_in_words(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     (tmp_path / "packed").write_bytes(gzip.compress(b"\x05\x00\x00\x00hello"))
     for name in ("text", "packed"):
-        with pytest.raises(NotOnLog, match="is no archive"):
+        with pytest.raises(NotOnLog, match="is not an archive"):
             FileSource.open(tmp_path / name).__enter__()
 
 
@@ -177,7 +180,7 @@ async def test_every_call_that_an_event_names_is_found() -> None:
     assert set(named["batch.ready"]) < set(named["episode.ended"]) == set(named["calls.noted"])
 
 
-def test_the_command_says_what_it_wrote_and_overwrites_nothing(
+def test_the_command_reports_what_it_wrote_and_overwrites_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "again.bombuslog"

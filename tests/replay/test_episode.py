@@ -1,8 +1,7 @@
-"""`bombus replay episode`: what became of it, and every token with the figures that it was trained with."""
+"""`bombus replay episode`: how it ended, and every token with the figures that it was trained with."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -17,11 +16,12 @@ from bombus.hive.events import AbortReason, BatchReady, EpisodeType
 from bombus.hive.records import CallRef, SamplingParams
 from bombus.replay.archive import FileSource
 from bombus.replay.episode.html import page
-from bombus.replay.episode.story import Story, tell
+from bombus.replay.episode.story import EpisodeStory, read_story
 from bombus.replay.episode.text import text
-from bombus.replay.episode.tree import Reply, Token, Told, Turn, read_turns, text_of
+from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply, id_as_text, read_transcript
 from bombus.replay.export import export
 from bombus.replay.source import NotOnLog, state_at
+from bombus_gateway.text.token_texts import text_of
 from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.settings import TrainerSettings
@@ -39,66 +39,76 @@ def golden() -> Iterator[FileSource]:
 
 async def test_a_trained_episode_has_its_tree_and_its_advantage(golden: FileSource) -> None:
     """Rewards 0.25 and 0.75: over their standard deviation (n - 1) of 0.3536 that is 0.7071 either way."""
-    told = await read_turns(golden, await tell(golden, "main-1-5"))
-    story = told.story
+    transcript = await read_transcript(golden, await read_story(golden, "main-1-5"))
+    story = transcript.story
     assert (story.task, story.step, story.version) == ("tree", 1, 0)
     assert story.fate.startswith("trained in step 1")
     assert story.outcome is not None
     sign = 1 if story.outcome.reward == 0.75 else -1
-    assert [turn.advantage for turn in told.turns] == pytest.approx([sign * 0.70710] * 3, abs=1e-4)
-    assert [turn.parent for turn in told.turns] == [0, 1, 0], "the rewritten history begins a line of its own"
-    assert told.lines() == [(1, 2), (3,)]
-    assert [[message["role"] for message in turn.messages] for turn in told.turns] == [
+    assert [turn.advantage for turn in transcript.turns] == pytest.approx([sign * 0.70710] * 3, abs=1e-4)
+    assert [turn.parent for turn in transcript.turns] == [0, 1, 0], "the rewritten history starts a branch"
+    assert transcript.branches() == [(1, 2), (3,)]
+    assert [[message["role"] for message in turn.messages] for turn in transcript.turns] == [
         ["user"], ["user"], ["user", "assistant", "user"],
     ]  # fmt: skip
-    tokens = [token for turn in told.turns for reply in turn.replies for token in reply.tokens]
+    tokens = [token for turn in transcript.turns for reply in turn.replies for token in reply.tokens]
     assert all(token.trained and token.version == 0 and token.logprob < 0 for token in tokens)
-    for turn in told.turns:
+    for turn in transcript.turns:
         (reply,) = turn.replies
         assert reply.message is not None
-        said = "".join(token.text for token in reply.tokens)
+        sampled = "".join(token.text for token in reply.tokens)
         for special in ("<|im_start|>", "<|im_end|>", "<pad>", "<eos>"):
-            said = said.replace(special, "")
-        assert said == reply.message["content"]
-    assert told.turns[1].prompt_tokens == told.turns[0].prompt_tokens + len(told.turns[0].replies[0].tokens) + (
-        told.turns[1].prompt_added
-    )
+            sampled = sampled.replace(special, "")
+        assert sampled == reply.message["content"]
+    assert transcript.turns[1].prompt_tokens == transcript.turns[0].prompt_tokens + len(
+        transcript.turns[0].replies[0].tokens
+    ) + (transcript.turns[1].prompt_added)
 
 
 async def test_rewards_for_calls_give_each_call_its_own_advantage(golden: FileSource) -> None:
     """Turn by turn, 0.0, 0.5 and 1.0 against zeros: the first has nothing to compare."""
-    stories = [await read_turns(golden, await tell(golden, episode)) for episode in ("main-1-12", "main-1-13")]
-    better = max(stories, key=lambda told: told.story.outcome.reward if told.story.outcome else 0.0)
+    stories = [
+        await read_transcript(golden, await read_story(golden, episode)) for episode in ("main-1-12", "main-1-13")
+    ]
+    better = max(stories, key=lambda transcript: transcript.story.outcome.reward if transcript.story.outcome else 0.0)
     assert [turn.advantage for turn in better.turns] == pytest.approx([0.0, 0.7071, 0.7071], abs=1e-4)
 
 
-async def told_under(golden: FileSource, episode: str, turn_tokens_max: int = 0, **trainer: str) -> Told:
-    """An episode as it would be told, had its run been configured with these settings too."""
-    story = await tell(golden, episode)
+async def transcript_under(
+    golden: FileSource, episode: str, turn_tokens_max: int = 0, **trainer: str
+) -> EpisodeTranscript:
+    """Return the transcript that an episode would have, had its run been configured with these settings too."""
+    story = await read_story(golden, episode)
     assert story.config is not None
     tree = json.loads(story.config.config)
     tree["trainer"] |= trainer
     if turn_tokens_max:
         tree["rollout"]["max_response_length_in_one_turn"] = turn_tokens_max
     story.config = msgspec.structs.replace(story.config, config=json.dumps(tree))
-    return await read_turns(golden, story)
+    return await read_transcript(golden, story)
 
 
-async def test_an_advantage_that_its_group_alone_does_not_give_is_not_made_up(golden: FileSource) -> None:
-    told = await told_under(golden, "main-1-5", adv_estimator="reinforce_plus_plus")
-    assert {turn.advantage for turn in told.turns} == {None}
-    assert "no advantages: reinforce_plus_plus normalises over the whole batch: see `bombus replay batch`" in told.notes
+async def test_an_advantage_that_depends_on_the_whole_batch_is_not_shown(golden: FileSource) -> None:
+    transcript = await transcript_under(golden, "main-1-5", adv_estimator="reinforce_plus_plus")
+    assert {turn.advantage for turn in transcript.turns} == {None}
+    assert (
+        "no advantages: reinforce_plus_plus normalises over the whole batch: see `bombus replay batch`"
+        in transcript.notes
+    )
 
 
-async def test_an_episode_that_the_job_masks_is_not_said_to_be_trained(golden: FileSource) -> None:
+async def test_an_episode_that_the_job_masks_is_not_shown_as_trained(golden: FileSource) -> None:
     """One of its calls was cut at the six tokens that its client asked for."""
     for overlong, turn_tokens_max, trained in (("keep", 6, True), ("mask", 6, False), ("mask", 7, True)):
-        told = await told_under(golden, "main-1-5", turn_tokens_max, overlong=overlong)
-        assert any(token.trained for turn in told.turns for reply in turn.replies for token in reply.tokens) == trained
-        assert all("cut at the job's limit" in turn.untrained for turn in told.turns) != trained
+        transcript = await transcript_under(golden, "main-1-5", turn_tokens_max, overlong=overlong)
+        assert (
+            any(token.trained for turn in transcript.turns for reply in turn.replies for token in reply.tokens)
+            == trained
+        )
+        assert all("cut at the job's limit" in turn.untrained for turn in transcript.turns) != trained
 
 
-async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_with(golden: FileSource) -> None:
+async def test_masks_versions_and_advantages_are_those_that_the_trainer_uses(golden: FileSource) -> None:
     async for entry in golden.events():
         if not isinstance(entry.event, BatchReady):
             continue
@@ -113,10 +123,10 @@ async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_wi
             rows = zip(*(column[sequence.loss_mask_T].tolist() for column in columns))
             trained.setdefault(sequence.episode, []).extend(rows)
         for episode, rows_of_it in trained.items():
-            told = await read_turns(golden, await tell(golden, episode))
+            transcript = await read_transcript(golden, await read_story(golden, episode))
             shown = [
                 (token.id, token.logprob, token.version, turn.advantage)
-                for turn in told.turns
+                for turn in transcript.turns
                 for reply in turn.replies
                 for token in reply.tokens
                 if token.trained
@@ -125,7 +135,7 @@ async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_wi
 
 
 @pytest.mark.parametrize(
-    ("episode", "became", "untrained"),
+    ("episode", "ending", "untrained"),
     [
         ("main-1-1", "ended with reward 0.5; dropped untrained: no_signal", ""),
         ("main-1-7", "aborted: client (not needed)", ""),
@@ -135,11 +145,11 @@ async def test_mask_versions_and_advantages_are_those_that_the_trainer_trains_wi
         ("main-2-5", "waits in the pool", ""),
     ],
 )
-def test_what_became_of_an_episode_is_said_first(episode: str, became: str, untrained: str, capsys: Capture) -> None:
+def test_how_an_episode_ended_is_shown_first(episode: str, ending: str, untrained: str, capsys: Capture) -> None:
     assert main(["replay", "episode", "--log", str(TINY), episode]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(f"episode {episode}: ")
-    assert became in first
+    assert ending in first
     assert any(f"not trained: {untrained}" in line for line in rest) == bool(untrained)
 
 
@@ -154,20 +164,20 @@ def test_tokens_are_listed_one_by_one_up_to_a_limit(capsys: Capture) -> None:
     assert main(["replay", "episode", "--log", str(TINY), "main-1-5", "--tokens", "-1"]) == 2
 
 
-async def test_an_episode_that_is_not_there_is_told_which_are(golden: FileSource) -> None:
+async def test_a_missing_episode_is_refused_with_the_episodes_that_exist(golden: FileSource) -> None:
     with pytest.raises(NotOnLog, match=r"main-2-1 to main-2-5$"):
-        await tell(golden, "main-2-6")
+        await read_story(golden, "main-2-6")
 
 
-async def test_calls_that_are_gone_are_named_and_the_rest_is_told(golden: FileSource, tmp_path: Path) -> None:
+async def test_calls_that_are_gone_are_named_and_the_rest_is_shown(golden: FileSource, tmp_path: Path) -> None:
     path = tmp_path / "events-only"
     await export(golden, path, with_calls=False)
     with FileSource.open(path) as source:
-        told = await read_turns(source, await tell(source, "main-1-5"))
-    assert told.turns == ()
-    assert len(told.lost) == 3
-    assert any("tokens are shown by their ids" in note for note in told.notes)
-    assert told.story.outcome is not None
+        transcript = await read_transcript(source, await read_story(source, "main-1-5"))
+    assert transcript.turns == ()
+    assert len(transcript.lost) == 3
+    assert any("tokens are shown by their ids" in note for note in transcript.notes)
+    assert transcript.story.outcome is not None
     with pytest.raises(LogCorrupted):
         await golden.records([CallRef(10_000, "none", b"")])
 
@@ -175,21 +185,22 @@ async def test_calls_that_are_gone_are_named_and_the_rest_is_told(golden: FileSo
 # ---- what is drawn ------------------------------------------------------------------------------------------------
 
 
-def told_of(said: str, advantage: float | None = 0.5) -> Told:
-    """An episode whose every text is `said`."""
-    story = Story(
-        id="main-1-1", engine="main", run=1, client=said, type=EpisodeType.TRAIN, task=said, version=0, claimed_ns=1,
-        aborted=ev.EpisodeAborted(run=1, episodes=("main-1-1",), reason=AbortReason.CLIENT, detail=said),
+def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscript:
+    """Return a transcript in which every text is `shown`."""
+    story = EpisodeStory(
+        id="main-1-1", engine="main", run=1, client=shown, type=EpisodeType.TRAIN, task=shown, version=0, claimed_ns=1,
+        aborted=ev.EpisodeAborted(run=1, episodes=("main-1-1",), reason=AbortReason.CLIENT, detail=shown),
     )  # fmt: skip
-    function = {"name": said, "arguments": said}
-    message = {"role": said, "content": said, "tool_calls": [{"function": function}]}
-    tokens = (Token(1, said, -0.5, 3, True), Token(2, "b", -3.0, 3, False))
+    function = {"name": shown, "arguments": shown}
+    message = {"role": shown, "content": shown, "tool_calls": [{"function": function}]}
+    tokens = (Token(1, shown, -0.5, 3, True), Token(2, "b", -3.0, 3, False))
     turn = Turn(
-        number=1, call="c1", parent=0, parent_reply=0, role=said, messages=(message,), prompt=said, prompt_tokens=3,
-        tools=({"function": {"name": said, "description": said}},), prompt_added=3, sampling=SamplingParams(),
-        replies=(Reply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="", advantage=advantage,
+        number=1, call="c1", parent=0, parent_reply=0, role=shown, messages=(message,), prompt=shown, prompt_tokens=3,
+        tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
+        replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
+        advantage=advantage,
     )  # fmt: skip
-    return Told(story=story, turns=(turn,), lost=(said,), notes=(said,))
+    return EpisodeTranscript(story=story, turns=(turn,), lost=(shown,), notes=(shown,))
 
 
 class Page(HTMLParser):
@@ -218,8 +229,8 @@ class Page(HTMLParser):
         self.words += data
 
 
-def test_a_page_needs_nothing_else_and_nothing_in_it_runs() -> None:
-    drawn = Page(page(told_of(HOSTILE), "the log"))
+def test_a_page_is_self_contained_and_runs_nothing() -> None:
+    drawn = Page(page(transcript_of(HOSTILE), "the log"))
     assert {tag for tag, _ in drawn.tags}.isdisjoint({"script", "link", "img", "iframe"})
     for _, attributes in drawn.tags:
         assert not {"src", "onclick", "onload"} & attributes.keys()
@@ -229,8 +240,8 @@ def test_a_page_needs_nothing_else_and_nothing_in_it_runs() -> None:
     assert "\u202e" not in drawn.words
 
 
-def test_a_token_on_the_page_says_its_figures_when_pointed_at() -> None:
-    drawn = Page(page(told_of("a"), "the log"))
+def test_a_token_on_the_page_has_its_figures_in_its_title() -> None:
+    drawn = Page(page(transcript_of("a"), "the log"))
     titles = [attributes["title"] for tag, attributes in drawn.tags if "title" in attributes]
     assert titles == [
         "token 1 · logprob -0.5000 (p 0.607) · version 3 · advantage +0.5000",
@@ -250,20 +261,15 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: Capture) -> None:
 
 
 def test_a_terminal_gets_colours_and_a_file_gets_none() -> None:
-    plain = "\n".join(text(told_of("a"), 10, colour=False))
+    plain = "\n".join(text(transcript_of("a"), 10, colour=False))
     assert "\x1b" not in plain
-    painted = "\n".join(text(told_of("a"), 10, colour=True))
+    painted = "\n".join(text(transcript_of("a"), 10, colour=True))
     assert "\x1b[2m" in painted, "what is not trained is dim"
-    assert "\x1b[31m" not in "\n".join(text(told_of(HOSTILE), 10, colour=False))
+    assert "\x1b[31m" not in "\n".join(text(transcript_of(HOSTILE), 10, colour=False))
 
 
-@dataclass
-class Words:
-    pieces: list[bytes]
-    specials: dict[int, str]
-
-
-def test_bytes_that_are_no_whole_character_are_spelled_out() -> None:
-    words = Words([b"", b"a", b"\xe2\x82", "€".encode()], {0: "<pad>"})
-    assert [text_of(token, words) for token in (0, 1, 2, 3, 4)] == ["<pad>", "a", "\\xe2\\x82", "€", "<4>"]
-    assert text_of(7, None) == "<7>"
+def test_bytes_that_are_not_a_whole_character_are_spelled_out() -> None:
+    pieces, specials = [b"", b"a", b"\xe2\x82", "€".encode()], {0: "<pad>"}
+    texts = [text_of(token, pieces, specials) for token in (0, 1, 2, 3, 4)]
+    assert texts == ["<pad>", "a", "\\xe2\\x82", "€", "<4>"]
+    assert id_as_text(7) == "<7>"

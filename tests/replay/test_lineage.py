@@ -1,4 +1,4 @@
-"""`bombus replay lineage`: from a policy version back to what was played for it."""
+"""`bombus replay lineage`: from a policy version back to the episodes that it was trained on."""
 
 import json
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ async def test_a_version_leads_back_to_its_batches_episodes_and_clients(golden: 
     assert all(member.calls == 3 and member.tokens > 0 for member in tree.episodes)
 
 
-async def test_the_newest_run_is_meant_unless_another_is_named(golden: FileSource) -> None:
+async def test_the_newest_run_is_the_default(golden: FileSource) -> None:
     assert (await trace(golden, 1)).run == 2
     assert (await trace(golden, 1, run=1)).run == 1
     assert (await trace(golden, 1)).steps[0].checkpoint_digest == FACTS["engines"]["main"]["checkpoint_digest"]
 
 
-async def test_a_step_that_is_not_there_is_told_which_are(golden: FileSource) -> None:
+async def test_a_missing_step_is_refused_with_the_steps_that_exist(golden: FileSource) -> None:
     with pytest.raises(NotOnLog, match=r"no step 7 on this log; engine main run 1 has 1 to 2, .* run 2 has 1 to 1"):
         await trace(golden, 7)
     with pytest.raises(NotOnLog, match="no batch was sealed"):

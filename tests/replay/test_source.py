@@ -1,4 +1,4 @@
-"""Where a log comes from: a bus, a data folder with or without a hive that runs on it, an archive."""
+"""Logs on a bus, in a data folder with or without a running hive, and in an archive."""
 
 import argparse
 import asyncio
@@ -13,7 +13,8 @@ from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.events import EpochOpened
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
-from bombus.replay.source import BusSource, NotOnLog, Source, add_source_arguments, open_source, state_at
+from bombus.replay.opening import add_source_arguments, open_source
+from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
 from tests.conftest import SMALL_STREAMS
 from tests.coordinator.test_shell import boot, leading, log_of
@@ -29,7 +30,7 @@ async def opened(*words: str) -> AsyncIterator[Source]:
         yield source
 
 
-async def test_events_come_in_order_with_what_their_messages_say(bus: Bus) -> None:
+async def test_events_come_in_order_with_the_headers_of_their_messages(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
     source = BusSource(bus, "the bus")
@@ -83,7 +84,7 @@ async def test_calls_are_checked_and_those_that_are_gone_are_named(bus: Bus) -> 
         await source.records([two, one])
 
 
-async def test_a_bus_without_the_hive_says_so(bus: Bus, nats_url: str) -> None:
+async def test_a_hive_that_is_not_on_the_bus_is_refused_by_name(bus: Bus, nats_url: str) -> None:
     with pytest.raises(NotOnLog, match="no hive elsewhere"):
         async with opened("--nats", nats_url, "--hive", "elsewhere"):
             pass
@@ -107,7 +108,7 @@ async def data(tmp_path: Path) -> AsyncIterator[tuple[Path, EmbeddedServer]]:
         server.stop()
 
 
-async def test_the_folder_of_a_hive_that_runs_is_read_over_its_bus(data: tuple[Path, EmbeddedServer]) -> None:
+async def test_the_folder_of_a_running_hive_is_read_over_its_bus(data: tuple[Path, EmbeddedServer]) -> None:
     folder, server = data
     async with opened("--data", str(folder)) as source:
         running = (await source.end()).seq
@@ -116,24 +117,24 @@ async def test_the_folder_of_a_hive_that_runs_is_read_over_its_bus(data: tuple[P
     assert not list(folder.glob("nats/nats-server_*.ports"))[1:], "no second server was started"
 
 
-async def test_the_folder_of_a_stopped_hive_is_served_for_as_long_as_it_is_read(
+async def test_the_folder_of_a_stopped_hive_is_served_while_it_is_read(
     data: tuple[Path, EmbeddedServer],
 ) -> None:
     folder, server = data
     async with opened("--data", str(folder)) as source:
         running = await state_at(source, (await source.end()).seq)
-    server.kill()  # its address is left behind, as by a crash
+    server.kill()  # its address stays in the folder, as after a crash
     async with opened("--data", str(folder)) as source:
         assert await state_at(source, (await source.end()).seq) == running
         assert source.title == f"the log in {folder}"
-    with pytest.raises(NotOnLog, match="holds no hive other, but main"):
+    with pytest.raises(NotOnLog, match="has no hive other; its hives are main"):
         async with opened("--data", str(folder), "--hive", "other"):
             pass
     with pytest.raises(BusUnavailable):
         await Bus.connect(server.url, "main", timeout_s=0.5)
 
 
-async def test_an_address_that_another_bus_has_now_is_not_taken_for_the_folders(
+async def test_an_address_that_another_bus_uses_now_is_not_taken_for_the_folders_own(
     data: tuple[Path, EmbeddedServer], nats_url: str
 ) -> None:
     folder, server = data
@@ -143,8 +144,8 @@ async def test_an_address_that_another_bus_has_now_is_not_taken_for_the_folders(
         assert (await source.end()).seq > 0, "that bus has no hive of this name"
 
 
-async def test_a_folder_without_a_log_says_so(tmp_path: Path) -> None:
-    with pytest.raises(NotOnLog, match="holds no log"):
+async def test_a_folder_without_a_log_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotOnLog, match="has no log"):
         async with opened("--data", str(tmp_path)):
             pass
     with pytest.raises(NotOnLog, match="there is no file"):

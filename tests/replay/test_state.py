@@ -31,13 +31,13 @@ def test_the_state_before_anything_happened_has_no_engine(capsys: Capture) -> No
     assert json.loads(output(capsys, "state", "--at", "0", "--json"))["engines"] == []
 
 
-def test_a_position_beyond_the_end_is_told_the_end(capsys: Capture) -> None:
+def test_a_position_beyond_the_end_is_refused_with_the_end(capsys: Capture) -> None:
     for words in (["state", "--at", "1000"], ["diff", "1", "1000"]):
         assert main(["replay", *words, "--log", str(TINY)]) == 1
         assert f"no event 1000: {TINY} ends at {FACTS['events']}" in capsys.readouterr().err
 
 
-def test_what_changed_is_what_the_event_did(capsys: Capture) -> None:
+def test_a_diff_shows_what_an_event_changed(capsys: Capture) -> None:
     (dropped,) = json.loads("[" + _timeline(capsys, "group.dropped") + "]")
     seq = dropped["seq"]
     found = json.loads(output(capsys, "diff", str(seq - 1), str(seq), "--json"))
@@ -67,7 +67,7 @@ def test_changes_name_their_paths() -> None:
     assert changes(after, after) == []
 
 
-def test_a_large_collection_is_summed_up() -> None:
+def test_many_changes_of_one_collection_are_summed_up() -> None:
     added = [Change(path=("pool", f"e{number}"), verb=Verb.ADDED, after={"reward": 1}) for number in range(100)]
     lines = as_text(added)
     assert lines[0] == "+ pool (100)"

@@ -1,4 +1,4 @@
-"""`bombus replay timeline`: what happened, filtered, in a person's words or as JSON."""
+"""`bombus replay timeline`: what happened, filtered, as text or as JSON."""
 
 import json
 import re
@@ -21,7 +21,7 @@ NOON_NS = int(datetime(2026, 1, 31, 12).timestamp()) * SECOND
 
 
 def lines(capsys: Capture, *words: str) -> list[str]:
-    """The lines of the golden log's timeline, without those that name a day."""
+    """Return the lines of the golden log's timeline, without those that name a day."""
     assert main(["replay", "timeline", "--log", str(TINY), *words]) == 0
     return [line for line in capsys.readouterr().out.splitlines() if not line.startswith("-- ")]
 
@@ -47,42 +47,42 @@ def test_kinds_are_filtered_and_an_unknown_kind_is_refused(capsys: Capture) -> N
     assert refused.value.code == 2
 
 
-def test_an_episodes_line_tells_of_it_alone(capsys: Capture) -> None:
-    told = lines(capsys, "--episode", "main-1-5")
-    assert [line.split()[3] for line in told] == [
+def test_an_episodes_timeline_shows_only_its_part_of_each_event(capsys: Capture) -> None:
+    shown = lines(capsys, "--episode", "main-1-5")
+    assert [line.split()[3] for line in shown] == [
         "episode.claimed", "calls.noted", "calls.noted", "calls.noted", "episode.ended", "batch.ready",
     ]  # fmt: skip
-    assert re.search(r"main-1-5 ended, reward 0\.[27]50, task tree", told[-2])
+    assert re.search(r"main-1-5 ended, reward 0\.[27]50, task tree", shown[-2])
     assert lines(capsys, "--episode", "main-1-5", "--kind", "engine.failed") == []
 
 
-def test_an_episode_that_is_not_there_is_told_which_are(capsys: Capture) -> None:
+def test_a_missing_episode_is_refused_with_the_episodes_that_exist(capsys: Capture) -> None:
     assert main(["replay", "timeline", "--log", str(TINY), "--episode", "main-1-99"]) == 1
     assert "there is no episode main-1-99 on this log; there are main-1-1 to main-1-14" in capsys.readouterr().err
     assert main(["replay", "timeline", "--log", str(TINY), "--episode", "x"]) == 1
     assert "main-1-1 to main-1-14, main-2-1 to main-2-5" in capsys.readouterr().err
 
 
-def test_positions_limits_and_engines_narrow_it(capsys: Capture) -> None:
+def test_a_timeline_is_narrowed_by_position_limit_and_engine(capsys: Capture) -> None:
     assert [entry["seq"] for entry in events(capsys, "--after", "10", "--limit", "3")] == [11, 12, 13]
     hive_only = events(capsys, "--engine", "other")
     assert {entry["event"]["kind"] for entry in hive_only} == {"epoch.opened"}  # type: ignore[index]
     assert main(["replay", "timeline", "--log", str(TINY), "--limit", "0"]) == 2
 
 
-def test_where_there_is_nothing_to_show_the_end_of_the_log_is_said(capsys: Capture) -> None:
+def test_with_nothing_to_show_the_end_of_the_log_is_printed(capsys: Capture) -> None:
     last = events(capsys)[-1]
     for words in (["--after", "99999"], ["--after", str(last["seq"]), "--json"], ["--until", "2001-01-01T00:00"]):
         assert main(["replay", "timeline", "--log", str(TINY), *words]) == 0
-        told = capsys.readouterr()
+        printed = capsys.readouterr()
         kind = last["event"]["kind"]  # type: ignore[index]
-        assert told.out == ""
-        assert f"nothing to show; the last event of {TINY} is {last['seq']}, {kind}, of 20" in told.err
+        assert printed.out == ""
+        assert f"nothing to show; the last event of {TINY} is {last['seq']}, {kind}, at 20" in printed.err
     lines(capsys, "--after", str(int(str(last["seq"])) - 1))
     assert "nothing to show" not in capsys.readouterr().err
 
 
-def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
+def test_a_timeline_is_narrowed_by_time_from_both_ends(capsys: Capture) -> None:
     everything = events(capsys)
     stamps = [int(str(entry["time_ns"])) for entry in everything]
     late = events(capsys, "--since=-1s")
@@ -91,7 +91,7 @@ def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
     assert early == [entry for entry, at in zip(everything, stamps) if at <= stamps[0] + 5 * SECOND]
     assert 0 < len(late) < len(everything) > len(early) > 0
     assert main(["replay", "timeline", "--log", str(TINY), "--since", "yesterday"]) == 2
-    assert "is no moment" in capsys.readouterr().err
+    assert "is not a time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_times_narrow_it_from_either_end(capsys: Capture) -> None:
     [("-10m", -600), ("10m", -600), ("1.5h", -5400), ("+30s", 30 - 3600), ("2026-01-31T12:00:05", 5),
      ("12:00", 0), ("9:30:00", -9000), ("12:00:00.250", 0.25)],
 )  # fmt: skip
-def test_moments_are_read_as_a_person_means_them(text: str, after_noon_s: float) -> None:
+def test_times_are_read_as_a_person_means_them(text: str, after_noon_s: float) -> None:
     assert moment(text, NOON_NS - 3600 * SECOND, NOON_NS) == NOON_NS + int(after_noon_s * SECOND)
 
 
-def test_a_moment_with_a_zone_is_not_local() -> None:
+def test_a_time_with_a_zone_is_not_local() -> None:
     assert moment("1970-01-01T00:00:01+00:00", 0, time.time_ns()) == SECOND
     with pytest.raises(BadUsage):
         moment("25:00:00", 0, NOON_NS)

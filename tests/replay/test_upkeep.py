@@ -10,19 +10,20 @@ from bombus.cli import main
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event
+from bombus.hive.records import CallRef
 from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, two_snapshots
 from tests.coordinator.test_shell import boot, leading
 
 
 async def append(bus: Bus, event: Event, epoch: int, answers: int) -> None:
-    """What no coordinator would write."""
+    """Append an event as no coordinator would."""
     subject = bus.subjects.event(event.engine, ev.kind_of(event))
     headers = {EPOCH: str(epoch), INBOX: str(answers)}
     await bus.publish(subject, ev.encode_event(event), msg_id="forged", headers=headers)
 
 
-async def test_a_good_log_agrees_with_its_snapshots(bus: Bus) -> None:
+async def test_a_valid_log_agrees_with_its_snapshots(bus: Bus) -> None:
     await two_snapshots(bus)
     newest = await bus.last(bus.subjects.events_stream)
     assert newest is not None
@@ -33,7 +34,7 @@ async def test_a_good_log_agrees_with_its_snapshots(bus: Bus) -> None:
     assert seen[-1] == (newest.seq, newest.seq)
 
 
-async def test_an_empty_log_is_a_good_one(bus: Bus) -> None:
+async def test_an_empty_log_is_valid(bus: Bus) -> None:
     assert (await upkeep.verify(bus)).last == 0
 
 
@@ -65,7 +66,7 @@ async def test_an_event_that_no_leader_would_have_written_is_found(bus: Bus, epo
 async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
     await two_snapshots(bus)
     outcome = ev.Outcome(episode="main-1-99", task="t", reward=1.0, digest=b"d")
-    lost = msgspec.structs.replace(outcome, calls=(ev.CallRef(999, "lost", b"d" * 16),))
+    lost = msgspec.structs.replace(outcome, calls=(CallRef(999, "lost", b"d" * 16),))
     newest = await bus.last(bus.subjects.events_stream)
     assert newest is not None
     event = ev.EpisodeEnded(engine="main", run=1, client="c", outcomes=(lost,))
@@ -74,12 +75,12 @@ async def test_a_call_that_is_gone_is_found(bus: Bus) -> None:
         await upkeep.verify(bus)
 
 
-async def test_compacting_keeps_two_snapshots_and_everything_behind_the_older(bus: Bus) -> None:
+async def test_compacting_keeps_two_snapshots_and_everything_after_the_older(bus: Bus) -> None:
     everything = await two_snapshots(bus)
     assert await upkeep.compact(bus) == 7
     verified = await upkeep.verify(bus)
     assert (verified.first, verified.agreed) == (9, (14,))
-    assert await upkeep.compact(bus) == 0, "again, it changes nothing"
+    assert await upkeep.compact(bus) == 0, "compacting again changes nothing"
     async with leading(bus) as coordinator:
         await play(bus, 100, 1)
         assert set(everything.engine("main").pool) < set(coordinator.core.hive.engine("main").pool)
@@ -106,21 +107,21 @@ async def test_an_operator_verifies_and_compacts_by_command(
     await two_snapshots(bus)
     where = ["--nats", nats_url, "--hive", bus.subjects.hive]
 
-    async def told(*words: str) -> tuple[int, str, str]:
+    async def run(*words: str) -> tuple[int, str, str]:
         code = await asyncio.to_thread(main, ["log", *words, *where])
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
 
-    code, out, _ = await told("verify")
+    code, out, _ = await run("verify")
     assert code == 0
-    assert "1 epochs" in out
+    assert "1 epoch\n" in out
     assert "the snapshot at event 14 is the fold" in out
-    code, out, _ = await told("compact")
-    assert (code, "7 events were removed" in out) == (0, True)
-    code, out, _ = await told("verify")
+    code, out, _ = await run("compact")
+    assert (code, "removed 7 events" in out) == (0, True)
+    code, out, _ = await run("verify")
     assert (code, "from 9 to" in out) == (0, True)
     await snapshots.save(bus, b"rubbish", 14)
     for command in ("verify", "compact"):
-        code, out, err = await told(command)
+        code, out, err = await run(command)
         assert (code, out) == (1, "")
         assert "the snapshot at event 14" in err

@@ -1,4 +1,4 @@
-"""Both clients against a whole hive behind a real HTTP server: real bus, coordinator and gateway."""
+"""Both clients against a whole hive over real HTTP: real bus, coordinator and gateway."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from bombus.hive.state import Phase
 from bombus.host.hive_keys import HiveKeys
 from bombus.sdk import transport
 from bombus.sdk.errors import EpisodeGone, NotYourEpisode, OtherOutcome, ServerUnreachable, Unauthorized
-from bombus.sdk.progress import Progress
+from bombus.sdk.progress import ProgressBar
 from tests.gateway.swarm_hive import PlayedHive, played_hive
 
 JOB = Job(model="tiny", batch_size=2, num_repeat=2, max_env_worker=8)
@@ -70,7 +70,7 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
         episode, credentials = await client.begin_episode()
         assert credentials.base_url == f"{url}/v1"
         async with client.keep_alive(episode, every_s=0.01):
-            await played.heard(lambda message: episode in getattr(message, "episodes", ()))
+            await played.until_received(lambda message: episode in getattr(message, "episodes", ()))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         with pytest.raises(OtherOutcome):
@@ -94,7 +94,7 @@ async def test_a_prefix_stays_in_the_base_url(url: str) -> None:
 
 
 @pytest.mark.parametrize("in_path", [False, True])
-async def test_a_key_lets_a_client_do_what_the_key_is_for(bus: Bus, in_path: bool) -> None:
+async def test_a_key_permits_what_it_is_for(bus: Bus, in_path: bool) -> None:
     keys = HiveKeys(admin="an-admin-key-for-tests", client="a-client-key-for-tests")
     async with played_hive(bus, keys=keys) as played, played.served() as url:
 
@@ -118,16 +118,16 @@ async def test_a_key_lets_a_client_do_what_the_key_is_for(bus: Bus, in_path: boo
             assert credentials.base_url == f"{url}/e/main/v1"  # an agent does not get its client's key
 
 
-def test_a_key_is_in_the_header_and_in_nothing_that_is_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_key_is_sent_in_the_header_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     key = "a-client-key-for-tests"
     seen: list[httpx.Request] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         raise httpx.ConnectError("refused")
 
-    with SwarmClient(f"http://hive/k/{key}", transport_=httpx.MockTransport(answer), retry_s=0) as client:
+    with SwarmClient(f"http://hive/k/{key}", transport_=httpx.MockTransport(handler), retry_s=0) as client:
         with pytest.raises(ServerUnreachable) as lost:
             client.abort_episode("e1")
         shown = [
@@ -155,14 +155,14 @@ def test_a_key_is_in_the_header_and_in_nothing_that_is_shown(caplog: pytest.LogC
         ("http://h:1/k/path", "given", {}, ("http://h:1", "given")),
     ],
 )
-def test_a_key_is_the_one_that_is_given_or_in_the_url_or_in_the_environment(
+def test_a_key_comes_from_the_argument_the_url_or_the_environment(
     url: str, api_key: str | None, environment: dict[str, str], expected: tuple[str, str]
 ) -> None:
     assert transport.address(url, api_key, environment) == expected
 
 
 @pytest.mark.parametrize("url", ["hive/k/secret", "http://hive/k/secret/e/main", "http://hive/k/sec ret"])
-def test_an_address_that_cannot_be_is_refused_without_its_key(url: str) -> None:
+def test_the_refusal_of_an_invalid_address_does_not_show_its_key(url: str) -> None:
     with pytest.raises(ValueError, match=r"server_url|characters") as refused:
         SwarmClient(url)
     assert "sec" not in str(refused.value)
@@ -184,7 +184,9 @@ async def test_a_group_is_claimed_and_ended_in_one_request_each(url: str, played
     assert len(played.engine.pool) == 2
 
 
-async def test_a_broken_environment_costs_its_group_one_episode_and_no_blame(url: str, played: PlayedHive) -> None:
+async def test_a_broken_environment_costs_its_group_one_episode_and_does_not_blame_the_model(
+    url: str, played: PlayedHive
+) -> None:
     async def agent(task: Task, credentials: Credentials) -> float:
         if credentials.episode_uuid.endswith("-1"):
             raise InfraError("the browser crashed")
@@ -206,7 +208,7 @@ async def test_a_broken_environment_costs_its_group_one_episode_and_no_blame(url
     assert not played.engine.open
 
 
-async def test_a_run_that_fails_is_tried_again_after_a_while(url: str) -> None:
+async def test_a_run_that_fails_is_retried_after_a_pause(url: str) -> None:
     slept: list[float] = []
     tries: dict[str, int] = {}
 
@@ -244,7 +246,7 @@ async def test_many_threads_share_a_client(url: str, played: PlayedHive) -> None
     assert len(played.engine.pool) == 24
 
 
-async def test_async_runs_are_tried_again_too() -> None:
+async def test_async_runs_are_retried_too() -> None:
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -263,10 +265,10 @@ async def test_async_runs_are_tried_again_too() -> None:
 # ---- the transport --------------------------------------------------------------------------------------------
 
 
-def test_a_broken_connection_is_tried_again_and_the_trace_goes_along() -> None:
+def test_a_broken_connection_is_retried_with_the_same_trace() -> None:
     seen: list[httpx.Request] = []
 
-    def answer(request: httpx.Request) -> httpx.Response:
+    def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         if len(seen) == 1:
             raise httpx.ConnectError("refused")
@@ -275,7 +277,7 @@ def test_a_broken_connection_is_tried_again_and_the_trace_goes_along() -> None:
         return httpx.Response(200, json={"success": True})
 
     slept: list[float] = []
-    client = SwarmClient("http://hive", transport_=httpx.MockTransport(answer), sleep=slept.append)
+    client = SwarmClient("http://hive", transport_=httpx.MockTransport(handler), sleep=slept.append)
     with TracerProvider().get_tracer("an agent").start_as_current_span("its work") as span:
         client.abort_episode("e1")
     client.abort_episode("e2")
@@ -294,7 +296,7 @@ def test_a_server_url_without_a_scheme_is_refused() -> None:
 
 
 def test_progress_is_one_line_that_counts() -> None:
-    progress = Progress(4, "episodes", shown=False)
+    progress = ProgressBar(4, "episodes", shown=False)
     progress.step()
     progress.step(failed=True)
     assert "2/4 episodes, 1 failed" in progress.line()

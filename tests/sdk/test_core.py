@@ -1,4 +1,4 @@
-"""The client's plans, driven by hand: what is sent, what is waited for, and what becomes of each answer."""
+"""The client's operations, driven by hand: what they send, how long they wait, and what they make of each reply."""
 
 import json
 from collections.abc import Iterable
@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from bombus.errors import Code
-from bombus.sdk.core import BACKOFF_MAX_S, CLAIM_WAIT_S, Core, Lost, Plan, Reply, Send, Sleep
+from bombus.sdk.core import (
+    BACKOFF_MAX_S,
+    CLAIM_WAIT_S,
+    ClientCore,
+    ClientOperation,
+    NoReply,
+    ServerReply,
+    ServerRequest,
+    Sleep,
+)
 from bombus.sdk.errors import (
     BadConfig,
     BadReward,
@@ -39,43 +48,45 @@ SYNCING = {"success": False, "fail_cause": "Engine is syncing weights", "engine_
 OFFLINE = {"success": False, "fail_cause": "it is off", "engine_status": "ENGINE.OFFLINE"}
 
 
-def ok(body: object) -> Reply:
-    return Reply(status=200, body=json.dumps(body).encode())
+def ok(body: object) -> ServerReply:
+    return ServerReply(status=200, body=json.dumps(body).encode())
 
 
-def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) -> Reply:
-    return Reply(status=status, body=json.dumps({"detail": detail, "code": code}).encode(), retry_after_s=retry_after_s)
+def no(status: int, code: str, detail: str = "why", retry_after_s: float = 0.0) -> ServerReply:
+    return ServerReply(
+        status=status, body=json.dumps({"detail": detail, "code": code}).encode(), retry_after_s=retry_after_s
+    )
 
 
 class Driver:
-    """Answers a plan from a list, on a clock that moves only with what it sleeps and what a server waits."""
+    """Replies to an operation from a list, on a clock that moves only while the client sleeps or the server waits."""
 
-    def __init__(self, replies: Iterable[Reply | Lost], server_waits: bool = True, **options: Any) -> None:
+    def __init__(self, replies: Iterable[ServerReply | NoReply], server_waits: bool = True, **options: Any) -> None:
         self.now = 1000.0
-        self.core = Core("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
+        self.core = ClientCore("http://hive:10086", lambda: self.now, lambda: 0.0, client_uuid="c1", **options)
         self.replies = list(replies)
-        self.sent: list[Send] = []
+        self.sent: list[ServerRequest] = []
         self.slept: list[float] = []
         self._server_waits = server_waits
 
-    def run(self, plan: Plan[Any]) -> Any:
-        came: Reply | Lost | None = None
+    def run(self, operation: ClientOperation[Any]) -> Any:
+        reply: ServerReply | NoReply | None = None
         while True:
             try:
-                wanted = plan.send(came)
+                step = operation.send(reply)
             except StopIteration as done:
                 return done.value
-            if isinstance(wanted, Sleep):
-                self.slept.append(wanted.seconds)
-                self.now += wanted.seconds
-                came = None
+            if isinstance(step, Sleep):
+                self.slept.append(step.seconds)
+                self.now += step.seconds
+                reply = None
             else:
-                self.sent.append(wanted)
-                came = self.replies.pop(0)
+                self.sent.append(step)
+                reply = self.replies.pop(0)
                 if (
                     self._server_waits
-                    and wanted.path == "/claim_episodes"
-                    and b'"success": false' in getattr(came, "body", b"")
+                    and step.path == "/claim_episodes"
+                    and b'"success": false' in getattr(reply, "body", b"")
                 ):
                     self.now += self.body(-1)["wait_s"]
 
@@ -87,24 +98,24 @@ class Driver:
 # ---- requests -------------------------------------------------------------------------------------------------
 
 
-def test_a_lost_reply_is_asked_for_again_under_the_same_id() -> None:
-    driver = Driver([Lost("reset"), no(503, "bus_down"), ok({"success": True})])
+def test_a_request_without_a_reply_is_sent_again_with_the_same_id() -> None:
+    driver = Driver([NoReply("reset"), no(503, "bus_down"), ok({"success": True})])
     driver.run(driver.core.abort_episodes(["e1"]))
-    assert len({send.headers["Idempotency-Key"] for send in driver.sent}) == 1
+    assert len({request.headers["Idempotency-Key"] for request in driver.sent}) == 1
     assert len(driver.sent) == 3
 
 
-def test_a_hive_that_is_not_there_is_said_at_once_and_once(caplog: pytest.LogCaptureFixture) -> None:
-    driver = Driver([Lost("refused")] * 50, retry_s=60.0)
+def test_the_first_wait_for_a_hive_is_logged_at_once_and_only_once(caplog: pytest.LogCaptureFixture) -> None:
+    driver = Driver([NoReply("refused")] * 50, retry_s=60.0)
     with pytest.raises(ServerUnreachable, match=r"refused\. Start a hive with `bombus up`"):
         driver.run(driver.core.auto_start({}))
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["waiting for http://hive:10086, up to 60 s: start it with `bombus up`"]
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == ["waiting for http://hive:10086, up to 60 s: start it with `bombus up`"]
 
 
-def test_a_hive_that_goes_away_is_said_each_time_it_does(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hive_that_goes_away_is_logged_each_time(caplog: pytest.LogCaptureFixture) -> None:
     done = ok({"success": True})
-    driver = Driver([done, Lost("x"), Lost("x"), done, Lost("x"), done])
+    driver = Driver([done, NoReply("x"), NoReply("x"), done, NoReply("x"), done])
     for _ in range(3):
         driver.run(driver.core.abort_episodes(["e1"]))
     assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["is it still running?"] * 2
@@ -114,18 +125,18 @@ def test_two_commands_have_two_ids() -> None:
     driver = Driver([ok({"success": True})] * 2)
     driver.run(driver.core.abort_episodes(["e1"]))
     driver.run(driver.core.abort_episodes(["e1"]))
-    assert len({send.headers["Idempotency-Key"] for send in driver.sent}) == 2
+    assert len({request.headers["Idempotency-Key"] for request in driver.sent}) == 2
 
 
 def test_backoff_grows_to_a_limit_and_honours_retry_after() -> None:
-    driver = Driver([Lost("x")] * 8 + [no(503, "overloaded", retry_after_s=30.0), ok({"success": True})])
+    driver = Driver([NoReply("x")] * 8 + [no(503, "overloaded", retry_after_s=30.0), ok({"success": True})])
     driver.run(driver.core.abort_episodes(["e1"]))
     assert driver.slept[:7] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, BACKOFF_MAX_S]
     assert driver.slept[-1] == 30.0
 
 
-@pytest.mark.parametrize(("reply", "kind"), [(Lost("x"), ServerUnreachable), (no(503, "bus_down"), ServerBusy)])
-def test_it_gives_up_when_its_time_is_over(reply: Reply | Lost, kind: type[SwarmError]) -> None:
+@pytest.mark.parametrize(("reply", "kind"), [(NoReply("x"), ServerUnreachable), (no(503, "bus_down"), ServerBusy)])
+def test_an_operation_gives_up_when_its_time_is_over(reply: ServerReply | NoReply, kind: type[SwarmError]) -> None:
     driver = Driver([reply] * 100, retry_s=10.0)
     with pytest.raises(kind):
         driver.run(driver.core.abort_episodes(["e1"]))
@@ -152,15 +163,15 @@ def test_each_refusal_has_its_class_code_and_sentence(status: int, code: str, ki
     assert (error.status, error.code, error.why) == (status, code, "a sentence")
 
 
-def test_a_refusal_is_not_tried_again() -> None:
+def test_a_refusal_is_not_retried() -> None:
     driver = Driver([no(409, "other_outcome", "it ended otherwise")])
     with pytest.raises(OtherOutcome, match="ended otherwise"):
         driver.run(driver.core.end_episodes([(Task(task_id="t"), "e1", WorkflowOutput(reward=1.0))]))
     assert driver.slept == []
 
 
-def test_a_reply_from_something_else_is_a_fault() -> None:
-    driver = Driver([Reply(status=200, body=b"<html>")])
+def test_a_reply_that_is_not_json_is_a_server_fault() -> None:
+    driver = Driver([ServerReply(status=200, body=b"<html>")])
     with pytest.raises(ServerFault):
         driver.run(driver.core.get_rollout_stat())
 
@@ -168,7 +179,7 @@ def test_a_reply_from_something_else_is_a_fault() -> None:
 # ---- claiming -------------------------------------------------------------------------------------------------
 
 
-def test_credentials_keep_the_servers_path_behind_our_address() -> None:
+def test_credentials_have_the_servers_path_after_our_address() -> None:
     driver = Driver([ok(GRANTED)])
     episode, credentials = driver.run(driver.core.begin_episode())
     assert episode == credentials.episode_uuid == "e1"
@@ -176,8 +187,8 @@ def test_credentials_keep_the_servers_path_behind_our_address() -> None:
     assert (credentials.api_key, credentials.model) == ("sk-1", "tiny")
 
 
-def test_one_claim_keeps_its_id_and_says_how_long_it_has_waited() -> None:
-    driver = Driver([ok(FULL), Lost("x"), ok(SYNCING), ok(GRANTED)])
+def test_a_claim_keeps_its_id_and_reports_how_long_it_has_waited() -> None:
+    driver = Driver([ok(FULL), NoReply("x"), ok(SYNCING), ok(GRANTED)])
     driver.run(driver.core.begin_episode())
     bodies = [driver.body(index) for index in range(4)]
     assert len({body["claim_id"] for body in bodies}) == 1
@@ -186,25 +197,25 @@ def test_one_claim_keeps_its_id_and_says_how_long_it_has_waited() -> None:
     assert driver.slept == [0.25]  # only for the lost reply: the server did the waiting
 
 
-def test_a_server_that_does_not_wait_is_not_hammered() -> None:
+def test_a_server_that_does_not_wait_is_not_flooded_with_claims() -> None:
     driver = Driver([ok(FULL), ok(GRANTED)], server_waits=False)
     driver.run(driver.core.begin_episode())
     assert driver.slept == [1.0]
 
 
-def test_a_claim_whose_episodes_went_back_begins_anew() -> None:
+def test_a_claim_whose_episodes_were_taken_back_gets_a_new_id() -> None:
     driver = Driver([no(409, "other_claim"), ok(GRANTED)])
     driver.run(driver.core.begin_episode())
     assert driver.body(0)["claim_id"] != driver.body(1)["claim_id"]
 
 
-def test_a_claim_at_an_engine_that_is_off_says_why() -> None:
+def test_a_claim_on_an_engine_that_is_offline_raises_with_the_reason() -> None:
     driver = Driver([ok(OFFLINE)])
     with pytest.raises(EngineOffline, match="it is off"):
         driver.run(driver.core.begin_episode())
 
 
-def test_a_claim_waits_no_longer_than_it_may() -> None:
+def test_a_claim_waits_at_most_max_wait_s() -> None:
     driver = Driver([ok(FULL)] * 3)
     with pytest.raises(NoEpisode, match="No available episodes"):
         driver.run(driver.core.begin_episodes(2, max_wait_s=30.0))
@@ -218,7 +229,7 @@ def ended(driver: Driver, episode: str = "e1") -> None:
     driver.run(driver.core.end_episodes([(Task(task_id="t"), episode, WorkflowOutput(reward=1.0))]))
 
 
-def test_an_end_carries_the_task_in_its_metadata_too() -> None:
+def test_a_report_carries_the_task_in_its_metadata_too() -> None:
     driver = Driver([ok({"success": True})])
     output = WorkflowOutput(reward=[1.0, 0.5], metadata={"a": 1})
     driver.run(driver.core.end_episodes([(Task(task_id="t7"), "e1", output)]))
@@ -252,7 +263,7 @@ def test_an_episode_that_is_in_time_is_ended() -> None:
     assert driver.sent[-1].path == "/end_episodes"
 
 
-def test_its_longest_time_can_be_said() -> None:
+def test_the_longest_time_of_an_episode_can_be_set() -> None:
     driver = Driver([ok(GRANTED), ok({"success": True})])
     driver.run(driver.core.begin_episode(discard_episode_timeout=60.0, max_episode_time=1000.0))
     driver.now += 900.0
@@ -263,7 +274,7 @@ def test_its_longest_time_can_be_said() -> None:
 # ---- the engine -----------------------------------------------------------------------------------------------
 
 
-def status(phase: str, **more: object) -> Reply:
+def status(phase: str, **more: object) -> ServerReply:
     return ok({"engine_status": phase, "engine_status_detail": "", "global_step": 0, **more})
 
 
@@ -271,17 +282,19 @@ SAME = ok({"differences": {}})
 COMPARED = "/compare_train_config"
 
 
-def other(**settings: tuple[object, object]) -> Reply:
-    """The engine runs another job: (its value, ours) of each setting that differs."""
+def other(**settings: tuple[object, object]) -> ServerReply:
+    """The reply of an engine that runs another job, with (its value, ours) for each setting that differs."""
     named = {name.replace("__", "."): {"running": ran, "wanted": ours} for name, (ran, ours) in settings.items()}
     return ok({"differences": named})
 
 
 @pytest.mark.parametrize("phase", ["ENGINE.ROLLING", "ENGINE.ROLLING_POST"])
-def test_an_engine_that_runs_the_same_job_is_joined_in_silence(phase: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_runs_the_same_job_is_joined_without_a_warning(
+    phase: str, caplog: pytest.LogCaptureFixture
+) -> None:
     driver = Driver([status(phase), SAME])
     driver.run(driver.core.auto_start({"bombus": {"model": {"path": "tiny"}}}))
-    assert [send.path for send in driver.sent] == ["/get_engine_status", COMPARED]
+    assert [request.path for request in driver.sent] == ["/get_engine_status", COMPARED]
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"bombus": {"model": {"path": "tiny"}}}
     assert caplog.text == ""
 
@@ -308,32 +321,36 @@ def test_another_job_of_the_same_model_is_joined_with_a_warning(caplog: pytest.L
     assert "`bombus stop`" in warning
 
 
-def test_a_restart_that_is_forced_stops_the_other_job() -> None:
+def test_a_forced_restart_stops_the_other_job() -> None:
     done = ok({"success": True})
     off, on = status("ENGINE.OFFLINE"), status("ENGINE.ROLLING")
     driver = Driver([done, off, off, done, done, on, SAME])
     driver.run(driver.core.auto_start({}, force_restart=True))
-    assert [send.path for send in driver.sent if send.method == "POST"] == [
+    assert [request.path for request in driver.sent if request.method == "POST"] == [
         "/stop_engine", "/sync_train_config", "/start_engine", COMPARED
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("phase", ["ENGINE.BOOTING", "ENGINE.WEIGHT_SYNCING"])
-def test_an_engine_that_is_on_its_way_is_waited_for(phase: str) -> None:
+def test_the_client_waits_for_an_engine_that_is_starting_or_syncing(phase: str) -> None:
     driver = Driver([status(phase), status(phase), status("ENGINE.ROLLING"), SAME])
     driver.run(driver.core.auto_start({}))
-    assert {send.path for send in driver.sent} == {"/get_engine_status", COMPARED}
+    assert {request.path for request in driver.sent} == {"/get_engine_status", COMPARED}
 
 
-def test_an_engine_that_is_off_is_configured_and_started() -> None:
+def test_an_engine_that_is_offline_is_configured_and_started() -> None:
     done = ok({"success": True})
     driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), status("ENGINE.ROLLING"), SAME])
     driver.run(driver.core.auto_start({"ajet": {"model": {"path": "tiny"}}}))
-    assert [send.path for send in driver.sent[:3]] == ["/get_engine_status", "/sync_train_config", "/start_engine"]
+    assert [request.path for request in driver.sent[:3]] == [
+        "/get_engine_status",
+        "/sync_train_config",
+        "/start_engine",
+    ]
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"ajet": {"model": {"path": "tiny"}}}
 
 
-def test_a_client_that_comes_second_waits_for_the_engine_of_the_first_and_hears_of_its_job() -> None:
+def test_a_client_that_comes_second_waits_for_the_engine_and_learns_which_job_it_runs() -> None:
     refused = no(400, "wrong_phase", "ENGINE.BOOTING")
     first = [status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")]
     driver = Driver([*first, other(model__path=("tiny", "smollm2"))])
@@ -341,7 +358,7 @@ def test_a_client_that_comes_second_waits_for_the_engine_of_the_first_and_hears_
         driver.run(driver.core.auto_start({}))
 
 
-def test_an_engine_that_fails_while_it_boots_says_why() -> None:
+def test_an_engine_that_fails_while_it_boots_raises_with_the_reason() -> None:
     done = ok({"success": True})
     failed = status("ENGINE.OFFLINE", failure="no such model")
     driver = Driver([status("ENGINE.OFFLINE"), done, done, status("ENGINE.BOOTING"), failed])
@@ -349,8 +366,8 @@ def test_an_engine_that_fails_while_it_boots_says_why() -> None:
         driver.run(driver.core.auto_start({}))
 
 
-def test_a_server_that_does_not_answer_is_a_status_of_its_own() -> None:
-    driver = Driver([Lost("refused")] * 50, retry_s=1.0)
+def test_a_server_that_does_not_reply_has_a_status_of_its_own() -> None:
+    driver = Driver([NoReply("refused")] * 50, retry_s=1.0)
     assert driver.run(driver.core.get_engine_status())[0] == "ENGINE.CANNOT_CONNECT"
 
 
@@ -362,7 +379,7 @@ def running(**tasks: str) -> PoolInformation:
     return PoolInformation(running_episode_details=details)
 
 
-def test_a_client_with_its_share_of_tasks_waits_before_the_next() -> None:
+def test_a_client_with_its_share_of_tasks_waits_before_it_starts_another() -> None:
     policy = ThrottlePolicy(ratio=0.5, expected_batch_size=4, expected_num_repeat=2, current_task_id="t3")
     full, free = running(t1="c1", t2="c1"), running(t1="c1")
     driver = Driver([ok(full.model_dump()), ok(free.model_dump()), ok(GRANTED)])
@@ -371,7 +388,7 @@ def test_a_client_with_its_share_of_tasks_waits_before_the_next() -> None:
     assert driver.body(-1)["task_id"] == "t3"
 
 
-def test_a_task_that_is_under_way_may_go_on() -> None:
+def test_a_task_that_is_under_way_may_continue() -> None:
     policy = ThrottlePolicy(ratio=0.5, expected_batch_size=2, current_task_id="t1")
     driver = Driver([ok(running(t1="c1", t2="c1").model_dump()), ok(GRANTED)])
     driver.run(driver.core.begin_episode(throttle_policy=policy))

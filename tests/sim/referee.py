@@ -18,7 +18,7 @@ from tests.sim.server import Message
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
-SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # told by the fold (DECISIONS 6)
+SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # told by the fold (decision 6)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):

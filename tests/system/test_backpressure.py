@@ -1,4 +1,4 @@
-"""The bus away, its streams at their limits, its disk full: work waits or is refused, nothing acknowledged is lost."""
+"""The bus away, a stream or the disk full: work waits or is refused, and nothing acknowledged is lost."""
 
 import asyncio
 import json
@@ -35,17 +35,17 @@ def claim_body(client: str = "c1") -> dict[str, object]:
     return {"client_uuid": client, "episode_type": "train", "discard_episode_timeout": 60.0}
 
 
-def says_try_again(answer: httpx.Response, code: str) -> None:
+def check_try_again(answer: httpx.Response, code: str) -> None:
     assert answer.status_code == 503, answer.text
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["code"] == code
 
 
-# ---- the bus away ----
+# ---- the bus is away ----
 
 
 @pytest.mark.parametrize("how", ["killed", "frozen"])
-async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_go_on_when_it_is_back(
+async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_continue_when_it_is_back(
     crashing: tuple[EmbeddedServer, Bus], how: str
 ) -> None:
     server, bus = crashing
@@ -68,11 +68,11 @@ async def test_calls_and_commands_wait_for_a_bus_that_is_away_and_go_on_when_it_
         await hive.end(episode)
 
 
-async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_door(
+async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_route(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, bus = crashing
-    async with gateway_hive(bus, record_s_max=0.5, command_s_max=1.0) as hive:
+    async with gateway_hive(bus, bus_timeout_s=1.0) as hive:
         episode, key = await hive.claim()
         await ask(hive, key)
         await asyncio.to_thread(server.kill)
@@ -89,12 +89,12 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_door(
                 http.post("/agree_sync_weight", json={"client_uuid": "c1"}),
             ]
             for answer in await asyncio.gather(*posts):
-                says_try_again(answer, "bus_down")
+                check_try_again(answer, "bus_down")
         await asyncio.to_thread(server.start)
         await hive.end(episode)
 
 
-async def test_what_waits_in_memory_is_bounded_and_beyond_it_calls_are_refused(
+async def test_records_that_wait_in_memory_are_bounded_and_beyond_the_bound_calls_are_refused(
     crashing: tuple[EmbeddedServer, Bus],
 ) -> None:
     server, bus = crashing
@@ -117,7 +117,7 @@ async def test_what_waits_in_memory_is_bounded_and_beyond_it_calls_are_refused(
         assert refused.value.response.headers["retry-after"]
         await asyncio.to_thread(server.start)
         seqs = [(await ack).seq for ack in waiting]
-        assert len(set(seqs)) == len(waiting), "what was taken in is stored, once"
+        assert len(set(seqs)) == len(waiting), "what was accepted is stored once"
         call = await ask(hive, key)
         assert [record.id for record in await hive.records(episode, 2)] == [before, call]
 
@@ -133,7 +133,7 @@ async def _resize(bus: Bus, stream: str, size: int) -> None:
 
 
 async def _grow(hive: GatewayHive, bus: Bus, what: str) -> None:
-    """Make a stream so large that a tenth of it holds what a test does next."""
+    """Fill a stream until a tenth of its size is more than the rest of a test needs."""
     for number in range(100):
         if what == "events":
             episode, _ = await hive.claim()
@@ -148,7 +148,7 @@ async def _grow(hive: GatewayHive, bus: Bus, what: str) -> None:
 
 @asynccontextmanager
 async def watched(hive: GatewayHive, bus: Bus, disk: Path | None = None, reserve: int = 0) -> AsyncIterator[None]:
-    """While the leader's watch of the storage runs."""
+    """Run the leader's watch of the storage."""
     watching = asyncio.create_task(storage.watch(bus, lambda: hive.follower.hive, disk, reserve, period_s=0.05))
     try:
         yield
@@ -158,16 +158,16 @@ async def watched(hive: GatewayHive, bus: Bus, disk: Path | None = None, reserve
         await asyncio.gather(watching, return_exceptions=True)
 
 
-async def told(hive: GatewayHive, holds: Callable[[Hive], bool]) -> None:
-    """Return once the gateway knows."""
+async def wait_until(hive: GatewayHive, holds: Callable[[Hive], bool]) -> None:
+    """Return once this holds, and the gateway knows."""
     assert hive.gateway is not None
     await hive.follower.wait_for(holds, SOON_S)
     await hive.gateway.follower.wait_for(holds, SOON_S)
 
 
-async def takes_no_new_work(hive: GatewayHive, key: str, what: str) -> None:
+async def check_no_new_work(hive: GatewayHive, key: str, what: str) -> None:
     async with httpx.AsyncClient(base_url=hive.base_url, timeout=30) as http:
-        says_try_again(await http.post("/claim_episode", json=claim_body()), "storage_full")
+        check_try_again(await http.post("/claim_episode", json=claim_body()), "storage_full")
         status = (await http.get("/get_engine_status")).json()
         assert status["engine_status"] == "ENGINE.ROLLING"
         assert what in status["engine_status_detail"]
@@ -188,16 +188,16 @@ async def test_a_stream_that_is_nearly_full_takes_no_new_work_but_what_is_under_
         await ask(hive, key)
         size = (await bus.state(stream)).max_bytes
         await _resize(bus, stream, int((await bus.state(stream)).bytes / 0.93))
-        await told(hive, lambda state: what in state.full)
-        await takes_no_new_work(hive, key, what)
+        await wait_until(hive, lambda state: what in state.full)
+        await check_no_new_work(hive, key, what)
         await hive.end(episode)
         await _resize(bus, stream, size)
-        await told(hive, lambda state: not state.full)
+        await wait_until(hive, lambda state: not state.full)
         _, key = await hive.claim()
         assert await ask(hive, key)
 
 
-async def test_decisions_wait_for_an_event_log_that_is_full_and_land_when_it_is_not(bus: Bus) -> None:
+async def test_decisions_wait_while_the_event_log_is_full_and_are_stored_when_it_is_not(bus: Bus) -> None:
     async with gateway_hive(bus) as hive:
         episode, _ = await hive.claim()
         state = await bus.state(bus.subjects.events_stream)
@@ -212,12 +212,12 @@ async def test_decisions_wait_for_an_event_log_that_is_full_and_land_when_it_is_
         await hive.until(lambda engine: list(engine.pool) == [episode])
 
 
-# ---- the disk full ----
+# ---- the disk is full ----
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder with 96 MB and no more."""
+    """A folder on a disk of 96 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -230,7 +230,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(ballast: Path) -> None:
-    """Take every byte of the disk that is left."""
+    """Use every byte that is left on the disk."""
     with ballast.open("ab", buffering=0) as file:
         for size in (MB, 4096, 1):
             try:
@@ -240,8 +240,8 @@ def fill(ballast: Path) -> None:
                 continue
 
 
-async def keep(server: EmbeddedServer) -> None:
-    """What the supervisor does for its server."""
+async def keep_running(server: EmbeddedServer) -> None:
+    """Restart the server when it needs it, as the supervisor does."""
     while True:
         if await asyncio.to_thread(server.needs_restart):
             await asyncio.to_thread(server.stop)
@@ -249,7 +249,7 @@ async def keep(server: EmbeddedServer) -> None:
         await asyncio.sleep(0.1)
 
 
-async def test_a_full_disk_refuses_new_work_loses_nothing_and_all_goes_on_when_there_is_room(small_disk: Path) -> None:
+async def test_a_full_disk_refuses_new_work_and_loses_nothing_and_work_continues_with_room(small_disk: Path) -> None:
     server = EmbeddedServer(small_disk / "nats", store_bytes_max=100 << 30)
     await asyncio.to_thread(server.start)
     ballast = small_disk / "ballast"
@@ -257,13 +257,13 @@ async def test_a_full_disk_refuses_new_work_loses_nothing_and_all_goes_on_when_t
     try:
         async with await Bus.connect(server.url, "h") as bus:
             await bus.ensure_streams(SMALL_STREAMS)
-            async with gateway_hive(bus, record_s_max=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
+            async with gateway_hive(bus, bus_timeout_s=1.0) as hive, watched(hive, bus, small_disk, 40 * MB):
                 episode, key = await hive.claim()
                 acknowledged += [await ask(hive, key) for _ in range(3)]
                 ballast.write_bytes(b"x" * 60 * MB)
-                await told(hive, lambda state: storage.DISK in state.full)
-                await takes_no_new_work(hive, key, storage.DISK)
-                keeping = asyncio.create_task(keep(server))
+                await wait_until(hive, lambda state: storage.DISK in state.full)
+                await check_no_new_work(hive, key, storage.DISK)
+                keeping = asyncio.create_task(keep_running(server))
                 fill(ballast)
                 body, failed = b"x" * MB, 0
                 try:
@@ -273,7 +273,7 @@ async def test_a_full_disk_refuses_new_work_loses_nothing_and_all_goes_on_when_t
                 assert failed, "the disk is not full"
                 ballast.unlink()
                 began = time.monotonic()
-                await told(hive, lambda state: not state.full)
+                await wait_until(hive, lambda state: not state.full)
                 acknowledged.append(await ask(hive, key))
                 assert time.monotonic() - began < SOON_S
                 assert [record.id for record in await hive.records(episode, 4)] == acknowledged

@@ -1,4 +1,4 @@
-"""The whole thing: `bombus up` with its processes, driven from outside as a user would."""
+"""`bombus up` with all of its processes, driven from outside as a user would."""
 
 import asyncio
 import itertools
@@ -28,7 +28,7 @@ EXAMPLE_S = 150.0
 
 
 class Up:
-    """A running `bombus up`. `ready` is the line with which it became so, `log` what it logged."""
+    """A running `bombus up`. `ready` is the line that it printed once it was ready, and `log` its log."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -65,7 +65,7 @@ class Up:
         return words[words.index("--nats") + 1]
 
     def interrupt(self) -> list[psutil.Process]:
-        """Ctrl-C; returns those of its processes that are still there afterwards."""
+        """Press Ctrl-C. Returns those of its processes that are still there afterwards."""
         family = psutil.Process(self.process.pid).children(recursive=True)
         assert family
         self.process.send_signal(signal.SIGINT)
@@ -78,7 +78,7 @@ class Up:
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     running = Up(tmp_path_factory.mktemp("hive"), "--gateways", "2", "--coordinators", "2")
     yield running
-    assert running.interrupt() == [], "Ctrl-C leaves nothing behind"
+    assert running.interrupt() == [], "Ctrl-C leaves no process running"
 
 
 def example(up: Up, name: str, *arguments: str) -> str:
@@ -133,7 +133,7 @@ LENGTHS = {
 }
 
 
-def test_an_asynchronous_run_rolls_on_while_it_trains_and_no_sample_is_over_the_bound(up: Up) -> None:
+def test_an_asynchronous_run_samples_while_it_trains_and_no_sample_is_too_stale(up: Up) -> None:
     bombus = {"rollout": LENGTHS, "collection": {"max_staleness": 1}}
     job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus=bombus)
     numbers = itertools.count()
@@ -157,7 +157,7 @@ def test_an_asynchronous_run_rolls_on_while_it_trains_and_no_sample_is_over_the_
     run = asyncio.run(newest_run(up))
     steps = [event.metrics for event in run if isinstance(event, ev.StepCompleted)]
     assert len(steps) >= 6
-    assert max(metrics["staleness_max"] for metrics in steps) == 1, "some were sampled a version before, none two"
+    assert max(metrics["staleness_max"] for metrics in steps) == 1, "some were sampled one version before, none two"
     assert all(metrics["episodes_left_out"] == 0 for metrics in steps)
     assert not any(isinstance(event, ev.RollingClosed | ev.SyncingStarted) for event in run)
     training = ended_meanwhile = 0
@@ -169,7 +169,7 @@ def test_an_asynchronous_run_rolls_on_while_it_trains_and_no_sample_is_over_the_
 
 
 async def newest_run(up: Up) -> list[ev.AnyEvent]:
-    """The events since the engine was started last."""
+    """Return the events since the engine was last started."""
     found: list[ev.AnyEvent] = []
     async with await Bus.connect(up.nats, "main") as bus:
         newest = await bus.last(bus.subjects.events_stream)
@@ -203,14 +203,14 @@ def test_the_tool_agent_runs_and_its_turns_merge(up: Up) -> None:
     stop(up)
 
 
-def test_the_debug_client_leaves_no_episode_behind(up: Up) -> None:
+def test_the_debug_client_completes_no_episode(up: Up) -> None:
     example(up, "debug_client.py", "--model", "tiny", "--steps", "1")
     with SwarmClient(up.url) as client:
         assert client.get_rollout_stat().completed_episodes == 0
     stop(up)
 
 
-def test_two_clients_share_an_engine_in_the_cocktail_and_make_steps_beyond_those_of_others(up: Up) -> None:
+def test_two_clients_share_an_engine_in_the_cocktail_and_add_to_the_steps_of_others(up: Up) -> None:
     assert "from step 0 to step 1\n" in example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
     again = example(up, "cocktail.py", "--model", "tiny", "--steps", "1")
     first, last = map(int, re.findall(r"from step (\d+) to step (\d+)", again)[0])
@@ -233,7 +233,7 @@ def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
     stop(up)
 
 
-def test_a_program_for_another_model_is_told_so_and_how_to_stop_the_one_that_runs(up: Up) -> None:
+def test_a_program_for_another_model_is_told_the_difference_and_how_to_stop_the_job(up: Up) -> None:
     with SwarmClient(up.url) as client:
         client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
     command = [sys.executable, "debug_client.py", "--url", up.url, "--model", "smollm2"]
@@ -243,8 +243,8 @@ def test_a_program_for_another_model_is_told_so_and_how_to_stop_the_one_that_run
     assert "`bombus stop`" in refused.stderr
     assert "Traceback" not in refused.stderr
     stopping = [sys.executable, "-m", "bombus", "stop", "--nats", up.nats, "--hive", "main"]
-    told = [subprocess.run(stopping, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
-    assert told == ["engine main is stopped at step 0; its log, weights and checkpoints are kept\n",
+    lines = [subprocess.run(stopping, capture_output=True, text=True, timeout=60).stdout for _ in range(2)]
+    assert lines == ["engine main is stopped at step 0; its log, weights and checkpoints are kept\n",
                     "engine main runs no job\n"]  # fmt: skip
     with SwarmClient(up.url) as client:
         assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
@@ -258,12 +258,12 @@ def test_an_example_says_how_to_start_a_hive_and_shows_no_traceback() -> None:
     command = [sys.executable, "arithmetic_agent.py", "--url", f"http://127.0.0.1:{free_port()}"]
     with subprocess.Popen(command, cwd=ROOT / "examples", stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        said = process.stderr.readline()  # at once: its patience of two minutes is not waited for
+        line = process.stderr.readline()  # printed at once, before it waits for two minutes
         process.kill()
-    assert re.fullmatch(r"waiting for http://127\.0\.0\.1:\d+, up to 120 s: start it with `bombus up`\n", said)
+    assert re.fullmatch(r"waiting for http://127\.0\.0\.1:\d+, up to 120 s: start it with `bombus up`\n", line)
 
 
-def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
+def test_status_shows_what_a_hive_does_as_text_and_as_json(up: Up) -> None:
     assert (up.folder / "data/nats-url").read_text().strip() == up.nats
     assert up.ready == f"ready {up.url} (NATS at {up.nats})\n"
     command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
@@ -275,13 +275,13 @@ def test_status_tells_people_and_programs_what_a_hive_does(up: Up) -> None:
     assert "main" in json.dumps(data)
 
 
-def test_services_that_die_are_started_again_and_the_hive_goes_on(up: Up) -> None:
+def test_services_that_die_are_restarted_and_the_hive_continues(up: Up) -> None:
     for name in ("coordinator", "gateway"):
         before = up.services(name)
         for each in before:
             each.kill()
         psutil.wait_procs(before, timeout=10)
-        with SwarmClient(up.url) as client:  # its commands wait until somebody decides and answers
+        with SwarmClient(up.url) as client:  # its commands wait for a coordinator and a gateway
             client.sync_train_config(Job(model="tiny"))
         assert {each.pid for each in up.services(name)}.isdisjoint({each.pid for each in before})
 
@@ -296,19 +296,19 @@ def test_an_unmodified_sdk_with_one_base_url_survives_the_death_of_the_gateway_t
             reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
             messages += [{"role": "assistant", "content": reply.choices[0].message.content or ""}]
             messages += [{"role": "user", "content": "b="}]
-            serving = serving_us(up)  # over a connection that the SDK keeps open
+            serving = connected_gateway(up)  # over a connection that the SDK keeps open
             serving.kill()
             serving.wait(10)
         reply = model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
         assert reply.usage is not None
-        assert reply.usage.prompt_tokens > 8, "the turns before are in the prompt"
+        assert reply.usage.prompt_tokens > 8, "the prompt contains the turns before"
         client.end_episode(Task(task_id="t", main_query=""), episode, WorkflowOutput(reward=1.0))
         assert client.get_rollout_stat().completed_episodes == 1
     stop(up)
 
 
-def serving_us(up: Up) -> psutil.Process:
-    """The gateway at the other end of a connection of this process; the newest one."""
+def connected_gateway(up: Up) -> psutil.Process:
+    """Return a gateway that this process has a connection to."""
     port = int(up.url.rsplit(":", 1)[1])
     ours = {
         connection.laddr.port

@@ -171,7 +171,7 @@ def test_what_cannot_start_here_is_refused_in_both_modes(
 ) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
     file = tmp_path / "cluster.yaml"
-    file.write_text("engines: {main: {inference: [{engine: vllm}]}}")
+    file.write_text("engines: {main: {inference: [{backend: vllm}]}}")
     assert main(["--mode", mode, "--config", str(file)]) == 2
     assert "run `bombus install v" in capsys.readouterr().err
 

@@ -1,6 +1,6 @@
-"""Tests of vLLM itself, in the environment of `bombus install vllm`: `pytest tests/vllm`, and never as part of `tests`.
+"""Tests with vLLM itself, in the environment of `bombus install vllm`. Run `pytest tests/vllm`; `tests` skips them.
 
-They start real servers of real models, a minute each.
+They start real servers of real models, which takes a minute each.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A hive of real processes whose one replica is vLLM, as an operator would start them."""
+"""A hive of real processes, started as an operator would, with vLLM as its only replica."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ STOP_S = 60.0
 
 
 class VllmHive:
-    """`url` is the gateway's, `nats` the bus's, `folder` holds everybody's logs."""
+    """`url` is the gateway's, `nats` is the bus's, and `folder` has the logs of all processes."""
 
     def __init__(self, folder: Path, nats: str) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class VllmHive:
         return (self.folder / f"{service}.log").read_text()
 
     def engine(self) -> list[psutil.Process]:
-        """vLLM's server, its engine and its worker: below the replica and the keeper."""
+        """Return vLLM's server, its engine and its worker, which are descendants of the replica's keeper."""
         replica = psutil.Process(self.processes["inference"].pid)
         (keeper,) = replica.children()
         return keeper.children(recursive=True)

@@ -1,4 +1,4 @@
-"""LoRA adapters that a trainer exports, exchanged in a running vLLM: the model that they are on is loaded only once."""
+"""LoRA adapters that a trainer exports are replaced in a running vLLM, which loads their base model only once."""
 
 import shutil
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import VllmSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.publish.export import VersionTarget, export, export_adapter, export_base
-from tests.inference.backends.http_backends import Asker, silent, until_metric
+from tests.inference.backends.http_backends import BackendClient, ignore_stage, until_metric
 from tests.inference.backends.small_engines import reference_logprobs, request, worst_difference
 from tests.trainer.small_batches import tiny_settings
 from tests.vllm.test_vllm_backend import CONTEXT, ENGINE, LONG, family, llama
@@ -29,10 +29,10 @@ VERSIONS = 3
 
 @dataclass
 class Stage:
-    """A backend, a base, its adapters of all versions, and what they make of it when merged."""
+    """A backend, a base model, the adapters of all versions, and the models with these merged into them."""
 
     backend: VllmBackend
-    asker: Asker
+    client: BackendClient
     base: Path
     adapters: list[Path]
     models: list[PreTrainedModel]
@@ -49,7 +49,7 @@ def lora_executor(folder: Path, rank: int) -> Executor:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
-    """Version 0 adds nothing; each of the others is far from the one before."""
+    """Version 0 adds nothing; each other version differs a lot from the one before."""
     root = tmp_path_factory.mktemp("adapters")
     executor = lora_executor(root / "model", rank=4)
     base = export_base(executor, root / "w", 1)
@@ -61,45 +61,45 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
         for name, parameter in executor.model.trainable().items():
             if name.endswith("lora_b"):
                 torch.nn.init.normal_(parameter, std=0.3)
-    asker = Asker()
-    backend = VllmBackend(ENGINE, VllmSettings(eager=True), asker.deliver)
-    stage = Stage(backend, asker, Path(base.where), adapters, models)
+    client = BackendClient()
+    backend = VllmBackend(ENGINE, VllmSettings(eager=True), client.deliver)
+    stage = Stage(backend, client, Path(base.where), adapters, models)
     try:
-        await backend.bring_in(stage.policy(0), silent)
+        await backend.load(stage.policy(0), ignore_stage)
         yield stage
     finally:
         await backend.stop()
 
 
-async def test_an_adapter_that_adds_nothing_samples_what_the_model_beneath_it_would(stage: Stage) -> None:
-    made = (await stage.asker.ask(stage.backend, request([5, 17, 3], max_tokens=30))).only
+async def test_an_adapter_that_adds_nothing_samples_like_its_base_model(stage: Stage) -> None:
+    made = (await stage.client.ask(stage.backend, request([5, 17, 3], max_tokens=30))).only
     assert set(made.versions) == {0}
     assert worst_difference(stage.models[0], [5, 17, 3], made) < 1e-4
 
 
 @pytest.mark.parametrize("version", range(1, VERSIONS))
-async def test_an_adapter_takes_the_place_of_the_one_before_while_requests_go_on(stage: Stage, version: int) -> None:
+async def test_an_adapter_replaces_the_previous_one_while_requests_go_on(stage: Stage, version: int) -> None:
     before = family(stage.backend)
     prompts = [[5, 9, seed] for seed in range(4)]
     tickets = [
-        stage.asker.add(stage.backend, request(prompt, seed=seed, stream=seed < 2, max_tokens=LONG))
+        stage.client.add(stage.backend, request(prompt, seed=seed, stream=seed < 2, max_tokens=LONG))
         for seed, prompt in enumerate(prompts)
     ]
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
-    await stage.asker.until(lambda: min(map(stage.asker.sampled, tickets[:2])) > 3)
-    await stage.backend.bring_in(stage.policy(version), silent)
-    for gone in stage.adapters[:version]:  # as a trainer removes them: nobody reads them again
+    await stage.client.until(lambda: min(map(stage.client.sampled, tickets[:2])) > 3)
+    await stage.backend.load(stage.policy(version), ignore_stage)
+    for gone in stage.adapters[:version]:  # as a trainer does: they are not read again
         shutil.rmtree(gone, ignore_errors=True)
-    after = stage.asker.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=40))
+    after = stage.client.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=40))
     for prompt, ticket in zip(prompts, tickets, strict=True):
-        made = (await stage.asker.finished(ticket)).only
+        made = (await stage.client.finished(ticket)).only
         assert made.versions == sorted(made.versions)
         assert set(made.versions) == {version - 1, version}
         assert len(made.tokens) == LONG
         rows = [reference_logprobs(model, prompt, made.tokens) for model in stage.models]
         expected = [rows[its][at, token] for at, (its, token) in enumerate(zip(made.versions, made.tokens))]
         assert float((torch.stack(expected) - torch.tensor(made.logprobs)).abs().max()) < 1e-4
-    made = (await stage.asker.finished(after)).only
+    made = (await stage.client.finished(after)).only
     assert set(made.versions) == {version}
     assert worst_difference(stage.models[version], [5, 9, 0], made) < 1e-4
     assert worst_difference(stage.models[version - 1], [5, 9, 0], made) > 0.1
@@ -113,9 +113,9 @@ async def test_an_adapter_that_vllm_cannot_load_ends_the_child_and_nothing_is_se
     shutil.copytree(newest, tmp_path / "odd")
     (tmp_path / "odd" / "adapter_config.json").write_text('{"r": 600, "lora_alpha": 1, "target_modules": []}')
     with pytest.raises(EngineFault, match="in place"):
-        await stage.backend.bring_in(Policy(stage.base, 1, VERSIONS, CONTEXT, adapter=tmp_path / "odd"), silent)
+        await stage.backend.load(Policy(stage.base, 1, VERSIONS, CONTEXT, adapter=tmp_path / "odd"), ignore_stage)
     assert stage.backend.version == -1
-    assert (await stage.asker.refused(stage.backend, request([5]))).retry
+    assert (await stage.client.refused(stage.backend, request([5]))).retry
 
 
 async def test_ranks_beyond_vllms_are_refused_before_a_child_is_started(stage: Stage, tmp_path: Path) -> None:
@@ -123,5 +123,5 @@ async def test_ranks_beyond_vllms_are_refused_before_a_child_is_started(stage: S
     base = export_base(executor, tmp_path / "w", 1)
     adapter = Path(export_adapter(executor, VersionTarget(tmp_path / "w", 0, 1), base).where)
     with pytest.raises(EngineFault, match="rank 512 at most"):
-        await stage.backend.bring_in(Policy(Path(base.where), 2, 0, CONTEXT, adapter=adapter), silent)
+        await stage.backend.load(Policy(Path(base.where), 2, 0, CONTEXT, adapter=adapter), ignore_stage)
     assert stage.backend.pid is None

@@ -1,4 +1,4 @@
-"""vLLM as a replica's engine, on a model of two layers: exact tokens, exact spans, and what happens when it dies."""
+"""The vllm backend with a model of two layers: exact tokens, exact spans, and what happens when vLLM dies."""
 
 import asyncio
 import os
@@ -13,24 +13,25 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from bombus.errors import EngineFault
+from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.models import load_model
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
-from tests.inference.backends.http_backends import Asker, silent, until_metric
+from bombus_inference.settings import ComputeSettings, VllmSettings
+from tests.inference.backends.http_backends import BackendClient, ignore_stage, until_metric
 from tests.inference.backends.small_engines import Completion, reference_logprobs, request, worst_difference
 from tests.small_models import small_llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CONTEXT = 256
-ENGINE = EngineSettings(kv_cache_bytes=64 << 20, max_model_len=CONTEXT, max_running=8, threads=1)
+ENGINE = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=CONTEXT, max_running=8, threads=1)
 LONG = CONTEXT - 16
 
 
 def llama(seed: int, vocabulary: int = 60) -> LlamaForCausalLM:
-    """Its heads are of the smallest size that vLLM has on a CPU."""
+    """A model whose heads have the smallest size that vLLM supports on a CPU."""
     shape = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 128}
     return small_llama(seed, **shape, max_position_embeddings=CONTEXT).eval()
 
@@ -40,7 +41,7 @@ class Stage:
     """A backend that serves version 0 of run 1, and the models of versions 0 and 1."""
 
     backend: VllmBackend
-    asker: Asker
+    client: BackendClient
     models: list[PreTrainedModel]
     folders: list[Path]
 
@@ -48,12 +49,12 @@ class Stage:
         return Policy(self.folders[version % 2], run, version, CONTEXT)
 
     async def at(self, version: int) -> None:
-        """Serving this version (odd ones are of model 1), with a child that is started where there is none."""
+        """Load this version unless it is being served; odd versions are of model 1. Starts a child if there is none."""
         if self.backend.version != version:
-            await self.backend.bring_in(self.policy(version), silent)
+            await self.backend.load(self.policy(version), ignore_stage)
 
     def worst(self, prompt: list[int], made: Completion) -> float:
-        """Between reported logprobs and those of the model of each token's version, over the whole sequence."""
+        """Return the largest difference between reported logprobs and those of the model of each token's version."""
         rows = [reference_logprobs(model, prompt, made.tokens) for model in self.models]
         expected = [rows[version % 2][at, token] for at, (version, token) in enumerate(zip(made.versions, made.tokens))]
         return float((torch.stack(expected) - torch.tensor(made.logprobs)).abs().max())
@@ -66,9 +67,9 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
         folder = tmp_path_factory.mktemp(f"model{seed}")
         llama(seed).save_pretrained(folder)
         folders.append(folder)
-    asker = Asker()
-    backend = VllmBackend(ENGINE, VllmSettings(eager=True), asker.deliver)
-    stage = Stage(backend, asker, [load_model(folder) for folder in folders], folders)
+    client = BackendClient()
+    backend = VllmBackend(ENGINE, VllmSettings(eager=True), client.deliver)
+    stage = Stage(backend, client, [load_model(folder) for folder in folders], folders)
     try:
         await stage.at(0)
         yield stage
@@ -77,21 +78,21 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
 
 
 def family(backend: VllmBackend) -> list[psutil.Process]:
-    """The child, its engine and its workers."""
+    """Return the processes of the child, its engine and its workers."""
     assert backend.pid is not None
     return psutil.Process(backend.pid).children(recursive=True)
 
 
 async def test_tokens_come_with_the_logprobs_of_the_distribution_that_they_were_sampled_from(stage: Stage) -> None:
     prompt = [5, 17, 3, 44, 9, 23, 8]
-    answer = await stage.asker.ask(stage.backend, request(prompt, n=3, max_tokens=20))
+    answer = await stage.client.ask(stage.backend, request(prompt, n=3, max_tokens=20))
     assert sorted(answer.choices) == [0, 1, 2]
     for made in answer.choices.values():
         assert len(made.tokens) == 20
         assert (made.finish, set(made.versions)) == ("length", {0})
         assert worst_difference(stage.models[0], prompt, made) < 1e-4
     assert len({tuple(made.tokens) for made in answer.choices.values()}) == 3
-    warm = (await stage.asker.ask(stage.backend, request(prompt, temperature=2.0))).only
+    warm = (await stage.client.ask(stage.backend, request(prompt, temperature=2.0))).only
     expected = torch.log_softmax(_logits(stage.models[0], prompt, warm) / 2.0, dim=-1)
     chosen = expected.gather(1, torch.tensor(warm.tokens)[:, None]).squeeze(1)
     assert float((chosen - torch.tensor(warm.logprobs)).abs().max()) < 1e-4
@@ -99,49 +100,50 @@ async def test_tokens_come_with_the_logprobs_of_the_distribution_that_they_were_
 
 def _logits(model: PreTrainedModel, prompt: list[int], made: Completion) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.tensor([[*prompt, *made.tokens]])).logits[0][len(prompt) - 1 : -1]
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *made.tokens]])).logits
+    return logits[0][len(prompt) - 1 : -1]
 
 
-async def test_a_seed_repeats_and_greedy_takes_the_likeliest(stage: Stage) -> None:
+async def test_a_seed_repeats_and_greedy_takes_the_most_likely(stage: Stage) -> None:
     prompt = [5, 17, 3]
-    first, second = [(await stage.asker.ask(stage.backend, request(prompt, seed=7))).only for _ in range(2)]
+    first, second = [(await stage.client.ask(stage.backend, request(prompt, seed=7))).only for _ in range(2)]
     assert first.tokens == second.tokens
-    greedy = (await stage.asker.ask(stage.backend, request(prompt, temperature=0.0))).only
+    greedy = (await stage.client.ask(stage.backend, request(prompt, temperature=0.0))).only
     assert greedy.tokens == _logits(stage.models[0], prompt, greedy).argmax(dim=-1).tolist()
 
 
-async def test_alternatives_are_the_likeliest_in_order_whether_the_sampled_one_is_among_them_or_not(
+async def test_alternatives_are_the_most_likely_in_order_whether_the_sampled_one_is_among_them_or_not(
     stage: Stage,
 ) -> None:
     prompt = [5, 17, 3]
-    made = (await stage.asker.ask(stage.backend, request(prompt, top_logprobs=3, max_tokens=30))).only
+    made = (await stage.client.ask(stage.backend, request(prompt, top_logprobs=3, max_tokens=30))).only
     expected = reference_logprobs(stage.models[0], prompt, made.tokens).topk(3)
     assert [[token for token, _ in row] for row in made.top] == expected.indices.tolist()
     assert any(token not in dict(row) for token, row in zip(made.tokens, made.top))
-    cut = (await stage.asker.ask(stage.backend, request(prompt, top_k=2, top_logprobs=5))).only
-    assert all(len(row) == 2 for row in cut.top), "what cannot be sampled has no logprob"
+    cut = (await stage.client.ask(stage.backend, request(prompt, top_k=2, top_logprobs=5))).only
+    assert all(len(row) == 2 for row in cut.top), "tokens that cannot be sampled have no logprob"
 
 
 async def test_a_stop_token_ends_the_answer_and_is_its_last(stage: Stage) -> None:
-    whole = (await stage.asker.ask(stage.backend, request([5], seed=3))).only
+    whole = (await stage.client.ask(stage.backend, request([5], seed=3))).only
     stop = whole.tokens[4]
-    made = (await stage.asker.ask(stage.backend, request([5], seed=3, stop=(stop,)))).only
+    made = (await stage.client.ask(stage.backend, request([5], seed=3, stop=(stop,)))).only
     assert made.finish == "stop"
     assert made.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
 
 
 async def test_a_stream_begins_before_its_completion_ends(stage: Stage) -> None:
-    ticket = stage.asker.add(stage.backend, request([5], stream=True, max_tokens=LONG))
-    await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)
-    assert stage.asker.sampled(ticket) < LONG
-    made = (await stage.asker.finished(ticket)).only
+    ticket = stage.client.add(stage.backend, request([5], stream=True, max_tokens=LONG))
+    await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
+    assert stage.client.sampled(ticket) < LONG
+    made = (await stage.client.finished(ticket)).only
     assert len(made.tokens) == LONG
     assert made.frames > 10
     assert worst_difference(stage.models[0], [5], made) < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("asked", "code", "retry"),
+    ("generate", "code", "retry"),
     [
         (request([1] * CONTEXT), "prompt_too_long", False),
         (request([60]), "malformed", False),
@@ -150,14 +152,16 @@ async def test_a_stream_begins_before_its_completion_ends(stage: Stage) -> None:
         (request([1], run=2), "wrong_phase", True),
     ],
 )
-async def test_what_would_hurt_vllm_is_refused_before_it_gets_there(stage: Stage, asked, code, retry) -> None:
-    fault = await stage.asker.refused(stage.backend, asked)
+async def test_what_would_crash_vllm_is_refused_before_it_arrives(
+    stage: Stage, generate: Generate, code: str, retry: bool
+) -> None:
+    fault = await stage.client.refused(stage.backend, generate)
     assert (fault.code, fault.retry) == (code, retry)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_whose_client_hangs_up_leaves_the_engine(stage: Stage, stream: bool) -> None:
-    ticket = stage.asker.add(stage.backend, request([5], stream=stream, max_tokens=LONG))
+async def test_an_aborted_request_leaves_the_engine(stage: Stage, stream: bool) -> None:
+    ticket = stage.client.add(stage.backend, request([5], stream=stream, max_tokens=LONG))
     await until_metric(stage.backend, "running", lambda value: value == 1)
     decoded = (await stage.backend.metrics())["decode_tokens_total"]
     stage.backend.abort(ticket)
@@ -167,28 +171,28 @@ async def test_a_request_whose_client_hangs_up_leaves_the_engine(stage: Stage, s
 
 async def test_shared_prompts_are_found_in_the_prefix_cache(stage: Stage) -> None:
     prompt = [7] * 200
-    await stage.asker.ask(stage.backend, request(prompt, max_tokens=1))
-    assert (await stage.asker.ask(stage.backend, request(prompt, max_tokens=1))).only.cached >= 128
+    await stage.client.ask(stage.backend, request(prompt, max_tokens=1))
+    assert (await stage.client.ask(stage.backend, request(prompt, max_tokens=1))).only.cached >= 128
     assert (await stage.backend.metrics())["prefix_hit_ratio"] > 0
 
 
 async def test_weights_change_in_place_and_each_token_has_the_version_that_sampled_it(stage: Stage) -> None:
     before = family(stage.backend)
     tickets = [
-        stage.asker.add(stage.backend, request([5, 9, seed], seed=seed, stream=stream, max_tokens=LONG))
+        stage.client.add(stage.backend, request([5, 9, seed], seed=seed, stream=stream, max_tokens=LONG))
         for seed, stream in enumerate([True, True, False, False])
     ]
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
-    await stage.asker.until(lambda: min(map(stage.asker.sampled, tickets[:2])) > 3)
-    await stage.backend.bring_in(stage.policy(1), silent)
-    after = stage.asker.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=20))
+    await stage.client.until(lambda: min(map(stage.client.sampled, tickets[:2])) > 3)
+    await stage.backend.load(stage.policy(1), ignore_stage)
+    after = stage.client.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=20))
     for seed, ticket in enumerate(tickets):
-        made = (await stage.asker.finished(ticket)).only
+        made = (await stage.client.finished(ticket)).only
         assert made.versions == sorted(made.versions)
         assert set(made.versions) == {0, 1}
         assert len(made.tokens) == LONG
         assert stage.worst([5, 9, seed], made) < 1e-4
-    made = (await stage.asker.finished(after)).only
+    made = (await stage.client.finished(after)).only
     assert set(made.versions) == {1}
     assert stage.worst([5, 9, 0], made) < 1e-4, "nothing of the old weights is left in the prefix cache"
     assert family(stage.backend) == before, "the child and its engine are the same processes"
@@ -198,49 +202,47 @@ async def test_weights_of_another_shape_are_refused_and_serving_goes_on(stage: S
     llama(2, vocabulary=64).save_pretrained(tmp_path)
     version = stage.backend.version
     with pytest.raises(EngineFault, match="the model wants"):
-        await stage.backend.bring_in(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 1, version + 1, CONTEXT), ignore_stage)
     assert stage.backend.version == version
-    assert (await stage.asker.ask(stage.backend, request([5]))).only.versions == [version] * 12
+    assert (await stage.client.ask(stage.backend, request([5]))).only.versions == [version] * 12
 
 
 async def test_a_vllm_that_is_killed_ends_its_calls_leaves_nothing_and_starts_again(stage: Stage) -> None:
     version = stage.backend.version
-    ticket = stage.asker.add(stage.backend, request([5], stream=True, max_tokens=LONG))
-    await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)
+    ticket = stage.client.add(stage.backend, request([5], stream=True, max_tokens=LONG))
+    await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
     processes = family(stage.backend)
     server = processes[0]
     assert len(processes) > 1
     server.kill()
-    fault = (await stage.asker.finished(ticket)).fault
+    fault = (await stage.client.finished(ticket)).fault
     assert fault is not None
     assert fault.retry
     async with asyncio.timeout(60):
         await stage.backend.lost.wait()
     assert stage.backend.version == -1
     assert psutil.wait_procs(processes, timeout=10)[1] == []
-    assert (await stage.asker.refused(stage.backend, request([5]))).code == "no_replica"
+    assert (await stage.client.refused(stage.backend, request([5]))).code == "no_replica"
     await stage.at(version)
-    assert (await stage.asker.ask(stage.backend, request([5]))).only.versions == [version] * 12
+    assert (await stage.client.ask(stage.backend, request([5]))).only.versions == [version] * 12
 
 
-async def test_weights_that_break_off_while_they_are_loaded_end_the_child_and_nothing_is_served(
-    stage: Stage, tmp_path: Path
-) -> None:
-    """Half of them may be in place: no label would be true."""
+async def test_truncated_weights_end_the_child_and_nothing_is_served(stage: Stage, tmp_path: Path) -> None:
+    """Half of them may be in place, so no label would be true."""
     processes = family(stage.backend)
     version = stage.backend.version
     llama(0).save_pretrained(tmp_path)
     os.truncate(tmp_path / FULL_FILE, (tmp_path / FULL_FILE).stat().st_size - 4096)
     with pytest.raises(EngineFault, match="in place"):
-        await stage.backend.bring_in(Policy(tmp_path, 1, version + 1, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 1, version + 1, CONTEXT), ignore_stage)
     assert stage.backend.version == -1
     assert psutil.wait_procs(processes, timeout=10)[1] == []
-    assert (await stage.asker.refused(stage.backend, request([5]))).retry
+    assert (await stage.client.refused(stage.backend, request([5]))).retry
 
 
-async def test_a_model_that_vllm_does_not_load_is_said_in_its_own_words(stage: Stage, tmp_path: Path) -> None:
+async def test_a_model_that_vllm_cannot_load_is_reported_with_its_last_words(stage: Stage, tmp_path: Path) -> None:
     llama(0).save_pretrained(tmp_path)
     config = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(config.replace('"LlamaForCausalLM"', '"NoSuchModel"'))
     with pytest.raises(EngineFault, match=r"did not start.*NoSuchModel"):
-        await stage.backend.bring_in(Policy(tmp_path, 2, 0, CONTEXT), silent)
+        await stage.backend.load(Policy(tmp_path, 2, 0, CONTEXT), ignore_stage)

@@ -1,4 +1,4 @@
-"""vLLM as a server that somebody else runs: the openai backend's first dialect, spoken with the real one."""
+"""The openai backend with a real vLLM as the external server."""
 
 import asyncio
 import os
@@ -19,13 +19,13 @@ from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
 from bombus_inference.backends.vllm.server import vllm_environment
-from bombus_inference.settings import EngineSettings, OpenAISettings, VllmSettings
-from tests.inference.backends.http_backends import Asker, silent
+from bombus_inference.settings import ComputeSettings, OpenAISettings, VllmSettings
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import request, worst_difference
 
 CONTEXT = 256
 START_S = 600.0
-ENGINE = EngineSettings(max_model_len=CONTEXT, max_running=8)
+ENGINE = ComputeSettings(max_model_len=CONTEXT, max_running=8)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, Asker]]:
-    """A backend for a vLLM that listens at a port, as its own documentation starts it."""
+async def external_vllm(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
+    """Yield a backend for a vLLM that listens on a port, started as in its own documentation."""
     port = free_port()
     command = [str(environment_python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
@@ -46,15 +46,15 @@ async def elsewhere(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBa
     with (folder / "vllm.log").open("wb") as log:
         server = await asyncio.create_subprocess_exec(
             sys.executable, keeper.__file__, str(os.getpid()), *command,
-            env=vllm_environment(EngineSettings(threads=1), VllmSettings()),
+            env=vllm_environment(ComputeSettings(threads=1), VllmSettings()),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    asker = Asker()
-    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), asker.deliver)
+    client = BackendClient()
+    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), client.deliver)
     try:
         async with asyncio.timeout(START_S):
             await until_ready(f"http://127.0.0.1:{port}/health", server, folder / "vllm.log")
-        yield backend, asker
+        yield backend, client
     finally:
         await backend.stop()
         server.send_signal(signal.SIGTERM)
@@ -74,23 +74,23 @@ async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -
 
 
 async def test_tokens_streams_alternatives_and_new_weights(folders: list[Path]) -> None:
-    async with elsewhere(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, asker):
+    async with external_vllm(folders[0], "--logprobs-mode", "processed_logprobs") as (backend, client):
         for version in (0, 1):
-            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
+            await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
             for stream in (False, True):
-                asked = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
-                answer = await asker.ask(backend, asked)
+                body = request([5, 6, 7], n=2, top_logprobs=3, stream=stream, max_tokens=20)
+                answer = await client.ask(backend, body)
                 for made in answer.choices.values():
                     assert made.versions == [version] * 20
                     assert worst_difference(load_model(folders[version]), [5, 6, 7], made) < 1e-4
                     assert all(len(row) == 3 for row in made.top)
-        whole = (await asker.ask(backend, request([5], seed=3))).only
-        made = (await asker.ask(backend, request([5], seed=3, stop=(whole.tokens[4],)))).only
+        whole = (await client.ask(backend, request([5], seed=3))).only
+        made = (await client.ask(backend, request([5], seed=3, stop=(whole.tokens[4],)))).only
         assert made.finish == "stop"
         assert made.tokens == whole.tokens[: whole.tokens.index(whole.tokens[4]) + 1]
 
 
-async def test_a_vllm_as_it_comes_has_logprobs_of_the_wrong_distribution_and_that_is_said(folders: list[Path]) -> None:
-    async with elsewhere(folders[0]) as (backend, _):
+async def test_a_vllm_with_default_options_is_refused_for_its_logprobs(folders: list[Path]) -> None:
+    async with external_vllm(folders[0]) as (backend, _):
         with pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)

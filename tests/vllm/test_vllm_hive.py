@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,18 +47,18 @@ JOB = Job(
 
 
 class Log:
-    """The hive's log as it grows: its state, and the events of a kind."""
+    """The hive's log: its state, and its events."""
 
     def __init__(self, bus: Bus, kept: Path) -> None:
         self.events: list[AnyEvent] = []
         self.folders: dict[int, Path] = {}
-        self.bases: dict[int, Path] = {}  # of those that are adapters
+        self.bases: dict[int, Path] = {}  # base models, of versions that are adapters
         self.follower = Follower(bus, on_event=lambda _, event: self._take(event))
         self._kept = kept
 
     def _take(self, event: AnyEvent) -> None:
         self.events.append(event)
-        if isinstance(event, WeightsReady):  # the trainer clears old ones away
+        if isinstance(event, WeightsReady):  # the trainer removes old ones
             self.folders[event.version] = _link(Path(event.weights.where), self._kept / f"v{event.version}")
             if event.weights.adapter_of is not None:
                 self.bases[event.version] = Path(event.weights.adapter_of.where)
@@ -90,7 +90,7 @@ def _link(place: Path, into: Path) -> Path:
 
 
 @pytest.fixture(params=["merged", "adapter"])
-def hive(tmp_path: Path, request: pytest.FixtureRequest):
+def hive(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[VllmHive]:
     arguments = ["--dtype", "float32", "--vllm-eager", "--kv-cache-mb", "512", "--max-model-len", "512"]
     trainer = ("--weights-lora", request.param)
     with vllm_hive(tmp_path, *arguments, "--max-running", "8", trainer=trainer) as hive:
@@ -116,7 +116,7 @@ def agent(task: Task, credentials: "object") -> WorkflowOutput:
 
 
 def roll(hive: VllmHive) -> None:
-    """One batch's episodes."""
+    """Run the episodes of one batch."""
     with SwarmClient(hive.url) as client:
         tasks = [Task(task_id=name, main_query=f"Tell me about {name}.") for name in ("bees", "bumblebees")]
         client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 2))
@@ -128,15 +128,15 @@ def start(hive: VllmHive) -> None:
 
 
 async def ask(log: Log, tokens: int, stream: bool) -> Completion:
-    """As a gateway asks the replica."""
+    """Send the replica a request like a gateway."""
     (replica,) = log.engine.replicas.values()
     sampling = SamplingParams(max_tokens=tokens, seed=1)
     request = Generate(
         id="r", engine="main", run=log.engine.run, prompt=pack_tokens(PROMPT), sampling=sampling, stream=stream
     )
     answer, reader = Answer(), FrameReader()
-    asked = {"url": f"{replica.url}/generate", "content": encode_request(request)}
-    async with httpx.AsyncClient(timeout=STEP_S) as client, client.stream("POST", **asked) as response:
+    url, content = f"{replica.url}/generate", encode_request(request)
+    async with httpx.AsyncClient(timeout=STEP_S) as client, client.stream("POST", url, content=content) as response:
         async for chunk in response.aiter_raw():
             for frame in reader.feed(chunk):
                 answer.take(frame)
@@ -144,7 +144,7 @@ async def ask(log: Log, tokens: int, stream: bool) -> Completion:
 
 
 async def until_it_has_both(log: Log, stream: bool) -> Completion:
-    """One request after the other until one has lived through a change of weights."""
+    """Send one request after another until one was open during a change of weights. Returns its completion."""
     while True:
         made = await ask(log, 400, stream)
         if len(set(made.versions)) > 1:
@@ -152,7 +152,7 @@ async def until_it_has_both(log: Log, stream: bool) -> Completion:
 
 
 def worst(log: Log, made: Completion) -> float:
-    """Between the logprobs that vLLM reported and transformers with the weights of each token's version."""
+    """Return the largest difference between vLLM's logprobs and transformers' with each token's version."""
     difference = 0.0
     for version in set(made.versions):
         rows = reference_logprobs(log.model(version), PROMPT, made.tokens)
@@ -196,8 +196,8 @@ async def test_two_steps_of_grpo_with_the_weights_changed_in_place_under_running
     await log.until(lambda engine: any(one.version == 2 for one in engine.replicas.values()), BOOT_S)
     assert set((await ask(log, 4, False)).versions) == {2}
     loaded = [event.version for event in log.of(WeightsLoaded) if isinstance(event, WeightsLoaded)]
-    assert loaded == [0, 1, 2, 2], "it says so anew"
+    assert loaded == [0, 1, 2, 2], "loading the version again is reported again"
 
     family = hive.engine()
     await asyncio.to_thread(hive.stop, "inference")
-    assert psutil.wait_procs(family, timeout=10)[1] == [], "Ctrl-C leaves nothing behind"
+    assert psutil.wait_procs(family, timeout=10)[1] == [], "Ctrl-C leaves no process"

@@ -1,4 +1,4 @@
-"""Policy versions as a trainer writes them, of any tensors: the first in full, each of the others as a delta."""
+"""Writes policy versions of any tensors as a trainer does: the first in full, each of the others as a delta."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def write_full(path: Path, tensors: Tensors) -> Written:
 
 
 def write_versions(root: Path, versions: Sequence[Tensors]) -> list[Weights]:
-    """Below `root`, version k in folder `k`."""
+    """Write version k into folder `k` below `root`, and return what the log says of each."""
     held = HostCopy()
     made: list[Weights] = []
     for version, tensors in enumerate(versions):

@@ -1,10 +1,11 @@
-"""LoRA adapters that travel alone: as files, as a trainer publishes them, and on their way into a replica (R15)."""
+"""LoRA adapters published without their base: as files, on their way out of a trainer and into a replica (R15)."""
 
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -21,9 +22,10 @@ from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import FULL_FILE, chain, file_sha256
 from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
-from bombus_inference.backends.torch.backend import make_engine, read_state
+from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.fetching import Fetcher
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.publish.export import (
@@ -46,7 +48,7 @@ TARGETS = ("q_proj", "down_proj")
 
 @dataclass
 class Made:
-    """Two versions of a trainer's adapters, on one base, and what they are when merged."""
+    """Two versions of a trainer's adapters on one base, alone and merged."""
 
     executor: Executor
     base: Weights
@@ -86,7 +88,7 @@ def test_an_adapter_is_a_folder_that_peft_loads_on_top_of_its_base(made: Made) -
     assert changed == 2 * 2, "two layers' two targets"
 
 
-def test_the_first_adapter_adds_nothing_and_the_digest_says_which_weights_these_are(made: Made) -> None:
+def test_the_first_adapter_adds_nothing_and_each_digest_identifies_its_weights(made: Made) -> None:
     assert made.base.sha256 == made.merged[0].sha256
     assert made.adapters[0].sha256 != made.adapters[1].sha256
     for weights in made.adapters:
@@ -94,28 +96,28 @@ def test_the_first_adapter_adds_nothing_and_the_digest_says_which_weights_these_
         assert (weights.format, weights.sha256) == (ADAPTER_FORMAT, file_sha256(file))
         assert weights.bytes == file.stat().st_size < made.base.bytes
         assert chain(weights) == [weights, made.base]
-    assert digest_of(made.executor, part=ModelPart.BASE) == made.base.sha256, "training leaves it as it is"
+    assert digest_of(made.executor, part=ModelPart.BASE) == made.base.sha256, "training does not change the base"
     third = digest_like(made.executor, made.adapters[0])
     assert third not in {weights.sha256 for weights in made.adapters}
     assert digest_like(made.executor, made.merged[0]) == digest_of(made.executor) != third
 
 
-def test_an_adapter_says_how_it_is_made_and_another_file_beside_it_is_refused(made: Made) -> None:
+def test_an_adapter_describes_itself_and_a_configuration_that_differs_is_refused(made: Made) -> None:
     folder = Path(made.adapters[0].where)
     config = read_adapter_config(folder)
     assert (config.r, config.scale, config.target_modules) == (2, 4.0, sorted(TARGETS))
     text = (folder / ADAPTER_CONFIG).read_text()
     (folder / ADAPTER_CONFIG).write_text(text.replace("8.0", "16.0"))
-    with pytest.raises(EngineFault, match="is not that of the adapter beside it"):
+    with pytest.raises(EngineFault, match="does not belong to the adapter beside it"):
         read_adapter_config(folder)
     with pytest.raises(EngineFault, match="cannot be read"):
         read_adapter_config(folder.parent)
 
 
-def test_a_model_saved_whole_has_all_that_the_adapter_adds(made: Made, tmp_path: Path) -> None:
+def test_a_model_that_is_saved_merged_has_all_that_the_adapter_adds(made: Made, tmp_path: Path) -> None:
     save_merged(Path(made.base.where), Path(made.adapters[1].where), tmp_path / "saved")
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto").state_dict()
-    expected = read_state(Path(made.base.where), EngineSettings(dtype="float32"), Path(made.adapters[1].where))
+    expected = read_state(Path(made.base.where), ComputeSettings(dtype="float32"), Path(made.adapters[1].where))
     assert all(torch.equal(state[name], value) for name, value in expected.items())
     assert (tmp_path / "saved" / "tokenizer.json").is_file()
 
@@ -123,7 +125,7 @@ def test_a_model_saved_whole_has_all_that_the_adapter_adds(made: Made, tmp_path:
 # ---- into a replica -----------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_loads_adapters_gets_them_as_they_are(bus: Bus, made: Made, tmp_path: Path) -> None:
+async def test_a_backend_that_loads_adapters_gets_them_unmerged(bus: Bus, made: Made, tmp_path: Path) -> None:
     fetcher = Fetcher(bus, ENGINE, tmp_path / "cache", adapters=True)
     for version in (0, 1):
         found = await fetcher.materialise(made.ready(version), lambda: 1)
@@ -131,7 +133,7 @@ async def test_an_engine_that_loads_adapters_gets_them_as_they_are(bus: Bus, mad
     fetcher.close()
 
 
-async def test_for_any_other_engine_an_adapter_becomes_the_file_that_its_trainer_would_have_merged(
+async def test_for_any_other_backend_an_adapter_becomes_the_file_that_its_trainer_would_have_merged(
     bus: Bus, made: Made, tmp_path: Path
 ) -> None:
     fetcher = Fetcher(bus, ENGINE, tmp_path / "cache")
@@ -144,7 +146,9 @@ async def test_for_any_other_engine_an_adapter_becomes_the_file_that_its_trainer
     fetcher.close()
 
 
-async def test_adapters_come_by_the_object_store_and_their_base_only_once(bus: Bus, made: Made, tmp_path: Path) -> None:
+async def test_adapters_come_from_the_object_store_and_their_base_only_once(
+    bus: Bus, made: Made, tmp_path: Path
+) -> None:
     stored = [await store(bus, made.base)]
     fetcher = Fetcher(bus, ENGINE, tmp_path / "cache", adapters=True)
     for version in (0, 1):
@@ -161,7 +165,7 @@ async def test_adapters_come_by_the_object_store_and_their_base_only_once(bus: B
 
 
 async def store(bus: Bus, weights: Weights) -> Weights:
-    """As a trainer puts a version into the object store; its own folder is gone then."""
+    """Move a version into the object store, as a trainer does; its folder is removed."""
     place = Path(weights.where)
     for file in place.iterdir():
         await bus.put_blob(f"weights/{ENGINE}/run-1/{place.name}/{file.name}", file.read_bytes())
@@ -170,7 +174,7 @@ async def store(bus: Bus, weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("what", ["adapter", "base"])
-async def test_what_is_not_what_the_log_says_is_refused(bus: Bus, made: Made, tmp_path: Path, what: str) -> None:
+async def test_a_file_whose_digest_is_not_the_logs_is_refused(bus: Bus, made: Made, tmp_path: Path, what: str) -> None:
     damaged = {"adapter": Path(made.adapters[1].where) / ADAPTER_FILE, "base": Path(made.base.where) / FULL_FILE}[what]
     whole = damaged.read_bytes()
     damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
@@ -184,27 +188,28 @@ async def test_an_adapter_of_another_model_is_refused(bus: Bus, made: Made, tmp_
     wider = Executor(tiny_model_folder(tmp_path / "wider", tied=True, hidden_size=64), made.executor.settings)
     other = replace(made.adapters[1], adapter_of=export_base(wider, tmp_path / "other", 1))
     fetcher = Fetcher(bus, ENGINE, tmp_path / "cache")
-    with pytest.raises(EngineFault, match="is not of this model's"):
+    with pytest.raises(EngineFault, match="does not fit this model's"):
         await fetcher.materialise(replace(made.ready(1), weights=other), lambda: 1)
     fetcher.close()
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-async def test_our_engine_computes_with_what_the_trainer_computes_with_whatever_the_base_is_in(
-    made: Made, precision: str
+async def test_our_engine_computes_with_the_trainers_weights_whatever_the_dtype_of_the_base(
+    made: Made, precision: Literal["float32", "bfloat16"]
 ) -> None:
-    """Merged in the engine's precision, not in the file's: in bfloat16 most of a step's adapter is rounded away."""
-    compute = EngineSettings(dtype=precision)
-    whole = Adapter(Path(made.adapters[1].where))
+    """The adapter is merged in the engine's precision, not in the file's: bfloat16 rounds most of a step away."""
+    compute = ComputeSettings(dtype=precision)
+    adapter = Adapter(Path(made.adapters[1].where))
     state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, precision)}
     exact = dict(made.executor.model.dense_weights(merged=False))
-    changed = [name for name in state if whole.changes(name)]
+    changed = [name for name in state if adapter.changes(name)]
     assert len(changed) == 2 * 2
     for name, value in state.items():
-        expected = whole.merge(name, exact[name]).to(value.dtype)
+        expected = adapter.merge(name, exact[name]).to(value.dtype)
         assert torch.equal(value, expected), name
-    engine = make_engine(Path(made.base.where), compute, run=1, version=1, adapter=Path(made.adapters[1].where))
+    policy = load_policy(Path(made.base.where), compute, Path(made.adapters[1].where))
+    engine = Engine(policy, compute, run=1, version=1)
     mine = dict(engine._model.named_parameters())
     assert mine.keys() == state.keys()
     assert all(torch.equal(mine[name], value) for name, value in state.items())
@@ -234,7 +239,7 @@ def lora_job(stage: Stage) -> RunConfig:
     return stage.job(lora_rank=2)
 
 
-async def test_r15_only_adapters_travel_and_what_they_are_on_is_kept(stage: Stage) -> None:
+async def test_r15_only_adapters_are_published_and_their_base_is_kept(stage: Stage) -> None:
     first = stage.train("first", adapter_options(stage))
     await stage.start(lora_job(stage))
     await play_versions(stage, 3)
@@ -252,12 +257,10 @@ async def test_r15_only_adapters_travel_and_what_they_are_on_is_kept(stage: Stag
     assert all(file_sha256(Path(weights.where) / ADAPTER_FILE) == weights.sha256 for weights in made[-2:])
     stage.train("second", adapter_options(stage))
     await play_versions(stage, 5)
-    assert {weights.adapter_of for weights in published(stage)} == bases, (
-        "a trainer that comes again publishes no other"
-    )
+    assert {weights.adapter_of for weights in published(stage)} == bases, "a restarted trainer publishes no other base"
 
 
-async def test_a_base_that_is_gone_is_published_anew(stage: Stage) -> None:
+async def test_a_base_that_is_gone_is_published_again(stage: Stage) -> None:
     first = stage.train("first", adapter_options(stage))
     await stage.start(lora_job(stage))
     await play_versions(stage, 1)
@@ -274,7 +277,7 @@ async def test_a_base_that_is_gone_is_published_anew(stage: Stage) -> None:
     assert again.sha256 == base.sha256 == file_sha256(Path(again.where) / FULL_FILE)
 
 
-async def test_by_the_object_store_the_base_is_there_once_and_stays(stage: Stage) -> None:
+async def test_in_the_object_store_the_base_is_stored_once_and_stays(stage: Stage) -> None:
     stage.train(options=adapter_options(stage, weights_by="objects"))
     await stage.start(lora_job(stage))
     await play_versions(stage, 3)
@@ -288,7 +291,7 @@ async def test_by_the_object_store_the_base_is_there_once_and_stays(stage: Stage
     assert f"{newest.adapter_of.objects}/{FULL_FILE}" in names
 
 
-async def test_a_job_without_lora_travels_whole_all_the_same(stage: Stage) -> None:
+async def test_a_job_without_lora_is_published_in_full_all_the_same(stage: Stage) -> None:
     stage.train(options=adapter_options(stage))
     await stage.start(stage.job())
     await play_versions(stage, 1)

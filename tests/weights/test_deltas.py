@@ -1,8 +1,9 @@
-"""Deltas give back every bit, whatever changed; what is damaged or another model's is refused."""
+"""Deltas restore every bit, whatever changed; a damaged delta, or one of another model, is refused."""
 
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ from hypothesis.extra import numpy as hnp
 from bombus.errors import EngineFault
 from bombus.weights.deltas import TensorFile, apply_patch, patch_between
 
-KINDS = (np.uint8, np.uint16, np.uint32, np.uint64)
+KINDS: tuple[type[np.unsignedinteger[Any]], ...] = (np.uint8, np.uint16, np.uint32, np.uint64)
 
 
 @st.composite
 def bits_before_and_after(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
-    """Flat bits, and the same with anything from none to all of them changed, near each other or far apart."""
+    """Flat bits, and a copy with anything from none to all of them changed, close together or far apart."""
     kind = draw(st.sampled_from(KINDS))
     before = draw(hnp.arrays(kind, st.integers(0, 3000), elements=st.integers(0, np.iinfo(kind).max), fill=st.just(0)))
     after = before.copy()
@@ -33,7 +34,7 @@ def bits_before_and_after(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(deadline=None)
 @given(bits_before_and_after())
-def test_base_and_patch_are_the_new_bits(pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_a_patch_turns_the_base_into_the_new_bits(pair: tuple[np.ndarray, np.ndarray]) -> None:
     before, after = pair
     patch = patch_between(before, after)
     if patch is None:
@@ -47,7 +48,7 @@ def test_base_and_patch_are_the_new_bits(pair: tuple[np.ndarray, np.ndarray]) ->
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(1, 400_000), st.integers(1, 400_000))
-def test_elements_that_lie_far_apart_are_bridged(first: int, second: int) -> None:
+def test_gaps_between_distant_elements_are_bridged(first: int, second: int) -> None:
     before = np.zeros(first + second, dtype=np.uint16)
     after = before.copy()
     after[first - 1] = 1
@@ -60,7 +61,7 @@ def test_elements_that_lie_far_apart_are_bridged(first: int, second: int) -> Non
 
 
 def test_one_element_in_a_hundred_costs_three_bytes_and_one_in_ten_thousand_four() -> None:
-    """bfloat16: two for the value, and one or two for how far it is from the one before."""
+    """In bfloat16: two for the value, and one or two for its distance from the one before."""
     before = np.zeros(1_000_000, dtype=np.uint16)
     for every, bytes_of_one in ((100, 3), (10_000, 4)):
         after = before.copy()
@@ -70,7 +71,7 @@ def test_one_element_in_a_hundred_costs_three_bytes_and_one_in_ten_thousand_four
         assert patch.bytes == 1_000_000 // every * bytes_of_one
 
 
-def test_when_most_has_changed_the_tensor_itself_is_sent() -> None:
+def test_when_most_elements_have_changed_the_whole_tensor_is_stored() -> None:
     before = np.zeros(100, dtype=np.uint16)
     after = np.arange(1, 101, dtype=np.uint16)
     patch = patch_between(before, after)
@@ -97,7 +98,7 @@ def test_a_patch_of_another_tensor_is_refused_and_changes_nothing() -> None:
     patch = patch_between(np.zeros(1000, dtype=np.uint16), after)
     assert patch is not None
     for other in (np.zeros(999, dtype=np.uint16), np.zeros(1000, dtype=np.uint32)):
-        with pytest.raises(EngineFault, match="not this one"):
+        with pytest.raises(EngineFault, match="does not fit"):
             apply_patch(patch, other)
         assert not other.any()
 
@@ -107,18 +108,18 @@ def test_a_patch_of_another_tensor_is_refused_and_changes_nothing() -> None:
     [
         (b"", "no header"),
         (struct.pack("<Q", 1 << 60), "no header"),
-        (struct.pack("<Q", 2) + b"[]", "no safetensors file"),
-        (struct.pack("<Q", 4) + b"nope", "no safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "not a safetensors file"),
+        (struct.pack("<Q", 4) + b"nope", "not a safetensors file"),
     ],
 )
-def test_a_file_that_is_none_is_refused_with_its_name(tmp_path: Path, content: bytes, why: str) -> None:
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path: Path, content: bytes, why: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(EngineFault, match=why):
         TensorFile(path)
 
 
-def test_a_tensor_whose_bytes_are_not_its_shapes_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_whose_size_does_not_match_its_shape_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     text = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))

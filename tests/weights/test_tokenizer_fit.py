@@ -1,4 +1,4 @@
-"""A tokenizer that is not the model's is told from its files, and those of real models are not."""
+"""A tokenizer of another model is recognised from its files, and a model's own is accepted."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def changed(files: Files, name: str, **keys: Any) -> Files:
 
 
 def qwen_like(**config: Any) -> Files:
-    """The proportions of Qwen 2.5: 151,665 tokens in a vocabulary that is padded to 151,936."""
+    """Files with the proportions of Qwen 2.5: 151,665 tokens in a vocabulary that is padded to 151,936."""
     added = {token: 151_643 + index for index, token in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))} | {
         f"<|extra_{index}|>": 151_646 + index for index in range(19)
     }
@@ -73,32 +73,32 @@ def test_a_vocabulary_far_above_the_tokenizers_is_another_models(tiny: Path) -> 
     assert "it has 44 tokens, and the model 49152" in misfit(files)
 
 
-def test_an_end_that_is_an_ordinary_token_there_is_a_strangers() -> None:
+def test_an_end_of_sequence_that_is_an_ordinary_token_is_another_models() -> None:
     why = misfit(qwen_like(eos_token_id=2))
-    assert "config.json has eos_token_id 2, which is 'w2' there, and its eos_token is '<|im_end|>' (151645)" in why
+    assert "config.json has eos_token_id 2, which is 'w2' in the tokenizer, whose eos_token is '<|im_end|>'" in why
 
 
-def test_an_end_that_is_another_special_token_is_still_the_models_own() -> None:
+def test_an_end_of_sequence_that_is_another_special_token_is_the_models_own() -> None:
     check_fit(qwen_like(eos_token_id=151_643), "deepseek-like", "deepseek-like")
 
 
-def test_a_padding_that_is_no_token_at_all_is_refused() -> None:
+def test_a_padding_id_without_a_token_is_refused() -> None:
     why = misfit(changed(qwen_like(), "generation_config.json", pad_token_id=151_900))
-    assert "generation_config.json has pad_token_id 151900, which is no token there" in why
+    assert "generation_config.json has pad_token_id 151900, which is no token in the tokenizer" in why
 
 
-def test_an_end_by_name_that_the_tokenizer_lacks_is_refused() -> None:
-    assert "its eos_token '</s>' is none of its tokens" in misfit(
+def test_a_named_end_of_sequence_that_the_tokenizer_does_not_have_is_refused() -> None:
+    assert "its eos_token '</s>' is not one of its tokens" in misfit(
         changed(qwen_like(), "tokenizer_config.json", eos_token="</s>")
     )
 
 
-def test_a_marker_of_the_template_that_is_no_single_token_is_refused() -> None:
+def test_a_marker_of_the_template_that_is_not_a_single_token_is_refused() -> None:
     template = b"<|im_start|>{{ messages }}<|eot_id|>"
     assert "its chat template has '<|eot_id|>'" in misfit({**qwen_like(), "chat_template.jinja": template})
 
 
-def test_a_template_whose_markers_are_all_plain_text_was_learned_as_text(tiny: Path) -> None:
+def test_a_template_whose_markers_are_all_plain_text_fits(tiny: Path) -> None:
     check_fit({**load_tokenizer_files(tiny), "chat_template.jinja": b"<|user|>{{ messages }}"}, "zephyr", "zephyr")
 
 

@@ -17,8 +17,9 @@ from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
 from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
 from bombus.replay.moments import clock
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import NotOnLog, Source, add_source_arguments
+from bombus.replay.source import NotOnLog, Source
 from bombus_coordinator.engines import settle
 from bombus_coordinator.live import Live
 

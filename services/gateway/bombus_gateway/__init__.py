@@ -1,1 +1,1 @@
-"""The gateway: every front door of a hive. It owns text; the engines behind it only see token ids."""
+"""The gateway: the HTTP doors of a hive. Text becomes tokens here; replicas see token ids only."""

@@ -1,7 +1,7 @@
-"""Who may pass: the hive's keys against those that a request presents. For every door that asks for one.
+"""Access control: checks the key that a request presents, for every route that needs one.
 
-A key is presented as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that can send no header of ours
-put `/k/<key>` before the path.
+The hive's keys are presented as `Authorization: Bearer <key>` or as `x-api-key: <key>`; clients that cannot set a
+header put `/k/<key>` before the path.
 """
 
 import hmac
@@ -17,21 +17,23 @@ from starlette.types import Scope
 
 from bombus.errors import Code, Refused
 from bombus.host.hive_keys import HiveKeys
+from bombus_gateway.keys import KeyClaims, Keys
 
 PATH_KEY = "/k/"
 
-Headers = Iterable[tuple[bytes, bytes]]
+HeaderPair = tuple[bytes, bytes]
+RawHeaders = Iterable[HeaderPair]  # as ASGI has them
 
 
-class Door(StrEnum):
-    """What a route is for. Routes that are open need no guard, nor do model calls, which have their episode's key."""
+class Access(StrEnum):
+    """Who may use a route. Open routes have no guard, and model calls have an `EpisodeGuard`."""
 
-    CLIENT = "client"  # claim and end episodes, read how the engine is
+    CLIENT = "client"  # claim and end episodes, read the state of the engine
     CONTROL = "control"  # change what an engine does
 
 
 def without_path_key(scope: Scope) -> Scope:
-    """A request to `/k/<key>/...` as if its key had come in a header: behind this nothing can read it from a path."""
+    """Move the key of a request to `/k/<key>/...` into a header, so that it cannot be read from a path any more."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
     headers = [*scope["headers"], (b"x-api-key", key.encode())]
     bare = {name: value for name, value in scope.items() if name != "raw_path"}
@@ -39,30 +41,30 @@ def without_path_key(scope: Scope) -> Scope:
 
 
 class Guard(SecurityBase):
-    """Lets requests pass one kind of door: a dependency for FastAPI's routes, `refusal` for the others.
+    """Guards the routes of one kind: as a dependency of FastAPI's routes, and by `refusal` for the others.
 
-    The admin key opens client doors too. Where only a client key is set it opens control doors: they must not be wider
-    open than the others. With no key for it a door stands open, but not to web pages from elsewhere.
+    The admin key opens client routes too. Where only a client key is set, control routes need it: they must not be
+    easier to use than client routes. A route without a key is open, except to web pages of other sites.
     """
 
-    def __init__(self, door: Door, keys: HiveKeys, public_url: str) -> None:
-        if door == Door.CONTROL and keys.admin:
+    def __init__(self, access: Access, keys: HiveKeys, public_url: str) -> None:
+        if access == Access.CONTROL and keys.admin:
             self._name, opening = "admin", [keys.admin]
         else:
             self._name, opening = "client", [keys.client, keys.admin] if keys.client else []
         self._opening = [key.encode() for key in opening if key]
         self._public_url = public_url.rstrip("/")
-        # What FastAPI puts into the OpenAPI document.
-        self.scheme_name = f"{'admin' if door == Door.CONTROL else 'client'}_key"
-        self.model = HTTPBearer(description="asked for where the hive has one")
+        # For the OpenAPI document that FastAPI makes.
+        self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
+        self.model = HTTPBearer(description="needed where the hive has one")
 
     async def __call__(self, request: Request) -> None:
         refusal = self.refusal(request.scope["headers"])
         if refusal is not None:
             raise refusal
 
-    def refusal(self, headers: Headers) -> Refused | None:
-        """Why a request with these headers may not pass; None when it may."""
+    def refusal(self, headers: RawHeaders) -> Refused | None:
+        """Return why a request with these headers may not pass, or None if it may."""
         if not self._opening:
             return self._foreign_page(headers)
         presented = _presented(headers)
@@ -75,9 +77,12 @@ class Guard(SecurityBase):
             "`x-api-key: <key>`, or put `/k/<key>` before the path.",
         )
 
-    def _foreign_page(self, headers: Headers) -> Refused | None:
-        """A door without a key trusts its machine or network, and with it every web page that is read there: a page can
-        post here, or have its own name point here. Browsers say in `Origin` whose page it is; nobody else does.
+    def _foreign_page(self, headers: RawHeaders) -> Refused | None:
+        """Refuse web pages of other sites.
+
+        A route without a key trusts its machine or network, and browsers there run pages of strangers, which can post
+        to this route, or let a name of their own point to it. Browsers name the page's site in `Origin`; other clients
+        do not send that header.
         """
         named = dict(headers)
         origin = named.get(b"origin", b"").decode("latin-1")
@@ -91,7 +96,25 @@ class Guard(SecurityBase):
         )
 
 
-def _presented(headers: Headers) -> list[bytes]:
+class EpisodeGuard:
+    """Verifies episodes' keys at the doors of one engine, or with `any_engine` those of all engines."""
+
+    def __init__(self, keys: Keys, engine: str, any_engine: bool) -> None:
+        self._keys = keys
+        self._engine = engine
+        self._any_engine = any_engine
+
+    def verify(self, key: str, now_ns: int) -> KeyClaims:
+        """Return what a key allows. Raises `Refused` BAD_KEY or KEY_EXPIRED."""
+        claims = self._keys.verify(key, now_ns)
+        if claims.engine != self._engine and not self._any_engine:
+            raise Refused(
+                Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
+            )
+        return claims
+
+
+def _presented(headers: RawHeaders) -> list[bytes]:
     found: list[bytes] = []
     for name, value in headers:
         if name == b"x-api-key":
@@ -104,7 +127,7 @@ def _presented(headers: Headers) -> list[bytes]:
 
 
 def _is_own_page(origin: str, host: str) -> bool:
-    """Whether a page came from where its request goes, under a name that nobody else can let point here."""
+    """Whether a page has the origin that its request goes to, and that is not a name that strangers could use."""
     try:
         page = urlsplit(origin)
         if page.hostname != "localhost":

@@ -1,4 +1,4 @@
-"""Where the gateway's doors meet: `create_app(gateway)`."""
+"""The gateway's ASGI application, with all of its doors: `create_app(gateway)`."""
 
 import logging
 from typing import Any
@@ -14,18 +14,16 @@ from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
+from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
 from bombus_gateway.swarm.routes import swarm_router
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER = {"Retry-After": "1"}
-ERROR_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 503: RETRY_AFTER}
-
 
 class GatewayApp(FastAPI):
-    """FastAPI, with a table of paths that are answered before its middleware and routing.
+    """FastAPI, with a table of paths (`hot`) that are answered before its middleware and routing.
 
-    A model call costs less than FastAPI's own work around it; everything else is FastAPI as one knows it.
+    A model call costs less than FastAPI's own work around it. All other routes are ordinary FastAPI.
     """
 
     calls: Calls
@@ -51,7 +49,7 @@ class GatewayApp(FastAPI):
 
 
 def create_app(gateway: Gateway) -> GatewayApp:
-    """Every door of the gateway, at the root for the first engine and under `/e/<engine>` for each."""
+    """Make the app with the doors of each engine under `/e/<engine>`, and those of the first one at the root too."""
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
@@ -75,7 +73,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         app.hot[f"{prefix}/v1/completions"] = openai.completions
         app.hot[f"{prefix}/v1/models"] = openai.models
         app.prefixes.append(prefix)
-        app.add_api_route(f"{prefix}/health", health, tags=["health"], summary="Whether this gateway takes requests")
+        app.add_api_route(f"{prefix}/health", health, tags=["health"], summary="Whether this gateway accepts requests")
         app.include_router(swarm_router(gateway, engine), prefix=prefix)
     return app
 

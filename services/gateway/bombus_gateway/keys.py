@@ -1,4 +1,4 @@
-"""Episode keys: `sk-bombus-`, what they are good for, an HMAC. Any gateway verifies them without a look-up."""
+"""Episode keys: `sk-bombus-`, the claims, and an HMAC of them. Any gateway verifies them without a look-up."""
 
 import binascii
 import hmac
@@ -11,11 +11,11 @@ from bombus.errors import Code, Refused
 PREFIX = "sk-bombus-"
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
-SECRET_NAME = "episode-keys"  # of the secret on the bus
+SECRET_NAME = "episode-keys"  # the name of the secret on the bus
 
 
 class KeyClaims(msgspec.Struct, frozen=True, array_like=True):
-    """What a key says it is good for. `expires_ns` is in nanoseconds since the epoch."""
+    """What a key allows: calls of one episode. `expires_ns` is in nanoseconds since the epoch."""
 
     engine: str
     run: int
@@ -27,7 +27,7 @@ _decoder = msgspec.msgpack.Decoder(KeyClaims)
 
 
 class Keys:
-    """Signs and verifies with one secret of the hive: HMAC-SHA256, cut to 16 bytes."""
+    """Signs and verifies keys with the hive's secret: HMAC-SHA256, cut to 16 bytes."""
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) < MAC_BYTES:
@@ -39,7 +39,7 @@ class Keys:
         return PREFIX + urlsafe_b64encode(claims + self._mac(claims)).rstrip(b"=").decode()
 
     def verify(self, key: str, now_ns: int) -> KeyClaims:
-        """What the key is good for. Raises `Refused` BAD_KEY when it is not one of ours, KEY_EXPIRED when it was."""
+        """Return the claims of a key. Raises `Refused` BAD_KEY unless this hive signed it, or KEY_EXPIRED."""
         if not key.startswith(PREFIX) or len(key) > KEY_CHARACTERS_MAX:
             raise Refused(Code.BAD_KEY, f"This is not an episode's key: it starts with {PREFIX!r}. {_CLAIM}")
         text = key[len(PREFIX) :]

@@ -1,17 +1,17 @@
-"""Runs a gateway: connects it to the bus, lets it fold the log, and serves its doors."""
+"""Runs a gateway: connects it to the bus, folds the log, and serves its doors."""
 
 import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
-
-import uvicorn
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
 from bombus import telemetry
 from bombus.bus import Bus, ServerRefused
 from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable
+from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
@@ -20,10 +20,8 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-STREAMS_WAIT_S = 60.0  # for whoever makes the hive's streams
+STREAMS_WAIT_S = 60.0  # for another service to make the hive's streams
 CATCH_UP_S = 600.0
-CUT_OFF_S = 3  # when the gateway is stopped and open calls have had their time: to record what was sampled of them
-BACKLOG = 4096
 
 
 async def run(settings: GatewaySettings) -> None:
@@ -33,26 +31,34 @@ async def run(settings: GatewaySettings) -> None:
     """
     telemetry.configure("gateway")
     with listen(settings.host, settings.port, settings.reuse_port) as bound:
-        async with running(settings) as (app, gateway), http_server(app, bound) as serving:
+        async with running(settings) as (app, gateway), serving(app, bound) as server:
             log.info("listening at %s:%d", *bound.getsockname()[:2])
             try:
-                await asyncio.wait({serving})
+                await asyncio.wait({server})
             finally:
-                gateway.ready = False  # new calls go to another one while the open ones end
+                gateway.ready = False  # new calls go to another gateway while the open ones end
+
+
+def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
+    """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
+    return http_server(app, bound, app.calls.settings.drain_s, app.calls.hang_up, standard_headers=False)
 
 
 @contextlib.asynccontextmanager
 async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, Gateway]]:
-    """A gateway that folds the log, and its app, which anybody may serve. A part that breaks ends the block."""
+    """Run a gateway that folds the log, without serving its app, while the block runs.
+
+    The block is given the app and the gateway, and is cancelled when a part breaks.
+    """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
-        await _streams(bus)
+        await _until_streams_exist(bus)
         gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SECRET_NAME)))
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:
             parts = [
                 tasks.create_task(gateway.follower.run()),
-                tasks.create_task(gateway.touches.run()),
-                tasks.create_task(app.calls.room.run()),
+                tasks.create_task(gateway.heartbeats.run()),
+                tasks.create_task(app.calls.capacity.run()),
                 tasks.create_task(app.calls.upstream.run()),
                 tasks.create_task(_become_ready(gateway)),
             ]
@@ -65,13 +71,13 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
 
 
 async def _become_ready(gateway: Gateway) -> None:
-    """Keys of episodes that are over must be refused: nothing is answered before the log is folded (R18)."""
+    """Wait until the log is folded. Before that the gateway cannot refuse keys of episodes that are over (R18)."""
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})
 
 
-async def _streams(bus: Bus) -> None:
+async def _until_streams_exist(bus: Bus) -> None:
     deadline = asyncio.get_running_loop().time() + STREAMS_WAIT_S
     while True:
         try:
@@ -81,42 +87,3 @@ async def _streams(bus: Bus) -> None:
             if asyncio.get_running_loop().time() > deadline:
                 raise BusUnavailable(f"hive {bus.subjects.hive} has no streams yet: {error}") from error
         await asyncio.sleep(0.2)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: who cancels us stops it."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@contextlib.asynccontextmanager
-async def http_server(app: GatewayApp, bound: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve `app` on a bound socket while the block runs; then let open requests finish.
-
-    Calls that are still open after `drain_s` are recorded as cut off, and answered with an error.
-    """
-    drain_s = app.calls.settings.drain_s
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        date_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=round(drain_s) + CUT_OFF_S,
-    )
-    server = _Server(config)
-    serving = asyncio.create_task(server.serve([bound]))
-    try:
-        yield serving
-    finally:
-        server.should_exit = True
-        await asyncio.wait({serving}, timeout=drain_s)
-        app.calls.hang_up()
-        await serving

@@ -1,47 +1,72 @@
-"""What a gateway is told when it starts. Everything has a limit, a unit and a check."""
+"""The settings of a gateway, each declared once: `cli` makes the command line from these fields."""
 
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from bombus.config.flags import Flag, NoFlag, name_of
 from bombus.hive.subjects import check_name
 from bombus.host.hive_keys import HiveKeys
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
+DAY_S = 86_400.0
 
 
 class GatewaySettings(BaseModel):
-    """`engines` are the doors: the first is served at the root too, each under `/e/<engine>/`."""
+    """Each of `engines` is served under `/e/<engine>/`, the first one at the root too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hive: str = "main"
-    bus_url: str = "nats://127.0.0.1:4222"
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 10086
-    reuse_port: bool = False  # several gateways on one host share the port
-    public_url: str = ""  # scheme://host:port as clients see it; empty: what the client's own request says
-    engines: tuple[str, ...] = ("main",)
-    keys: HiveKeys = HiveKeys()
+    hive: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
+    keys: Annotated[HiveKeys, NoFlag()] = HiveKeys()
 
-    key_lifetime_s: PositiveFloat = 48 * 3600.0
-    body_bytes_max: PositiveInt = 8 << 20
-    messages_max: PositiveInt = 4096
-    choices_max: PositiveInt = 64
-    open_calls_max: PositiveInt = 4096
-    calls_fill_max: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the `calls` stream (R12)
-    fill_period_s: PositiveFloat = 2.0
-    call_s_max: PositiveFloat = 1800.0
-    drain_s: Annotated[float, Field(ge=0, le=600)] = 5.0  # how long a stopping gateway lets open calls finish
-    record_s_max: PositiveFloat = 20.0  # for the bus to acknowledge a call's record
-    command_s_max: PositiveFloat = 20.0  # for the coordinator to answer a command
-    lookup_s_max: PositiveFloat = 10.0
-    claim_wait_s: Annotated[float, Field(ge=0, le=25)] = 6.0  # a contract client gives up after 30 s
-    replica_wait_s: PositiveFloat = 5.0
-    connect_s_max: PositiveFloat = 3.0
-    history_bytes_max: PositiveInt = 512 << 20  # of cached conversations: what goes is read from the log again
-    strict_model_names: bool = False
+    host: str = Field(default="127.0.0.1", description="where it listens")
+    port: int = Field(default=10086, ge=0, le=65535, description="0: any that is free")
+    reuse_port: bool = Field(default=False, description="share the port with other gateways of this host")
+    engines: Annotated[
+        tuple[str, ...], Flag(name="--engine", metavar="NAME", default="main", read=name_of("engine"))
+    ] = Field(default=("main",), description="may be given several times: one door each, the first at the root too")
+    public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
+        default="", description="scheme://host:port as clients see it, behind a proxy"
+    )
+    strict_model_names: bool = Field(
+        default=False, description="refuse calls for a model that is neither the job's nor the engine's name"
+    )
+
+    key_lifetime_s: Annotated[float, Flag(name="--key-lifetime", metavar="SECONDS")] = Field(
+        default=2 * DAY_S, gt=0, le=365 * DAY_S, description="how long an episode's key is valid"
+    )
+    claim_wait_s: Annotated[float, Flag(name="--claim-wait", metavar="SECONDS")] = Field(
+        default=6.0, ge=0, le=25, description="how long /claim_episode waits for a free place; clients give up after 30"
+    )
+    call_timeout_s: Annotated[float, Flag(name="--call-timeout", metavar="SECONDS")] = Field(
+        default=1800.0, gt=0, le=DAY_S, description="how long a model call may take"
+    )
+    bus_timeout_s: Annotated[float, Flag(name="--bus-timeout", metavar="SECONDS")] = Field(
+        default=20.0,
+        gt=0,
+        le=600,
+        description="how long the log may take to acknowledge a record, and the coordinator to answer a command",
+    )
+    drain_s: Annotated[float, Flag(name="--drain", metavar="SECONDS")] = Field(
+        default=5.0, ge=0, le=600, description="how long open calls may go on when the gateway is stopped"
+    )
+
+    open_calls_max: Annotated[int, Flag(name="--open-calls", metavar="N")] = Field(
+        default=4096, ge=1, le=1 << 20, description="model calls at once; more are answered 503"
+    )
+    body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(
+        default=8, ge=1, le=1024, description="the largest body of a model call, in MiB"
+    )
+    history_mb_max: Annotated[int, Flag(name="--history-mb", metavar="MB")] = Field(
+        default=512,
+        ge=0,
+        le=1 << 20,
+        description="memory for conversations, in MiB; those that do not fit are read from the log again",
+    )
+    log_fill_max: Annotated[float, Flag(name="--log-fill", metavar="SHARE")] = Field(
+        default=0.9, gt=0, le=1, description="how full the log of calls may be before calls are answered 503"
+    )
 
     @field_validator("hive")
     @classmethod
@@ -56,7 +81,3 @@ class GatewaySettings(BaseModel):
         for engine in engines:
             check_name(engine, "engine")
         return engines
-
-    @property
-    def first_engine(self) -> str:
-        return self.engines[0]

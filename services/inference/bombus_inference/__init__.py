@@ -1,1 +1,1 @@
-"""The inference replica: continuous batching over transformers' own decoder models, behind HTTP and the bus."""
+"""The inference replica: serves the policy of one engine over HTTP, with weights that follow the log."""

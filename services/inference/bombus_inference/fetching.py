@@ -1,6 +1,6 @@
-"""What `weights.ready` names becomes a local folder: fetched, put together from deltas, and checked against the log.
+"""Makes a local folder of the weights that `weights.ready` names: fetches them, applies deltas, and checks the digest.
 
-The folder that is returned is whole, in Hugging Face layout, and is not changed afterwards. See docs/weights.md.
+The resulting folder is complete, in Hugging Face layout, and does not change afterwards. See docs/weights.md.
 """
 
 import asyncio
@@ -25,24 +25,24 @@ from bombus.weights.deltas import (
     FULL_FILE,
     FULL_FORMAT,
     DeltaFile,
-    copy_beside,
+    copy_companions,
     file_sha256,
     rebuild,
 )
 
 log = logging.getLogger(__name__)
 
-FULL_COPY_S = 600.0  # how long a trainer may take to write one
-ASK_S = 20.0
+FULL_COPY_S = 600.0  # how long a trainer may take to write a full copy
+REQUEST_S = 20.0
 _CACHES = "bombus-weights-"
 _LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A version in `folder`. `delta` is the file that makes it of version `base`, where it came as one.
+class FetchedWeights:
+    """A version in `folder`. If it came as a delta, `delta` is the file that turns version `base` into it.
 
-    With an `adapter` the version is that, on top of the model in `folder`.
+    With an `adapter`, the version is that adapter on top of the model in `folder`.
     """
 
     folder: Path
@@ -52,26 +52,27 @@ class Fetched:
 
 
 class Fetcher:
-    """One replica's. Keeps the newest version's files, in a folder of its own where they are not the trainer's.
+    """Fetches the weights of one replica. Files that are not the trainer's own go to a cache of the newest version.
 
-    With `adapters` these are handed on as they come; else they are merged into the model that they are on.
+    With `adapters`, adapters are passed on as they are. Otherwise they are merged into their base model.
     """
 
     def __init__(self, bus: Bus, engine: str, cache: Path | None = None, adapters: bool = False) -> None:
         self._bus = bus
         self._engine = engine
         self._adapters = adapters
-        self._adapter_base: Weights | None = None  # what adapters are on, once it was checked
+        self._adapter_base: Weights | None = None  # the base model of adapters, once it has been checked
         self._root = cache or Path(tempfile.gettempdir())
         self._cache: Path | None = None
         self._lock = -1
-        self._have: WeightsReady | None = None  # what lies in _folder, checked
+        self._current: WeightsReady | None = None  # the checked version in _folder
         self._folder = Path()
 
-    async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> Fetched:
-        """The version that `ready` names, whole and with the digest that the log says.
+    async def materialise(self, ready: WeightsReady, trainer_epoch: Callable[[], int]) -> FetchedWeights:
+        """Return the version that `ready` names, complete and with the digest that the log gives.
 
-        Raises `EngineFault` when it cannot be had, nor a full copy of it from the run's trainer, whichever that is.
+        A delta that cannot be used is replaced by a full copy from the run's trainer, whose epoch is `trainer_epoch()`.
+        Raises `EngineFault` if that cannot be had either.
         """
         weights = ready.weights
         if weights.format == ADAPTER_FORMAT and weights.adapter_of is not None:
@@ -79,20 +80,20 @@ class Fetcher:
         if weights.format not in (FULL_FORMAT, DELTA_FORMAT):
             raise EngineFault(f"weights of format {weights.format!r} are not known to this engine")
         if weights.format == FULL_FORMAT:
-            return self._keep(ready, Fetched(await self._checked(weights, FULL_FILE)))
-        if self._have == ready and self._folder.is_dir():  # it was put together, and could not be loaded
-            return Fetched(self._folder)
+            return self._keep(ready, FetchedWeights(await self._checked(weights, FULL_FILE)))
+        if self._current == ready and self._folder.is_dir():  # it was complete, but could not be loaded
+            return FetchedWeights(self._folder)
         try:
             fetched = await self._from_delta(ready)
         except (EngineFault, OSError) as fault:
-            log.warning("version %d: %s; asking for a full copy", ready.version, fault, extra={"run": ready.run})
-            await self._ask_full_copy(weights, trainer_epoch, str(fault))
-            fetched = Fetched(await self._checked(weights, FULL_FILE))
+            log.warning("version %d: %s; requesting a full copy", ready.version, fault, extra={"run": ready.run})
+            await self._request_full_copy(weights, trainer_epoch, str(fault))
+            fetched = FetchedWeights(await self._checked(weights, FULL_FILE))
         return self._keep(ready, fetched)
 
     def close(self) -> None:
-        """Remove what was fetched."""
-        self._have = None
+        """Remove the cache."""
+        self._current = None
         if self._cache is not None:
             shutil.rmtree(self._cache, ignore_errors=True)
             os.close(self._lock)
@@ -101,7 +102,7 @@ class Fetcher:
     # ---- full copies ------------------------------------------------------------------------------------------
 
     async def _checked(self, weights: Weights, name: str) -> Path:
-        """The folder of weights that travel as the file `name`, once that is what the log says."""
+        """Return the folder of the weights in the file `name`, once its digest has been checked against the log."""
         folder = await self._local(weights, name)
         try:
             found = await asyncio.to_thread(file_sha256, folder / name)
@@ -115,14 +116,17 @@ class Fetcher:
             raise EngineFault(f"{folder / name} has sha256 {found}, the log says {weights.sha256}: not loaded")
         return folder
 
-    async def _ask_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
-        """Asked again and again: a trainer answers when it is through, and one that died may be started again."""
+    async def _request_full_copy(self, weights: Weights, trainer_epoch: Callable[[], int], why: str) -> None:
+        """Have the trainer write a full copy. Raises `EngineFault`.
+
+        The request is repeated: a trainer answers only when it has finished, and one that died may be restarted.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FULL_COPY_S
         while True:
             subject = self._bus.subjects.full_copies(self._engine, trainer_epoch())
             try:
-                reply = await self._bus.requests.ask(subject, weights.where.encode(), ASK_S)
+                reply = await self._bus.requests.ask(subject, weights.where.encode(), REQUEST_S)
                 break
             except BusUnavailable as error:
                 if loop.time() > deadline:
@@ -133,30 +137,31 @@ class Fetcher:
 
     # ---- deltas -----------------------------------------------------------------------------------------------
 
-    async def _from_delta(self, ready: WeightsReady) -> Fetched:
-        """On top of what is here, if that is the delta's base; else from the last full copy through all deltas."""
-        weights, have = ready.weights, self._have
+    async def _from_delta(self, ready: WeightsReady) -> FetchedWeights:
+        """Apply the delta to the current version if that is its base, else all deltas since the last full copy."""
+        weights, current = ready.weights, self._current
         newest = await self._delta(weights)
         deltas = [newest]
         with DeltaFile(newest) as file:
             base = file.base()
-        if have is None or (have.run, have.weights.sha256) != (ready.run, base.sha256) or not self._folder.is_dir():
-            have = None
+        is_base = current is not None and (current.run, current.weights.sha256) == (ready.run, base.sha256)
+        on_current = is_base and self._folder.is_dir()
+        if not on_current:
             while base.format == DELTA_FORMAT:
                 if len(deltas) > CHAIN_MAX:
-                    raise EngineFault(f"{weights.where} is made of more than {CHAIN_MAX} deltas")
+                    raise EngineFault(f"{weights.where} needs more than {CHAIN_MAX} deltas")
                 deltas.append(await self._delta(base))
                 with DeltaFile(deltas[-1]) as file:
                     base = file.base()
-        beneath = self._folder if have is not None else await self._local(base, FULL_FILE)
-        into = self._vacant(ready)
-        found = await asyncio.to_thread(_put_together, beneath, deltas[::-1], into)
+        base_folder = self._folder if on_current else await self._local(base, FULL_FILE)
+        into = self._empty_folder(ready)
+        found = await asyncio.to_thread(_build, base_folder, deltas[::-1], into)
         if found != weights.sha256:
             raise EngineFault(f"version {ready.version} made of deltas has sha256 {found}, not {weights.sha256}")
-        return Fetched(into, newest if have is not None else None, weights.base)
+        return FetchedWeights(into, newest if on_current else None, weights.base)
 
     async def _delta(self, weights: Weights) -> Path:
-        """A delta's file, as the log, or the delta on top of it, says that it is."""
+        """Return a delta's file, checked against the log or against the delta on top of it."""
         path = await self._local(weights, DELTA_FILE) / DELTA_FILE
         found = await asyncio.to_thread(file_sha256, path)
         if found != weights.delta_sha256:
@@ -166,24 +171,24 @@ class Fetcher:
 
     # ---- adapters ---------------------------------------------------------------------------------------------
 
-    async def _with_adapter(self, ready: WeightsReady, base: Weights) -> Fetched:
-        """An adapter and what it is on, which is the same for all versions and therefore read through only once."""
-        beneath = await (self._local if self._adapter_base == base else self._checked)(base, FULL_FILE)
+    async def _with_adapter(self, ready: WeightsReady, base: Weights) -> FetchedWeights:
+        """Return an adapter on its base model, which is the same for all versions and therefore checked only once."""
+        base_folder = await (self._local if self._adapter_base == base else self._checked)(base, FULL_FILE)
         self._adapter_base = base
         adapter = await self._checked(ready.weights, ADAPTER_FILE)
         if self._adapters:
-            return Fetched(beneath, adapter=adapter)
-        into = self._vacant(ready)
-        from bombus.weights.merging import merge_files  # of those that fetch, few need torch
+            return FetchedWeights(base_folder, adapter=adapter)
+        into = self._empty_folder(ready)
+        from bombus.weights.merging import merge_files  # only this case needs torch
 
-        await asyncio.to_thread(merge_files, beneath, adapter, into)
-        return Fetched(into)
+        await asyncio.to_thread(merge_files, base_folder, adapter, into)
+        return FetchedWeights(into)
 
-    # ---- where things lie -------------------------------------------------------------------------------------
+    # ---- folders ----------------------------------------------------------------------------------------------
 
-    def _keep(self, ready: WeightsReady, fetched: Fetched) -> Fetched:
-        """This version is what we have from now on; of older ones nothing is kept, unless an engine has mapped it."""
-        self._have, self._folder = ready, fetched.folder
+    def _keep(self, ready: WeightsReady, fetched: FetchedWeights) -> FetchedWeights:
+        """Make this the current version and remove older ones from the cache. A file that is mapped stays readable."""
+        self._current, self._folder = ready, fetched.folder
         if self._cache is not None:
             kept = {fetched.folder, fetched.adapter, fetched.delta.parent if fetched.delta is not None else None}
             if ready.weights.adapter_of is not None:
@@ -193,22 +198,22 @@ class Fetcher:
                     shutil.rmtree(place, ignore_errors=True)
         return fetched
 
-    async def _local(self, weights: Weights, wanted: str) -> Path:
-        """The folder that holds the file `wanted` of a version: the trainer's, or ours, its objects fetched."""
+    async def _local(self, weights: Weights, file_name: str) -> Path:
+        """Return the folder with a file of a version: the trainer's, or ours after fetching the version's objects."""
         if not weights.objects:
             return Path(weights.where)
-        folder = self._own() / PurePath(weights.objects).name
-        if not (folder / wanted).exists():
-            await self._fetch(weights.objects, folder, wanted)
+        folder = self._cache_folder() / PurePath(weights.objects).name
+        if not (folder / file_name).exists():
+            await self._fetch(weights.objects, folder, file_name)
         return folder
 
-    async def _fetch(self, stem: str, folder: Path, wanted: str) -> None:
-        """However long the bus is away."""
+    async def _fetch(self, stem: str, folder: Path, file_name: str) -> None:
+        """Fetch a version's objects, waiting for the bus as long as it is away."""
         while True:
             try:
                 names = await self._bus.blob_names(f"{stem}/")
-                if f"{stem}/{wanted}" not in names:
-                    raise EngineFault(f"the object store has no {stem}/{wanted}")
+                if f"{stem}/{file_name}" not in names:
+                    raise EngineFault(f"the object store has no {stem}/{file_name}")
                 folder.mkdir(exist_ok=True)
                 for name in names:
                     content = await self._bus.get_blob(name)
@@ -220,35 +225,35 @@ class Fetcher:
                 log.warning("weights wait for the bus: %s", error)
 
     def _discard(self, weights: Weights, folder: Path) -> None:
-        """What was fetched and is wrong is fetched again next time."""
+        """Remove fetched weights that are wrong, so that they are fetched again next time."""
         if weights.objects:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _vacant(self, ready: WeightsReady) -> Path:
-        """Where a version is put together. What an attempt before has left there is gone."""
-        into = self._own() / f"run-{ready.run}-version-{ready.version}"
+    def _empty_folder(self, ready: WeightsReady) -> Path:
+        """Return the folder to build a version in, without what an earlier attempt left there."""
+        into = self._cache_folder() / f"run-{ready.run}-version-{ready.version}"
         shutil.rmtree(into, ignore_errors=True)
         return into
 
-    def _own(self) -> Path:
-        """A folder of this process. What processes that were killed have left is removed first."""
+    def _cache_folder(self) -> Path:
+        """Return this process's cache. It is created after removing those of processes that were killed."""
         if self._cache is None:
             self._root.mkdir(parents=True, exist_ok=True)
             _remove_orphans(self._root)
-            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # no orphan before it is locked
+            draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # not an orphan until it is locked
             self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._cache = draft.rename(self._root / draft.name.removeprefix("."))
         return self._cache
 
 
-def _put_together(beneath: Path, deltas: list[Path], into: Path) -> str:
-    copy_beside(beneath, into)
-    return rebuild(beneath / FULL_FILE, deltas, into / FULL_FILE)
+def _build(base_folder: Path, deltas: list[Path], into: Path) -> str:
+    copy_companions(base_folder, into)
+    return rebuild(base_folder / FULL_FILE, deltas, into / FULL_FILE)
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Whole or not there: what is there is not fetched again."""
+    """Write the file completely or not at all, since a file that exists is not fetched again."""
     draft = file.with_name(f".{file.name}")
     draft.write_bytes(content)
     draft.replace(file)
@@ -258,7 +263,7 @@ def _remove_orphans(root: Path) -> None:
     for place in root.glob(f"{_CACHES}*"):
         try:
             lock = os.open(place / _LOCK, os.O_RDWR)
-        except OSError:  # being made, or not ours to remove
+        except OSError:  # just being created, or not ours to remove
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""What a model's folder says of itself, without loading it: sizes from its configuration, tensors from their header."""
+"""Reads facts about a model from its folder without loading it: sizes from its configuration, shapes from a header."""
 
 import json
 import struct
@@ -13,16 +13,16 @@ HEADER_BYTES_MAX = 100 << 20
 Shapes = dict[str, tuple[int, ...]]
 
 
-class ModelConfig(msgspec.Struct, frozen=True):
-    """Of `config.json`, the part that is about text. `context` is in tokens, `dtype` what weights are stored in."""
+class TextModelConfig(msgspec.Struct, frozen=True):
+    """The text part of `config.json`. `context` is in tokens, `dtype` is the type that the weights are stored in."""
 
     vocabulary: int
     context: int
     dtype: str = ""
 
     @property
-    def trained_in(self) -> str:
-        """What a trainer that is told no precision exports and, on a GPU, computes in."""
+    def training_dtype(self) -> str:
+        """The type that a trainer without a configured precision exports and, on a GPU, computes in."""
         return "bfloat16" if self.dtype in ("bfloat16", "float16") else "float32"
 
 
@@ -30,19 +30,19 @@ class _Tensor(msgspec.Struct):
     shape: tuple[int, ...]
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Raises `EngineFault`."""
+def read_config(folder: Path) -> TextModelConfig:
+    """Read `config.json`. Raises `EngineFault`."""
     try:
-        whole = json.loads((folder / "config.json").read_text())
-        config = whole.get("text_config", whole)
-        dtype = next((part[key] for part in (config, whole) for key in ("dtype", "torch_dtype") if key in part), "")
-        return ModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
+        document = json.loads((folder / "config.json").read_text())
+        config = document.get("text_config", document)
+        dtype = next((part[key] for part in (config, document) for key in ("dtype", "torch_dtype") if key in part), "")
+        return TextModelConfig(int(config["vocab_size"]), int(config["max_position_embeddings"]), str(dtype))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineFault(f"{folder / 'config.json'} does not say how large the model is: {error}") from error
 
 
 def read_shapes(path: Path) -> Shapes:
-    """The shape of each tensor of a safetensors file, which begins with the length of a JSON header and the header.
+    """Return the shape of each tensor in a safetensors file, which starts with the length of a JSON header.
 
     Raises `EngineFault`.
     """
@@ -55,11 +55,11 @@ def read_shapes(path: Path) -> Shapes:
         header.pop("__metadata__", None)
         return {name: msgspec.json.decode(raw, type=_Tensor).shape for name, raw in header.items()}
     except (OSError, ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
-        raise EngineFault(f"{path} is no safetensors file: {error}") from error
+        raise EngineFault(f"{path} is not a safetensors file: {error}") from error
 
 
 def check_same_shapes(before: Shapes, path: Path) -> None:
-    """vLLM only warns of tensors that are missing, and serves a mixture. Raises `EngineFault` instead."""
+    """Raise `EngineFault` unless the file at `path` has these tensors. vLLM only warns, and then serves a mixture."""
     after = read_shapes(path)
     missing = [name for name in before if name not in after]
     if missing:

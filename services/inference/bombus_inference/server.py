@@ -1,4 +1,4 @@
-"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app: routing would cost more than a call."""
+"""`POST /generate`, `GET /health` and `GET /metrics` as a plain ASGI app; a router would cost more than a call."""
 
 import asyncio
 import json
@@ -11,20 +11,22 @@ import msgspec
 from bombus import telemetry
 from bombus.errors import STATUS, Code
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
-from bombus_inference.backends.protocol import Backend, Deliver, Delivery
+from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
+MakeBackend = Callable[[Deliver], InferenceBackend]
 
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+
+BODY_BYTES_MAX = 16 << 20
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection."""
 
 
@@ -33,15 +35,15 @@ class _BodyTooLarge(Exception):
 
 
 class _Reply:
-    """What has arrived for one request and was not sent yet."""
+    """The deliveries of one request that were not sent yet."""
 
-    __slots__ = ("_chunks", "_hung_up", "_waiter", "done", "fault")
+    __slots__ = ("_chunks", "_disconnected", "_waiter", "done", "fault")
 
     def __init__(self) -> None:
         self.done = False
         self.fault: Fault | None = None
         self._chunks: list[bytes] = []
-        self._hung_up = False
+        self._disconnected = False
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, delivery: Delivery) -> None:
@@ -50,15 +52,15 @@ class _Reply:
         self.fault = delivery.fault
         self._wake()
 
-    def hang_up(self) -> None:
-        self._hung_up = True
+    def disconnect(self) -> None:
+        self._disconnected = True
         self._wake()
 
-    async def take(self, whole: bool) -> bytes:
-        """All that is there, at least something; with `whole` not before the end. Raises `HungUp`."""
-        while not (self.done if whole else self._chunks):
-            if self._hung_up:
-                raise HungUp
+    async def take(self, until_done: bool) -> bytes:
+        """Wait for a delivery, or until the last one, and return all of them. Raises `ClientDisconnected`."""
+        while not (self.done if until_done else self._chunks):
+            if self._disconnected:
+                raise ClientDisconnected
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         body = b"".join(self._chunks)
@@ -71,9 +73,9 @@ class _Reply:
 
 
 class App:
-    """The door to one backend, which `make` makes of the function that takes its deliveries."""
+    """Serves one backend over HTTP. `make` creates it, given the function to call with its deliveries."""
 
-    def __init__(self, settings: ServerSettings, engine: str, replica: str, make: Callable[[Deliver], Backend]) -> None:
+    def __init__(self, settings: ServerSettings, engine: str, replica: str, make: MakeBackend) -> None:
         self.settings = settings
         self.engine = engine
         self.replica = replica
@@ -88,32 +90,32 @@ class App:
         return len(self._open)
 
     async def close(self) -> None:
-        """End the backend; what is still open is answered with a fault."""
+        """End the backend. Requests that are still open are answered with a fault."""
         await self.backend.stop()
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: AsgiReceive, send: AsgiSend) -> None:
         if scope["type"] != "http":
             return
         match scope["method"], scope["path"]:
             case "POST", "/generate":
                 await self._generate(receive, send)
             case "GET", "/health":
-                await _answer(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
+                await _respond(send, 200 if self.backend.version >= 0 else 503, b"application/json", self._health())
             case "GET", "/metrics":
-                await _answer(send, 200, b"text/plain; version=0.0.4", await self._metrics())
+                await _respond(send, 200, b"text/plain; version=0.0.4", await self._metrics())
             case _:
-                await _answer(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
+                await _respond(send, 404, b"text/plain", b"POST /generate, GET /health, GET /metrics\n")
 
     def _deliver(self, deliveries: list[Delivery]) -> None:
         for delivery in deliveries:
             reply = self._open.get(delivery.ticket)
-            if reply is not None:  # else its client has gone
+            if reply is not None:  # otherwise its client has disconnected
                 reply.put(delivery)
 
-    async def _generate(self, receive: Receive, send: Send) -> None:
+    async def _generate(self, receive: AsgiReceive, send: AsgiSend) -> None:
         try:
-            request = await self._request(receive)
-        except HungUp:
+            request = await self._read_request(receive)
+        except ClientDisconnected:
             return
         if isinstance(request, Fault):
             self.refused += 1
@@ -127,55 +129,55 @@ class App:
         try:
             with telemetry.span("inference.generate", request.traceparent, call=request.id):
                 await self._send_frames(reply, request.stream, send)
-        except HungUp:
-            log.debug("a client hung up", extra={"call": request.id})
+        except ClientDisconnected:
+            log.debug("a client disconnected", extra={"call": request.id})
         finally:
             watch.cancel()
             del self._open[ticket]
             if not reply.done:
                 self.backend.abort(ticket)
 
-    async def _request(self, receive: Receive) -> Generate | Fault:
+    async def _read_request(self, receive: AsgiReceive) -> Generate | Fault:
         try:
             request = decode_request(await self._body(receive))
         except _BodyTooLarge:
-            why = f"the request is over {self.settings.body_bytes_max} bytes"
+            why = f"the request is over {BODY_BYTES_MAX} bytes"
             return Fault(why=why, code=Code.TOO_LARGE)
         except msgspec.MsgspecError as error:
-            return Fault(why=f"the body is no msgpack Generate: {error}", code=Code.MALFORMED)
+            return Fault(why=f"the body is not a msgpack Generate: {error}", code=Code.MALFORMED)
         if request.engine != self.engine:
             why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"
             return Fault(why=why, code=Code.NO_REPLICA, retry=True)
-        if len(self._open) >= self.settings.requests_max:
-            why = f"{len(self._open)} requests are open here already"
+        if self.open_requests >= self.settings.requests_max:
+            why = f"{self.open_requests} requests are open here already"
             return Fault(why=why, code=Code.OVERLOADED, retry=True)
         return request
 
-    async def _body(self, receive: Receive) -> bytes:
+    async def _body(self, receive: AsgiReceive) -> bytes:
         chunks: list[bytes] = []
         size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise HungUp
+                raise ClientDisconnected
             chunk = message.get("body", b"")
             size += len(chunk)
-            if size > self.settings.body_bytes_max:
+            if size > BODY_BYTES_MAX:
                 raise _BodyTooLarge
             chunks.append(chunk)
             if not message.get("more_body", False):
                 return b"".join(chunks)
 
-    async def _send_frames(self, reply: _Reply, stream: bool, send: Send) -> None:
-        """Headers wait for the first frame, so that a refusal gets a status of its own."""
-        body = await reply.take(whole=not stream)
+    async def _send_frames(self, reply: _Reply, stream: bool, send: AsgiSend) -> None:
+        """Send frames as they arrive, the headers with the first one, so that a refusal gets its own status."""
+        body = await reply.take(until_done=not stream)
         if reply.fault is not None:
             self.refused += 1
             await _refuse(send, reply.fault)
             return
         self.served += 1
         if reply.done:
-            await _answer(send, 200, FRAMES_TYPE[1], body)
+            await _respond(send, 200, FRAMES_TYPE[1], body)
             return
         await send({"type": "http.response.start", "status": 200, "headers": [FRAMES_TYPE]})
         while True:
@@ -183,20 +185,20 @@ class App:
             await send({"type": "http.response.body", "body": body, "more_body": not done})
             if done:
                 return
-            body = await reply.take(whole=False)
+            body = await reply.take(until_done=False)
 
     def _health(self) -> bytes:
         run, version = self.backend.run, self.backend.version
-        known = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
-        return json.dumps({**known, "run": run, "version": version}).encode()
+        health = {"status": "ok" if version >= 0 else "no weights", "engine": self.engine, "replica": self.replica}
+        return json.dumps({**health, "run": run, "version": version}).encode()
 
     async def _metrics(self) -> bytes:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         label = f'{{engine="{self.engine}",replica="{self.replica}"}}'
         values: dict[str, float] = {
             "run": self.backend.run,
             "policy_version": self.backend.version,
-            "requests_open": len(self._open),
+            "requests_open": self.open_requests,
             "requests_served_total": self.served,
             "requests_refused_total": self.refused,
             **await self.backend.metrics(),
@@ -204,18 +206,18 @@ class App:
         return "".join(f"bombus_inference_{name}{label} {value}\n" for name, value in values.items()).encode()
 
 
-async def _watch(receive: Receive, reply: _Reply) -> None:
+async def _watch(receive: AsgiReceive, reply: _Reply) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    reply.hang_up()
+    reply.disconnect()
 
 
-async def _refuse(send: Send, fault: Fault) -> None:
+async def _refuse(send: AsgiSend, fault: Fault) -> None:
     status = STATUS.get(Code(fault.code), 500)
-    await _answer(send, status, FRAMES_TYPE[1], encode_frame(fault))
+    await _respond(send, status, FRAMES_TYPE[1], encode_frame(fault))
 
 
-async def _answer(send: Send, status: int, content_type: bytes, body: bytes) -> None:
+async def _respond(send: AsgiSend, status: int, content_type: bytes, body: bytes) -> None:
     headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -1,45 +1,91 @@
-"""What an operator may set for a replica. Nonsense is refused when the settings are made."""
+"""The settings of a replica, which are also its command line. A bad value is refused when the settings are made."""
 
+import argparse
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from bombus.config.flags import Flag, check_range
 from bombus.hive.subjects import check_name
 
 KV_CACHE_BYTES = 2 << 30
+KV_CACHE_MB_MAX = 1 << 22
 
 
-class EngineSettings(BaseModel):
-    """Limits and numerics of one engine. What is None follows from the job, or suits the engine.
+def _whole_number(typed: str) -> int:
+    try:
+        return int(typed)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"invalid int value: {typed!r}") from error
 
-    A job that leaves the precision open gets float32 on a CPU, because one without bfloat16 instructions is slower in
-    bfloat16 as soon as several sequences run at once (bench/engine.py), and because its logprobs then agree with the
-    trainer's to 1e-4. On a GPU it gets what the trainer computes in: what the model is stored in.
+
+def _mebibytes(typed: str) -> int | None:
+    """Return the number of bytes, or None for 0. Raises `Refused(BAD_CONFIG)`."""
+    megabytes = _whole_number(typed)
+    check_range("--kv-cache-mb", megabytes, 0, KV_CACHE_MB_MAX)
+    return megabytes << 20 or None
+
+
+def _tokens(typed: str) -> int | None:
+    """Return the number of tokens, or None for 0."""
+    return _whole_number(typed) or None
+
+
+class ComputeSettings(BaseModel):
+    """Limits and numerics of a backend. A setting that is None follows from the job or is left to the backend.
+
+    A job that does not set the precision gets float32 on a CPU: a CPU without bfloat16 instructions is slower in
+    bfloat16 as soon as several sequences run at once (bench/engine.py), and in float32 the logprobs agree with the
+    trainer's to 1e-4. On a GPU it gets the trainer's precision, which is the type that the model is stored in.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="none: the job's precision"
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        Flag(default="the job's; for auto float32 on a CPU, the model's own on a GPU"),
+    ] = Field(default=None, description="of weights, keys and values")
+    device: Annotated[str, Flag(declared_elsewhere=True)] = Field(
+        default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N"
     )
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    kv_cache_bytes: int | None = Field(
-        default=None, ge=1 << 12, le=1 << 42, description="none: 2 GiB, or what vLLM finds free on its GPUs"
+    kv_cache_bytes: Annotated[int | None, Flag(name="--kv-cache-mb", metavar="MB", read=_mebibytes, default="0")] = (
+        Field(
+            default=None,
+            ge=1 << 12,
+            le=1 << 42,
+            description="memory for keys and values, in MiB; 0: 2048, or what vLLM finds free on its GPUs",
+        )
     )
-    block_tokens: int = Field(default=8, ge=1, le=256, description="short: a group shares its prompt by whole blocks")
-    max_model_len: int | None = Field(
-        default=None, ge=2, le=1 << 23, description="tokens; none: the job's, as far as the cache holds one sequence"
+    block_tokens: Annotated[int, Flag(metavar="TOKENS")] = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="size of a block of the torch backend's KV cache; short, because the samples of a group share "
+        "their prompt by whole blocks",
     )
-    max_running: int = Field(default=128, ge=1, le=4096, description="sequences in one decode step")
-    max_waiting: int = Field(default=4096, ge=1, le=1 << 20, description="sequences that wait for a place")
-    prefill_tokens_max: int = Field(default=1024, ge=1, le=1 << 20, description="prompt tokens in one step")
-    choices_max: int = Field(default=128, ge=1, le=4096, description="n of one request")
-    threads: int = Field(default=0, ge=0, le=1024, description="torch's threads; 0: one for each core")
+    max_model_len: Annotated[int | None, Flag(metavar="TOKENS", read=_tokens, default="0")] = Field(
+        default=None,
+        ge=2,
+        le=1 << 23,
+        description="the longest sequence, prompt and answer; 0: the job's, as far as the cache goes",
+    )
+    max_running: Annotated[int, Flag(metavar="N")] = Field(
+        default=128, ge=1, le=4096, description="sequences decoded at once"
+    )
+    max_waiting: Annotated[int, Flag(metavar="N")] = Field(
+        default=4096, ge=1, le=1 << 20, description="sequences that may wait to run; more are refused"
+    )
+    prefill_tokens_max: Annotated[int, Flag(name="--max-prefill-tokens", metavar="TOKENS")] = Field(
+        default=1024, ge=1, le=1 << 20, description="prompt tokens in one step of the torch backend"
+    )
+    threads: Annotated[int, Flag(declared_elsewhere=True)] = Field(
+        default=0, ge=0, le=1024, description="torch's threads; 0: one for each core"
+    )
 
     @property
     def precision(self) -> str:
-        """What is computed in where no job says more."""
+        """The type to compute in when neither these settings nor a job set one."""
         return self.dtype or "float32"
 
     @property
@@ -47,50 +93,73 @@ class EngineSettings(BaseModel):
         return self.kv_cache_bytes or KV_CACHE_BYTES
 
     def length_within(self, *limits: int) -> int:
-        """The least of these limits and our own, where there is one."""
+        """Return the least of these limits and of `max_model_len`, where that is set."""
         return min(limits if self.max_model_len is None else (*limits, self.max_model_len))
 
 
 class VllmSettings(BaseModel):
-    """vLLM as a child process. What `EngineSettings` says of type, device, lengths and memory holds for it too."""
+    """vLLM as a child process. The type, device, lengths and memory in `ComputeSettings` apply to it too."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    python: Path | None = Field(default=None, description="that has vLLM; none: the one of `bombus install vllm`")
-    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="GPUs that share the model")
-    eager: bool = Field(default=False, description="no compilation: starts sooner, decodes a fifth slower")
-    gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="share of each GPU for weights, keys and values; none: vLLM's own"
+    python: Annotated[
+        Path | None, Flag(name="--vllm-python", metavar="PATH", default="that of `bombus install vllm`")
+    ] = Field(default=None, description="a Python with vLLM of your own")
+    tensor_parallel: Annotated[int, Flag(metavar="N")] = Field(
+        default=1, ge=1, le=1024, description="GPUs that share the model"
     )
-    start_s: float = Field(default=900.0, gt=0, le=86_400, description="until it must be ready")
-    update_s: float = Field(default=300.0, gt=0, le=86_400, description="for each step of a change of weights")
-    health_s: float = Field(default=60.0, gt=0, le=86_400, description="without a sign of health it is ended")
+    eager: Annotated[bool, Flag(name="--vllm-eager")] = Field(
+        default=False, description="no compilation: starts sooner, decodes a fifth slower"
+    )
+    gpu_memory_utilization: Annotated[float | None, Flag(metavar="SHARE", default="vLLM's own")] = Field(
+        default=None, gt=0, le=1, description="of each GPU's memory, more than 0 and at most 1"
+    )
+    start_s: Annotated[float, Flag(name="--vllm-start-timeout", metavar="SECONDS")] = Field(
+        default=900.0, gt=0, le=86_400, description="until vLLM must be ready"
+    )
+    update_s: Annotated[float, Flag(name="--vllm-update-timeout", metavar="SECONDS")] = Field(
+        default=300.0, gt=0, le=86_400, description="for each step of a change of weights"
+    )
+    health_s: Annotated[float, Flag(name="--vllm-health-timeout", metavar="SECONDS")] = Field(
+        default=60.0, gt=0, le=86_400, description="a vLLM that has not been healthy for so long is ended"
+    )
 
 
 class OpenAISettings(BaseModel):
-    """A server elsewhere: vLLM's completions with token ids, or SGLang's `/generate`; which one is found out."""
+    """An external server: vLLM's completions with token ids, or SGLang's `/generate`, whichever it is found to be."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    url: str = Field(default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://HOST:PORT of a server")
-    model: str = Field(default="", max_length=1024, description="its name there; empty: the first that it lists")
-    api_key_env: str = Field(
-        default="", pattern=r"^[A-Za-z_]?\w*$", description="the name of a variable, which holds its key"
+    url: Annotated[str, Flag(help="of the server, such as http://10.0.0.7:8000; it has no default")] = Field(
+        default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://HOST:PORT of a server"
     )
-    drain_s: float = Field(default=60.0, ge=0, le=86_400, description="open requests may finish before new weights")
-    update_s: float = Field(default=600.0, gt=0, le=86_400, description="for the server to load new weights")
+    api_key_env: Annotated[
+        str, Flag(metavar="NAME", help="the variable that holds its key", default="it needs none")
+    ] = Field(default="", pattern=r"^[A-Za-z_]?\w*$", description="the name of a variable, which holds its key")
+    model: Annotated[str, Flag(metavar="NAME", default="the first that it lists")] = Field(
+        default="", max_length=1024, description="the model's name on the server"
+    )
+    drain_s: Annotated[float, Flag(name="--openai-drain-timeout", metavar="SECONDS")] = Field(
+        default=60.0, ge=0, le=86_400, description="for open requests to finish before the weights change"
+    )
+    update_s: Annotated[float, Flag(name="--openai-update-timeout", metavar="SECONDS")] = Field(
+        default=600.0, gt=0, le=86_400, description="for the server to load new weights"
+    )
 
 
 class ServerSettings(BaseModel):
-    """Where a replica listens, and how much it takes in."""
+    """Where a replica listens, and how many requests it takes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535, description="0: any free one")
-    requests_max: int = Field(default=1024, ge=1, le=1 << 20, description="open at once; more are answered 503")
-    body_bytes_max: int = Field(default=16 << 20, ge=1 << 10, le=1 << 30)
-    drain_s: float = Field(default=5.0, ge=0, le=600, description="how long a stopping replica finishes requests")
+    host: str = Field(default="127.0.0.1", description="where it listens")
+    port: int = Field(default=0, ge=0, le=65535, description="of its own; 0: any that is free")
+    requests_max: Annotated[int, Flag(name="--max-requests", metavar="N")] = Field(
+        default=1024, ge=1, le=1 << 20, description="open at once; more are answered 503"
+    )
+    drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(
+        default=5.0, ge=0, le=600, description="for open requests to finish when the replica stops"
+    )
 
 
 class InferenceSettings(BaseModel):
@@ -98,19 +167,39 @@ class InferenceSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    hive: str = "main"
-    engine: str = "main"
-    replica: str = Field(default="", description="its name on the log; empty: made up at start")
-    bus_url: str = "nats://127.0.0.1:4222"
-    advertise_url: str = Field(default="", description="how gateways reach it; empty: where it listens")
-    alive_every_s: float = Field(default=1.0, gt=0, le=60)
-    load_retry_s: float = Field(default=1.0, gt=0, le=60, description="between attempts to load weights")
-    cache: Path | None = Field(default=None, description="for weights that are fetched; none: the system's folder")
-    backend: Literal["torch", "vllm", "openai"] = "torch"
-    compute: EngineSettings = EngineSettings()
-    vllm: VllmSettings = VllmSettings()
-    openai: OpenAISettings = OpenAISettings()
+    hive: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    engine: Annotated[str, Flag(declared_elsewhere=True)] = "main"
+    bus_url: Annotated[str, Flag(name="--nats", declared_elsewhere=True)] = "nats://127.0.0.1:4222"
+    backend: Literal["torch", "vllm", "openai"] = Field(
+        default="torch", description="torch in this process, vLLM as a child of it, or an external server"
+    )
     http: ServerSettings = ServerSettings()
+    advertise_url: Annotated[str, Flag(metavar="URL", default="where it listens")] = Field(
+        default="", description="how gateways reach it, such as http://10.0.0.7:8000"
+    )
+    replica: Annotated[str, Flag(metavar="NAME", default="a new name")] = Field(
+        default="", description="its name on the log"
+    )
+    alive_every_s: Annotated[float, Flag(name="--alive-every", metavar="SECONDS")] = Field(
+        default=1.0, gt=0, le=60, description="between the messages that say it is alive"
+    )
+    load_retry_s: Annotated[float, Flag(name="--load-retry", metavar="SECONDS")] = Field(
+        default=1.0, gt=0, le=60, description="between attempts to load weights"
+    )
+    cache: Annotated[Path | None, Flag(metavar="DIR", default="a temporary one")] = Field(
+        default=None, description="a folder for weights that come in parts or as objects"
+    )
+    compute: ComputeSettings = ComputeSettings()
+    vllm: VllmSettings = Field(
+        default=VllmSettings(),
+        title="--backend vllm",
+        description="needs `bombus install vllm` once; docs/inference.md says more",
+    )
+    openai: OpenAISettings = Field(
+        default=OpenAISettings(),
+        title="--backend openai",
+        description="a vLLM or SGLang that somebody else runs, and that sees the trainer's folder",
+    )
 
     @field_validator("hive", "engine")
     @classmethod
@@ -118,7 +207,7 @@ class InferenceSettings(BaseModel):
         return check_name(name, info.field_name or "")
 
     @model_validator(mode="after")
-    def _backend_is_whole(self) -> "InferenceSettings":
+    def _openai_has_a_url(self) -> "InferenceSettings":
         if self.backend == "openai" and not self.openai.url:
             raise ValueError("backend openai needs the url of a server, such as http://127.0.0.1:8000")
         return self

@@ -1,4 +1,4 @@
-"""The terminal screen: takes events in, draws the fold at most ten times a second, and answers keys."""
+"""The terminal screen: takes events, draws the state at most ten times a second, and handles keys."""
 
 import asyncio
 import time
@@ -17,11 +17,11 @@ from textual.widgets import Static
 from bombus.hive.events import Event
 from bombus.hive.state import Hive
 from bombus_overwatch import palette as pal
-from bombus_overwatch.describe import Group
-from bombus_overwatch.edges import Banner, Edge, KeyBar
-from bombus_overwatch.model import SECOND, View
+from bombus_overwatch.describe import EventGroup
+from bombus_overwatch.edges import Banner, KeyBar, StatusLine
+from bombus_overwatch.model import SECOND, HiveView
 from bombus_overwatch.reward import RewardPanel
-from bombus_overwatch.screen import Link, Standing, engines_of, screen_data
+from bombus_overwatch.screen import Link, ViewerState, engines_of, screen_data
 from bombus_overwatch.timeline import Timeline
 from bombus_overwatch.widgets import (
     CollectionPanel,
@@ -35,14 +35,14 @@ from bombus_overwatch.widgets import (
 )
 
 REDRAW_S = 0.1
-CATCH_UP_ROUNDS = 5  # while catching up, one redraw in so many
+CATCH_UP_ROUNDS = 5  # while catching up, only one in so many timer ticks draws
 PAGE_EVENTS = 100
 
 HELP = (
-    ("p", "hold the view still, and let it go again"),
+    ("p", "hold the view, and release it again"),
     ("← →", "one event back or forward in time"),
     ("pgup pgdn", f"{PAGE_EVENTS} events back or forward"),
-    ("home end", "the oldest event that is kept; live again"),
+    ("home end", "the oldest event that is kept; back to live"),
     ("e", "the next engine"),
     ("f", "show events of one kind only"),
     ("?", "this help"),
@@ -50,8 +50,17 @@ HELP = (
 )
 NOTES = (
     "Idle time counts from an episode's last recorded call; the coordinator also knows of heartbeats and of calls "
-    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the fold of the log up to "
-    "that event: what everybody knew then."
+    "in flight, so its own figure can be lower. Times are UTC. Going back in time shows the state that the log had "
+    "at that event."
+)
+
+HELP_GROUPS = (
+    EventGroup.ENGINE,
+    EventGroup.EPISODES,
+    EventGroup.BATCHES,
+    EventGroup.TRAINING,
+    EventGroup.WEIGHTS,
+    EventGroup.TROUBLE,
 )
 
 
@@ -65,7 +74,7 @@ class Help(ModalScreen[None]):
         for key, what in HELP:
             text.append(f"{key:<11}", f"bold {pal.AMBER}").append(f"{what}\n", pal.TEXT)
         text.append("\n")
-        for group in (Group.ENGINE, Group.EPISODES, Group.BATCHES, Group.TRAINING, Group.WEIGHTS, Group.TROUBLE):
+        for group in HELP_GROUPS:
             mark, colour = pal.MARKS[group]
             text.append(f"{mark} {group}  ", colour)
         text.append(f"\n\n{NOTES}", pal.QUIET)
@@ -75,9 +84,9 @@ class Help(ModalScreen[None]):
 
 
 class Overwatch(App[None]):
-    """`take` folds an event in and `report` says how the link is; both are cheap and draw nothing themselves.
+    """Shows one hive. `take` folds in an event and `report` sets the state of the link; neither of them draws.
 
-    `clock` gives the time in nanoseconds since the epoch.
+    `clock` returns the time in nanoseconds since the epoch.
     """
 
     CSS_PATH = Path(__file__).with_name("overwatch.tcss")
@@ -107,14 +116,14 @@ class Overwatch(App[None]):
 
     def __init__(self, hive: str, clock: Callable[[], int] = time.time_ns) -> None:
         super().__init__()
-        self.up = asyncio.Event()  # the screen is there; feed it from now on
+        self.up = asyncio.Event()  # set once the screen is running and can be fed
         self.timeline = Timeline()
-        self.standing = Standing(hive=hive)
+        self.viewer = ViewerState(hive=hive)
         self._clock = clock
-        self._held: View | None = None
+        self._held: HiveView | None = None
         self._held_now_ns = 0
         self._engine = ""
-        self._group = Group.ALL
+        self._group = EventGroup.ALL
         self._dirty = True
         self._drawn_ns = 0
         self._rounds = 0
@@ -138,43 +147,43 @@ class Overwatch(App[None]):
     def on_mount(self) -> None:
         self.register_theme(pal.THEME)
         self.theme = pal.THEME.name
-        self.title = f"bombus {self.standing.hive}"
+        self.title = f"bombus {self.viewer.hive}"
         self.set_interval(REDRAW_S, self._redraw)
         self.draw()
         self.up.set()
 
-    # ---- what comes in ----------------------------------------------------------------------------------------
+    # ---- events -----------------------------------------------------------------------------------------------
 
     def begin(self, position: int, hive: Hive) -> None:
-        """Forget everything: the log is about to be read from behind `position`, where the state was `hive`."""
-        self.timeline = Timeline(View(hive=hive, position=position))
+        """Start again from the state `hive` at `position`. The events after it follow."""
+        self.timeline = Timeline(HiveView(hive=hive, position=position))
         self._dirty = True
 
     def take(self, position: int, event: Event) -> None:
-        """Fold in the event at `position`. Events of one burst are drawn together."""
+        """Fold in the event at `position`. Events in a burst are drawn together."""
         self.timeline.fold(position, event)
         self._dirty = True
 
     def report(self, link: Link, why: str = "", target: int = 0) -> None:
-        """Say how events come in; `target` is the position to catch up with."""
-        self.standing = replace(self.standing, link=link, why=why, target=target)
+        """Set the state of the link to the bus; `target` is the position to catch up with."""
+        self.viewer = replace(self.viewer, link=link, why=why, target=target)
         self._dirty = True
 
     # ---- drawing ----------------------------------------------------------------------------------------------
 
     def _redraw(self) -> None:
-        """Draw what has changed; once a second draw anyway, because time has passed.
+        """Draw if something has changed, and at least once a second, since times are shown.
 
-        While catching up, seldom: folding comes first.
+        While catching up, draw less often, so that there is more time to fold.
         """
         self._rounds += 1
-        if self.standing.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
+        if self.viewer.link == Link.CATCHING_UP and self._rounds % CATCH_UP_ROUNDS:
             return
         if self._dirty or (self._held is None and self._clock() - self._drawn_ns >= SECOND):
             self.draw()
 
     def draw(self) -> None:
-        """Draw the live view, or the one that is held."""
+        """Draw the live view, or the view that is held."""
         self._dirty = False
         self._drawn_ns = self._clock()
         if self._held is not None:
@@ -182,15 +191,15 @@ class Overwatch(App[None]):
         else:
             view, now_ns = self.timeline.live, self._drawn_ns
         data = screen_data(view, now_ns, self._engine, self._group)
-        standing = replace(
-            self.standing,
+        viewer = replace(
+            self.viewer,
             newest=self.timeline.newest,
             oldest=self.timeline.oldest,
             held=self._held.position if self._held is not None else None,
         )
         base = self.screen_stack[0]
-        for edge in base.query(Edge):
-            edge.tell(standing)
+        for line in base.query(StatusLine):
+            line.show_viewer(viewer)
         for panel in base.query(Panel):
             panel.show(data)
 
@@ -214,7 +223,7 @@ class Overwatch(App[None]):
         self.draw()
 
     def _hold(self, position: int, now_ns: int = 0) -> None:
-        """Stand still at `position`; without `now_ns`, at the time of the event there."""
+        """Hold the view at `position` and at the time `now_ns`, by default the time of that event."""
         self._held = self.timeline.at(position)
         self._held_now_ns = now_ns
         self.draw()
@@ -227,7 +236,7 @@ class Overwatch(App[None]):
             self.draw()
 
     def action_next_filter(self) -> None:
-        groups = list(Group)
+        groups = list(EventGroup)
         self._group = groups[(groups.index(self._group) + 1) % len(groups)]
         self.draw()
 

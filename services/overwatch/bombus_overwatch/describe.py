@@ -1,4 +1,4 @@
-"""Which group of the tail each kind of event belongs to; their words are in `bombus.hive.describe`."""
+"""The group of each kind of event, by which the tail is filtered. `bombus.hive.describe` has their texts."""
 
 from enum import StrEnum
 
@@ -6,8 +6,8 @@ from bombus.hive import events as ev
 from bombus.hive.events import Event
 
 
-class Group(StrEnum):
-    """What the tail can be filtered by. `TROUBLE` cuts across the others."""
+class EventGroup(StrEnum):
+    """A group of events that the tail can show alone. `TROUBLE` overlaps with the others."""
 
     ALL = "all"
     ENGINE = "engine"
@@ -19,34 +19,34 @@ class Group(StrEnum):
     TROUBLE = "trouble"
 
 
-GROUPS: dict[type[Event], Group] = {
-    ev.EpochOpened: Group.ENGINE,
-    ev.EngineConfigured: Group.ENGINE,
-    ev.EngineStarted: Group.ENGINE,
-    ev.EngineProgressed: Group.ENGINE,
-    ev.EngineBooted: Group.ENGINE,
-    ev.EngineStopped: Group.ENGINE,
-    ev.EngineFailed: Group.ENGINE,
-    ev.RollingStarted: Group.ENGINE,
-    ev.RollingClosed: Group.ENGINE,
-    ev.SyncingStarted: Group.ENGINE,
-    ev.SyncAgreed: Group.ENGINE,
-    ev.EpisodeClaimed: Group.EPISODES,
-    ev.EpisodeEnded: Group.EPISODES,
-    ev.EpisodeAborted: Group.EPISODES,
-    ev.CallsNoted: Group.CALLS,
-    ev.GroupDropped: Group.BATCHES,
-    ev.PoolCleared: Group.BATCHES,
-    ev.BatchReady: Group.BATCHES,
-    ev.TrainerOpened: Group.TRAINING,
-    ev.StepCompleted: Group.TRAINING,
-    ev.StepFailed: Group.TRAINING,
-    ev.WeightsReady: Group.WEIGHTS,
-    ev.WeightsLoaded: Group.WEIGHTS,
-    ev.ReplicaJoined: Group.WEIGHTS,
-    ev.ReplicaLeft: Group.WEIGHTS,
-    ev.StorageFilled: Group.ENGINE,
-    ev.StorageFreed: Group.ENGINE,
+GROUPS: dict[type[Event], EventGroup] = {
+    ev.EpochOpened: EventGroup.ENGINE,
+    ev.EngineConfigured: EventGroup.ENGINE,
+    ev.EngineStarted: EventGroup.ENGINE,
+    ev.EngineProgressed: EventGroup.ENGINE,
+    ev.EngineBooted: EventGroup.ENGINE,
+    ev.EngineStopped: EventGroup.ENGINE,
+    ev.EngineFailed: EventGroup.ENGINE,
+    ev.RollingStarted: EventGroup.ENGINE,
+    ev.RollingClosed: EventGroup.ENGINE,
+    ev.SyncingStarted: EventGroup.ENGINE,
+    ev.SyncAgreed: EventGroup.ENGINE,
+    ev.EpisodeClaimed: EventGroup.EPISODES,
+    ev.EpisodeEnded: EventGroup.EPISODES,
+    ev.EpisodeAborted: EventGroup.EPISODES,
+    ev.CallsNoted: EventGroup.CALLS,
+    ev.GroupDropped: EventGroup.BATCHES,
+    ev.PoolCleared: EventGroup.BATCHES,
+    ev.BatchReady: EventGroup.BATCHES,
+    ev.TrainerOpened: EventGroup.TRAINING,
+    ev.StepCompleted: EventGroup.TRAINING,
+    ev.StepFailed: EventGroup.TRAINING,
+    ev.WeightsReady: EventGroup.WEIGHTS,
+    ev.WeightsLoaded: EventGroup.WEIGHTS,
+    ev.ReplicaJoined: EventGroup.WEIGHTS,
+    ev.ReplicaLeft: EventGroup.WEIGHTS,
+    ev.StorageFilled: EventGroup.ENGINE,
+    ev.StorageFreed: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
@@ -62,6 +62,6 @@ TROUBLE: frozenset[type[Event]] = frozenset(
 )
 
 
-def tone_of(event: Event) -> Group:
-    """The group by which an event's line is coloured."""
-    return Group.TROUBLE if type(event) in TROUBLE else GROUPS[type(event)]
+def tone_of(event: Event) -> EventGroup:
+    """Return the group that gives an event's line its colour."""
+    return EventGroup.TROUBLE if type(event) in TROUBLE else GROUPS[type(event)]

@@ -1,4 +1,4 @@
-"""Pictures made of text: bars, sparklines, and a line chart in braille dots. Plain functions, no widget."""
+"""Draws with characters: bars, sparklines, and a line chart in braille dots. Plain functions, no widgets."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of a 
 
 
 def bar(done: float, target: float, width: int) -> tuple[str, str]:
-    """The filled part of a bar, to half a cell, and the rest of it: together `width` cells."""
+    """Return the filled part of a bar, to half a cell, and the rest of it; together they have `width` cells."""
     share = min(1.0, max(0.0, done / target)) if target > 0 else 0.0
     halves = int(share * width * 2 + 1e-9)  # rounded down: a bar is full when its target is reached, not before
     filled = "━" * (halves // 2) + "╸" * (halves % 2)
@@ -19,7 +19,7 @@ def bar(done: float, target: float, width: int) -> tuple[str, str]:
 
 
 def buckets(values: Sequence[float], width: int) -> list[float]:
-    """At most `width` values in the same order, each the mean of a stretch of the given ones."""
+    """Return at most `width` values in the same order, each the mean of a range of the given values."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * index // width for index in range(width + 1)]
@@ -27,7 +27,10 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
-    """One row of bars from the least value (or `floor`) to the greatest; figures that are not finite leave a gap."""
+    """Return a row of bars, scaled from the least value (or `floor`) to the greatest.
+
+    Values that are not finite leave gaps.
+    """
     shown = buckets(values, width)
     finite = [value for value in shown if _finite(value)]
     if not finite or width <= 0:
@@ -53,20 +56,20 @@ class Range(msgspec.Struct, frozen=True):
     high: float
 
     def place(self, value: float, cells: int) -> int:
-        """The cell of `value`, 0 to cells - 1."""
+        """Return the cell of `value`, from 0 to `cells` - 1."""
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
         return min(cells - 1, max(0, round(share * (cells - 1))))
 
 
 def range_of(values: Sequence[float], room: float = 0.05) -> Range:
-    """The range of the values with a little room above and below; a flat line lies in the middle of its range."""
+    """Return the range of the values with a margin on both sides, so that a flat line is in the middle."""
     low, high = min(values), max(values)
     margin = (high - low) * room if high > low else max(0.5, abs(low) * 0.1)
     return Range(low - margin, high + margin)
 
 
 def braille_line(points: Sequence[tuple[float, float]], x: Range, y: Range, width: int, height: int) -> list[list[str]]:
-    """A line through the points on `height` rows of `width` cells, 2 by 4 dots a cell; a space where none is."""
+    """Return a line through the points: `height` rows of `width` cells, 2 by 4 dots each. Empty cells are spaces."""
     bits = [[0] * width for _ in range(height)]
     dots = [(x.place(px, 2 * width), 4 * height - 1 - y.place(py, 4 * height)) for px, py in _thin(points, x, width)]
     for (x0, y0), (x1, y1) in pairwise(dots if len(dots) > 1 else dots * 2):
@@ -78,7 +81,7 @@ def braille_line(points: Sequence[tuple[float, float]], x: Range, y: Range, widt
 
 
 def _thin(points: Sequence[tuple[float, float]], x: Range, width: int) -> list[tuple[float, float]]:
-    """One point, the mean, for each column of dots: more of them would only blot."""
+    """Replace the points in each column of dots by their mean, since more than one would only blur the line."""
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(x.place(point[0], 2 * width), []).append(point)

@@ -1,33 +1,33 @@
-"""The first and the last line of the screen: what is looked at, how fresh it is, and the keys."""
+"""The first and last line of the screen: what is shown, how current it is, and the keys."""
 
 from rich.text import Text
 
 from bombus.hive.status import one_line
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar
-from bombus_overwatch.screen import Link, Screen, Standing
+from bombus_overwatch.screen import Link, Screen, ViewerState
 from bombus_overwatch.widgets import Panel
 
 KEYS = (("p", "pause"), ("←→", "scrub"), ("e", "engine"), ("f", "filter"), ("?", "help"), ("q", "quit"))
 
 
-class Edge(Panel):
-    """A line that shows the viewer's standing as well."""
+class StatusLine(Panel):
+    """A line that also shows the state of the viewer."""
 
-    standing = Standing(hive="")
+    viewer = ViewerState(hive="")
 
-    def tell(self, standing: Standing) -> None:
-        if standing != self.standing:
-            self.standing = standing
+    def show_viewer(self, viewer: ViewerState) -> None:
+        if viewer != self.viewer:
+            self.viewer = viewer
             self.refresh()
 
 
-class Banner(Edge):
-    """Hive and engine on the left; link, position and time on the right."""
+class Banner(StatusLine):
+    """The hive and engine on the left; the link, position and time on the right."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         left = Text(" ⬢ bombus ", f"bold {pal.AMBER}")
-        left.append(" hive ", pal.QUIET).append(self.standing.hive, f"bold {pal.TEXT}")
+        left.append(" hive ", pal.QUIET).append(self.viewer.hive, f"bold {pal.TEXT}")
         if screen.engine:
             left.append("  engine ", pal.QUIET).append(screen.engine, f"bold {pal.TEXT}")
         if len(screen.engines) > 1:
@@ -39,40 +39,40 @@ class Banner(Edge):
         return [left.append_text(right)]
 
     def _link(self) -> Text:
-        standing = self.standing
-        mark, colour = pal.LINKS[standing.link]
-        if standing.link == Link.LIVE and standing.held is not None:
+        viewer = self.viewer
+        mark, colour = pal.LINKS[viewer.link]
+        if viewer.link == Link.LIVE and viewer.held is not None:
             return Text("‖ held", f"bold {pal.YELLOW}")
-        text = Text(f"{mark} {standing.link}", f"bold {colour}")
-        if standing.link == Link.CATCHING_UP and standing.target:
-            filled, rest = bar(standing.newest, standing.target, 10)
+        text = Text(f"{mark} {viewer.link}", f"bold {colour}")
+        if viewer.link == Link.CATCHING_UP and viewer.target:
+            filled, rest = bar(viewer.newest, viewer.target, 10)
             text.append(" ").append(filled, colour).append(rest, pal.FAINT)
-            text.append(f" of {standing.target:,}", pal.QUIET)
+            text.append(f" of {viewer.target:,}", pal.QUIET)
         return text
 
 
-class KeyBar(Edge):
-    """The keys; while the view is held, where in the past it stands; while the bus is away, why."""
+class KeyBar(StatusLine):
+    """The keys. While the view is held, its place in the past; while the bus is away, the reason."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
-        standing = self.standing
-        if standing.held is not None:
-            return [self._scrubber(standing, width)]
-        if standing.why:
-            return [Text(f" {one_line(standing.why)}", pal.VERMILLION)]
+        viewer = self.viewer
+        if viewer.held is not None:
+            return [self._scrubber(viewer, width)]
+        if viewer.why:
+            return [Text(f" {one_line(viewer.why)}", pal.VERMILLION)]
         line = Text()
         for key, what in KEYS:
             shown = f"filter: {screen.tail_group}" if what == "filter" else what
             line.append(f" {key} ", f"bold {pal.AMBER}").append(f"{shown} ", pal.QUIET)
         return [line]
 
-    def _scrubber(self, standing: Standing, width: int) -> Text:
-        assert standing.held is not None
-        behind = standing.newest - standing.held
-        line = Text(f" ‖ event {standing.held:,} ", f"bold {pal.YELLOW}")
+    def _scrubber(self, viewer: ViewerState, width: int) -> Text:
+        assert viewer.held is not None
+        behind = viewer.newest - viewer.held
+        line = Text(f" ‖ event {viewer.held:,} ", f"bold {pal.YELLOW}")
         room = max(8, width - 70)
-        span = max(1, standing.newest - standing.oldest)
-        place = min(room - 1, max(0, round((standing.held - standing.oldest) / span * (room - 1))))
+        span = max(1, viewer.newest - viewer.oldest)
+        place = min(room - 1, max(0, round((viewer.held - viewer.oldest) / span * (room - 1))))
         line.append("├" + "─" * place, pal.FAINT).append("●", pal.YELLOW)
         line.append("─" * (room - 1 - place) + "┤", pal.FAINT)
         line.append(f" {behind:,} behind ", pal.TEXT)

@@ -1,6 +1,6 @@
-"""The fold behind the screen: the state of the hive, and the histories that curves and the tail need.
+"""The fold that the screen draws: the state of the hive, and the histories for curves and the tail.
 
-Pure: no clock, no I/O, no widget. Everything that grows has a bound.
+Pure: no clock, no I/O, no widgets. Everything that grows has a limit.
 """
 
 from collections import deque
@@ -10,18 +10,18 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.events import EpisodeType, Event
 from bombus.hive.state import EvalStats, Hive, evolve
-from bombus_overwatch.describe import GROUPS, TROUBLE, Group
+from bombus_overwatch.describe import GROUPS, TROUBLE, EventGroup
 
-TAIL_KEPT = 500  # events, for each group of an engine: a flood of calls does not wash away the rest
+TAIL_KEPT = 500  # events for each group of an engine, so that many calls do not displace the other events
 VERSIONS_KEPT = 4_096
 STEPS_KEPT = 4_096
-BINS_KEPT = 600
+SECONDS_KEPT = 600
 STAGES_KEPT = 100
 SECOND = 1_000_000_000
 
 
-class Kept(msgspec.Struct, frozen=True, array_like=True):
-    """An event and its place on the log."""
+class LoggedEvent(msgspec.Struct, frozen=True, array_like=True):
+    """An event and its position on the log."""
 
     position: int
     event: Event
@@ -33,8 +33,8 @@ class StepPoint(msgspec.Struct, frozen=True, array_like=True):
     metrics: dict[str, float]
 
 
-class Bin(msgspec.Struct, array_like=True):
-    """What came in during one second of log time."""
+class SecondCounts(msgspec.Struct, array_like=True):
+    """Tokens and episodes that came in during one second of log time."""
 
     second: int
     tokens: int = 0
@@ -46,93 +46,93 @@ class Stage(msgspec.Struct, frozen=True, array_like=True):
     at_ns: int
 
 
-def _tails() -> dict[Group, deque[Kept]]:
-    return {group: deque(maxlen=TAIL_KEPT) for group in Group}
+def _tails() -> dict[EventGroup, deque[LoggedEvent]]:
+    return {group: deque(maxlen=TAIL_KEPT) for group in EventGroup}
 
 
-class Trail(msgspec.Struct, kw_only=True):
-    """What one engine leaves behind. Everything but the tails begins anew with each run."""
+class EngineHistory(msgspec.Struct, kw_only=True):
+    """The history of one engine. Everything but the tails starts again with each run."""
 
-    tails: dict[Group, deque[Kept]] = msgspec.field(default_factory=_tails)
+    tails: dict[EventGroup, deque[LoggedEvent]] = msgspec.field(default_factory=_tails)
     rewards: dict[int, EvalStats] = {}  # of training episodes, by the policy version at their claim
     steps: deque[StepPoint] = msgspec.field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
-    bins: deque[Bin] = msgspec.field(default_factory=lambda: deque(maxlen=BINS_KEPT))
+    seconds: deque[SecondCounts] = msgspec.field(default_factory=lambda: deque(maxlen=SECONDS_KEPT))
     stages: deque[Stage] = msgspec.field(default_factory=lambda: deque(maxlen=STAGES_KEPT))
     booted_ns: int = 0
     aborted: dict[str, int] = {}  # episodes, by reason
     dropped: dict[str, int] = {}
 
 
-class View(msgspec.Struct, kw_only=True):
-    """Everything that the screen can show, as of `position`."""
+class HiveView(msgspec.Struct, kw_only=True):
+    """Everything that the screen can show at `position`."""
 
     hive: Hive = msgspec.field(default_factory=Hive)
     position: int = 0
-    trails: dict[str, Trail] = {}
+    histories: dict[str, EngineHistory] = {}
 
-    def trail(self, engine: str) -> Trail:
-        trail = self.trails.get(engine)
-        if trail is None:
-            trail = self.trails[engine] = Trail()
-        return trail
+    def history(self, engine: str) -> EngineHistory:
+        history = self.histories.get(engine)
+        if history is None:
+            history = self.histories[engine] = EngineHistory()
+        return history
 
 
-def fold(view: View, position: int, event: Event) -> None:
+def fold(view: HiveView, position: int, event: Event) -> None:
     """Fold the event at `position` of the log into the view, in place."""
     evolve(view.hive, event)
     view.position = position
     if isinstance(event, ev.EngineStarted):
-        view.trails[event.engine] = Trail(tails=view.trail(event.engine).tails)
-    trail = view.trail(event.engine)
-    _remember(trail, Kept(position, event))
-    _note(trail, event)
+        view.histories[event.engine] = EngineHistory(tails=view.history(event.engine).tails)
+    history = view.history(event.engine)
+    _remember(history, LoggedEvent(position, event))
+    _note(history, event)
 
 
-def _remember(trail: Trail, kept: Kept) -> None:
-    kind = type(kept.event)
-    trail.tails[Group.ALL].append(kept)
-    trail.tails[GROUPS[kind]].append(kept)
+def _remember(history: EngineHistory, logged: LoggedEvent) -> None:
+    kind = type(logged.event)
+    history.tails[EventGroup.ALL].append(logged)
+    history.tails[GROUPS[kind]].append(logged)
     if kind in TROUBLE:
-        trail.tails[Group.TROUBLE].append(kept)
+        history.tails[EventGroup.TROUBLE].append(logged)
 
 
-def _note(trail: Trail, event: Event) -> None:
+def _note(history: EngineHistory, event: Event) -> None:
     match event:
         case ev.CallsNoted():
-            _bin(trail, event.at_ns).tokens += sum(call.completion_tokens for call in event.calls)
+            _second_of(history, event.at_ns).tokens += sum(call.completion_tokens for call in event.calls)
         case ev.EpisodeEnded():
-            _ended(trail, event)
+            _ended(history, event)
         case ev.EpisodeAborted():
-            trail.aborted[event.reason] = trail.aborted.get(event.reason, 0) + len(event.episodes)
+            history.aborted[event.reason] = history.aborted.get(event.reason, 0) + len(event.episodes)
         case ev.GroupDropped():
-            trail.dropped[event.reason] = trail.dropped.get(event.reason, 0) + len(event.episodes)
+            history.dropped[event.reason] = history.dropped.get(event.reason, 0) + len(event.episodes)
         case ev.PoolCleared():
-            trail.dropped[event.reason] = trail.dropped.get(event.reason, 0) + event.episodes
+            history.dropped[event.reason] = history.dropped.get(event.reason, 0) + event.episodes
         case ev.StepCompleted():
-            trail.steps.append(StepPoint(event.step, event.at_ns, event.metrics))
+            history.steps.append(StepPoint(event.step, event.at_ns, event.metrics))
         case ev.EngineProgressed():
-            trail.stages.append(Stage(event.stage, event.at_ns))
+            history.stages.append(Stage(event.stage, event.at_ns))
         case ev.EngineBooted():
-            trail.booted_ns = event.at_ns
+            history.booted_ns = event.at_ns
         case _:
             pass
 
 
-def _bin(trail: Trail, at_ns: int) -> Bin:
+def _second_of(history: EngineHistory, at_ns: int) -> SecondCounts:
     second = at_ns // SECOND
-    if not trail.bins or trail.bins[-1].second < second:
-        trail.bins.append(Bin(second))
-    return trail.bins[-1]
+    if not history.seconds or history.seconds[-1].second < second:
+        history.seconds.append(SecondCounts(second))
+    return history.seconds[-1]
 
 
-def _ended(trail: Trail, event: ev.EpisodeEnded) -> None:
-    _bin(trail, event.at_ns).episodes += len(event.outcomes)
+def _ended(history: EngineHistory, event: ev.EpisodeEnded) -> None:
+    _second_of(history, event.at_ns).episodes += len(event.outcomes)
     if event.type == EpisodeType.EVAL:
-        return  # the state keeps those
-    stats = trail.rewards.setdefault(event.version, EvalStats())
+        return  # the hive's state has their statistics
+    stats = history.rewards.setdefault(event.version, EvalStats())
     for outcome in event.outcomes:
         stats.episodes += 1
         stats.reward_sum += outcome.reward
         stats.successes += bool(outcome.is_success)
-    while len(trail.rewards) > VERSIONS_KEPT:
-        del trail.rewards[next(iter(trail.rewards))]
+    while len(history.rewards) > VERSIONS_KEPT:
+        del history.rewards[next(iter(history.rewards))]

@@ -1,7 +1,7 @@
 """Colours, marks and number formats of the screen.
 
-The colours are the Okabe-Ito set, which people tell apart whatever their colour vision; a mark or a word always says
-the same thing, so the screen also reads without any colour.
+The colours are the Okabe-Ito set, which can be told apart with any colour vision. A mark or a word always has the same
+meaning as the colour, so the screen can also be read without colours.
 """
 
 from datetime import UTC, datetime
@@ -10,12 +10,12 @@ from math import isfinite
 from rich.cells import cell_len, set_cell_size
 from textual.theme import Theme
 
-from bombus_overwatch.describe import Group
+from bombus_overwatch.describe import EventGroup
 from bombus_overwatch.screen import Link
 
 AMBER = "#e69f00"
 SKY = "#56b4e9"
-GREEN = "#00b386"  # the set's bluish green, lighter: it is read on black
+GREEN = "#00b386"  # the set's bluish green, lighter to be readable on black
 YELLOW = "#f0e442"
 VERMILLION = "#ff7a33"  # lighter for the same reason
 PURPLE = "#cc79a7"
@@ -39,15 +39,15 @@ THEME = Theme(
     dark=True,
 )
 
-MARKS: dict[Group, tuple[str, str]] = {
-    Group.ALL: ("·", TEXT),
-    Group.ENGINE: ("◆", AMBER),
-    Group.EPISODES: ("•", TEXT),
-    Group.CALLS: ("·", QUIET),
-    Group.BATCHES: ("■", PURPLE),
-    Group.TRAINING: ("▲", SKY),
-    Group.WEIGHTS: ("●", GREEN),
-    Group.TROUBLE: ("✗", VERMILLION),
+MARKS: dict[EventGroup, tuple[str, str]] = {
+    EventGroup.ALL: ("·", TEXT),
+    EventGroup.ENGINE: ("◆", AMBER),
+    EventGroup.EPISODES: ("•", TEXT),
+    EventGroup.CALLS: ("·", QUIET),
+    EventGroup.BATCHES: ("■", PURPLE),
+    EventGroup.TRAINING: ("▲", SKY),
+    EventGroup.WEIGHTS: ("●", GREEN),
+    EventGroup.TROUBLE: ("✗", VERMILLION),
 }
 
 LINKS: dict[Link, tuple[str, str]] = {
@@ -59,7 +59,7 @@ LINKS: dict[Link, tuple[str, str]] = {
 
 
 def fit(text: str, width: int, right: bool = False) -> str:
-    """The text in exactly `width` cells, cut off with an ellipsis or padded."""
+    """Return the text in exactly `width` cells, cut off with an ellipsis or padded."""
     if width <= 0:
         return ""
     size = cell_len(text)
@@ -69,12 +69,12 @@ def fit(text: str, width: int, right: bool = False) -> str:
 
 
 def fit_end(text: str, width: int) -> str:
-    """Like `fit`, but keeps the end: the number in an episode's id is what tells it from others."""
+    """Like `fit`, but keep the end: the number in an episode's id distinguishes it from the others."""
     return fit(text, width) if len(text) <= width or width < 2 else "…" + text[1 - width :]
 
 
 def figure(value: float) -> str:
-    """A number in at most about seven characters: `1,234`, `12.3`, `0.012`, `1.2e-05`."""
+    """Format a number in about seven characters at most: `1,234`, `12.3`, `0.012`, `1.2e-05`."""
     if not isfinite(value):
         return str(value)
     if abs(value) >= 1e6:
@@ -85,5 +85,5 @@ def figure(value: float) -> str:
 
 
 def clock_time(at_ns: int) -> str:
-    """The time of day in UTC: the machines of a hive need not share a time zone."""
+    """Return the time of day in UTC, since the machines of a hive may be in different time zones."""
     return datetime.fromtimestamp(at_ns / 1e9, UTC).strftime("%H:%M:%S")

@@ -10,10 +10,10 @@ from bombus_overwatch.palette import figure, fit
 from bombus_overwatch.screen import RewardCurves, Screen
 from bombus_overwatch.widgets import Panel
 
-AXIS = 7  # cells for the figures beside the chart
+AXIS = 7  # cells for the numbers beside the chart
 HELD_OUT = "◆"
 
-Point = tuple[int, float]
+CurvePoint = tuple[int, float]
 Cell = tuple[str, str]  # a character and its colour
 
 
@@ -42,7 +42,7 @@ def _legend(rewards: RewardCurves, width: int) -> Text:
     return legend
 
 
-def _chart(train: list[Point], held_out: list[Point], width: int, height: int) -> list[Text]:
+def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, height: int) -> list[Text]:
     room = width - AXIS - 1
     if room < 4 or height < 2:
         return []

@@ -1,4 +1,4 @@
-"""What is on the screen, as data: worked out from the view by one pure function, drawn by the widgets."""
+"""The contents of the screen as data: computed from the view by one pure function, and drawn by the widgets."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from bombus.hive.describe import line_of
 from bombus.hive.events import HIVE
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.status import EngineStatus, OpenEpisode, engine_status, one_line, seconds_between
-from bombus_overwatch.describe import Group, tone_of
-from bombus_overwatch.model import SECOND, Kept, Trail, View
+from bombus_overwatch.describe import EventGroup, tone_of
+from bombus_overwatch.model import SECOND, EngineHistory, HiveView, LoggedEvent
 
 TAIL_SHOWN = 200
 RATE_S = 30  # the rates are means over this many seconds
@@ -17,7 +17,7 @@ RATE_CURVE_S = 300
 NEAR_LIMIT = 0.75  # an episode this far into its idle limit stands out
 HALF_LIMIT = 0.5
 
-# What the trainer calls the figures that have a place of their own; the others are listed by name.
+# The trainer's names for the metrics that have a place of their own. The others are listed by name.
 LOSS = "loss"
 GRAD_NORM = "grad_norm"
 STALENESS = "staleness_mean"
@@ -32,7 +32,7 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage of booting and the time it took, or has taken so far."""
+    """A stage of booting, and the time that it took or has taken so far."""
 
     name: str
     took_s: float
@@ -51,7 +51,7 @@ class EpisodeRow:
 
 @dataclass(frozen=True)
 class RewardCurves:
-    """Mean rewards by policy version. Training holds versions that are done with; `now` is the version in hand."""
+    """Mean rewards by policy version. `train` has the versions that are complete, `now_mean` is of the current one."""
 
     train: tuple[tuple[int, float], ...]
     held_out: tuple[tuple[int, float], ...]
@@ -60,8 +60,7 @@ class RewardCurves:
 
 
 @dataclass(frozen=True)
-class Training:
-    trainer: str
+class TrainingSummary:
     epoch: int
     step_in_flight: int | None
     in_flight_s: float
@@ -73,7 +72,7 @@ class Training:
     grad_norm: tuple[float, ...]
     staleness: float | None
     merge_share: float | None  # of calls that extended an earlier one token for token
-    others: tuple[tuple[str, float], ...]  # the last step's remaining figures, by name
+    others: tuple[tuple[str, float], ...]  # the last step's other metrics, by name
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,11 @@ class TailRow:
     position: int
     at_ns: int
     text: str
-    tone: Group
+    tone: EventGroup
 
 
 class Link(StrEnum):
-    """How the screen hears of events."""
+    """The state of the connection through which events arrive."""
 
     CONNECTING = "connecting"
     CATCHING_UP = "catching up"
@@ -103,8 +102,8 @@ class Link(StrEnum):
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What is true of the viewer, not of the hive. `held` is the position that the screen stands still at."""
+class ViewerState:
+    """The state of the viewer, as opposed to the hive. `held` is the position at which the view is held, if it is."""
 
     hive: str
     link: Link = Link.CONNECTING
@@ -112,56 +111,54 @@ class Standing:
     newest: int = 0
     target: int = 0  # while catching up: the position that was the newest at the start
     held: int | None = None
-    oldest: int = 0  # the earliest position that can be gone back to
+    oldest: int = 0  # the earliest position that can be shown
 
 
 @dataclass(frozen=True)
 class Screen:
-    """All that is drawn, as of `position`. `status` is None until the log has named an engine."""
+    """Everything that is drawn, at `position`. `status` is None until the log names an engine."""
 
     position: int
     now_ns: int
-    epoch: int
     engines: tuple[str, ...]
     engine: str
     status: EngineStatus | None
     stages: tuple[StageRow, ...]
     episodes: tuple[EpisodeRow, ...]
     rewards: RewardCurves
-    training: Training
+    training: TrainingSummary
     rates: Rates
     aborted: tuple[tuple[str, int], ...]
     dropped: tuple[tuple[str, int], ...]
     tail: tuple[TailRow, ...]
-    tail_group: Group
+    tail_group: EventGroup
 
 
-def engines_of(view: View) -> tuple[str, ...]:
+def engines_of(view: HiveView) -> tuple[str, ...]:
     return tuple(sorted(name for name in view.hive.engines if name != HIVE))
 
 
-def screen_data(view: View, now_ns: int, engine: str = "", group: Group = Group.ALL) -> Screen:
-    """What to show at `now_ns` for `engine` (the first one when that is not known), the tail cut down to `group`."""
+def screen_data(view: HiveView, now_ns: int, engine: str = "", group: EventGroup = EventGroup.ALL) -> Screen:
+    """Return what to show at `now_ns` for `engine`, or for the first one if that is unknown. The tail shows `group`."""
     engines = engines_of(view)
     chosen = engine if engine in engines else next(iter(engines), "")
     state = view.hive.engines.get(chosen) or EngineState(name=chosen)
-    trail = view.trails.get(chosen) or Trail()
+    history = view.histories.get(chosen) or EngineHistory()
     now_ns = max(now_ns, view.hive.now_ns)
     status = engine_status(state, now_ns)
     return Screen(
         position=view.position,
         now_ns=now_ns,
-        epoch=view.hive.epoch,
         engines=engines,
         engine=chosen,
         status=status if chosen else None,
-        stages=_stages(state, trail, now_ns),
+        stages=_stages(state, history, now_ns),
         episodes=tuple(_episode_row(episode) for episode in status.open_episodes),
-        rewards=_rewards(state, trail),
-        training=_training(state, status, trail, now_ns),
-        rates=_rates(trail, now_ns),
-        aborted=_by_count(trail.aborted),
-        dropped=_by_count(trail.dropped),
+        rewards=_rewards(state, history),
+        training=_training(state, status, history, now_ns),
+        rates=_rates(history, now_ns),
+        aborted=_by_count(history.aborted),
+        dropped=_by_count(history.dropped),
         tail=_tail(view, chosen, group),
         tail_group=group,
     )
@@ -171,25 +168,25 @@ def _episode_row(episode: OpenEpisode) -> EpisodeRow:
     return EpisodeRow(episode, episode.idle_s / episode.limit_s if episode.limit_s > 0 else 0.0)
 
 
-def _stages(engine: EngineState, trail: Trail, now_ns: int) -> tuple[StageRow, ...]:
-    """A stage ends where the next one begins; the last one with booting."""
-    if trail.booted_ns:
-        last, end_ns = StageState.DONE, trail.booted_ns
+def _stages(engine: EngineState, history: EngineHistory, now_ns: int) -> tuple[StageRow, ...]:
+    """A stage ends where the next one begins, and the last one when booting ends."""
+    if history.booted_ns:
+        last, end_ns = StageState.DONE, history.booted_ns
     elif engine.phase == Phase.BOOTING:
         last, end_ns = StageState.RUNNING, now_ns
     else:
         last, end_ns = StageState.BROKEN, engine.phase_since_ns
-    ends = [*(stage.at_ns for stage in trail.stages), end_ns][1:]
+    ends = [*(stage.at_ns for stage in history.stages), end_ns][1:]
     states = [*(StageState.DONE for _ in ends[1:]), last]
     return tuple(
         StageRow(one_line(stage.name), seconds_between(stage.at_ns, until_ns), state)
-        for stage, until_ns, state in zip(trail.stages, ends, states)
+        for stage, until_ns, state in zip(history.stages, ends, states)
     )
 
 
-def _rewards(engine: EngineState, trail: Trail) -> RewardCurves:
-    now = trail.rewards.get(engine.version)
-    done = ((version, stats.mean) for version, stats in trail.rewards.items() if version < engine.version)
+def _rewards(engine: EngineState, history: EngineHistory) -> RewardCurves:
+    now = history.rewards.get(engine.version)
+    done = ((version, stats.mean) for version, stats in history.rewards.items() if version < engine.version)
     return RewardCurves(
         train=tuple(sorted(done)),
         held_out=tuple((version, stats.mean) for version, stats in sorted(engine.evals.items())),
@@ -198,48 +195,47 @@ def _rewards(engine: EngineState, trail: Trail) -> RewardCurves:
     )
 
 
-def _curve(trail: Trail, name: str) -> tuple[float, ...]:
-    return tuple(point.metrics[name] for point in trail.steps if name in point.metrics)
+def _curve(history: EngineHistory, name: str) -> tuple[float, ...]:
+    return tuple(point.metrics[name] for point in history.steps if name in point.metrics)
 
 
-def _training(engine: EngineState, status: EngineStatus, trail: Trail, now_ns: int) -> Training:
-    metrics = trail.steps[-1].metrics if trail.steps else {}
+def _training(engine: EngineState, status: EngineStatus, history: EngineHistory, now_ns: int) -> TrainingSummary:
+    metrics = history.steps[-1].metrics if history.steps else {}
     counters = engine.counters
     shown = {LOSS, GRAD_NORM, STALENESS, MERGED}
     merged = metrics.get(MERGED)
     if merged is None and counters.calls:
         merged = counters.calls_merged / counters.calls
     trainer = status.trainer
-    return Training(
-        trainer=one_line(trainer.trainer),
+    return TrainingSummary(
         epoch=trainer.epoch,
         step_in_flight=trainer.step_in_flight,
         in_flight_s=seconds_between(trainer.step_since_ns, now_ns) if trainer.step_since_ns else 0.0,
         groups=trainer.groups,
         episodes=trainer.episodes,
         failures=trainer.failures,
-        last_step=trail.steps[-1].step if trail.steps else None,
-        loss=_curve(trail, LOSS),
-        grad_norm=_curve(trail, GRAD_NORM),
+        last_step=history.steps[-1].step if history.steps else None,
+        loss=_curve(history, LOSS),
+        grad_norm=_curve(history, GRAD_NORM),
         staleness=metrics.get(STALENESS),
         merge_share=merged,
         others=tuple((one_line(name), value) for name, value in sorted(metrics.items()) if name not in shown),
     )
 
 
-def _rates(trail: Trail, now_ns: int) -> Rates:
+def _rates(history: EngineHistory, now_ns: int) -> Rates:
     now = now_ns // SECOND
     tokens = episodes = 0
     curve = [0.0] * RATE_CURVE_S
-    for entry in trail.bins:
+    for entry in history.seconds:
         age = now - entry.second
         if 0 <= age < RATE_S:
             tokens += entry.tokens
             episodes += entry.episodes
         if 0 <= age < RATE_CURVE_S:
             curve[RATE_CURVE_S - 1 - age] += entry.tokens
-    lasted = now - trail.bins[0].second + 1 if trail.bins else RATE_S
-    window = min(RATE_S, max(1, lasted))  # a run that has just begun is not called slow
+    lasted = now - history.seconds[0].second + 1 if history.seconds else RATE_S
+    window = min(RATE_S, max(1, lasted))  # so that the rate of a new run is not underestimated
     return Rates(tokens / window, episodes / window, tuple(curve))
 
 
@@ -247,10 +243,10 @@ def _by_count(counts: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(((str(name), count) for name, count in counts.items()), key=lambda row: (-row[1], row[0])))
 
 
-def _tail(view: View, engine: str, group: Group) -> tuple[TailRow, ...]:
-    """The newest events of the engine and of the hive as a whole, the newest last."""
-    trails = (view.trails[name] for name in (HIVE, engine) if name in view.trails)
-    kept: Iterable[Kept] = (kept for trail in trails for kept in list(trail.tails[group])[-TAIL_SHOWN:])
+def _tail(view: HiveView, engine: str, group: EventGroup) -> tuple[TailRow, ...]:
+    """Return the newest events of the engine and of the hive itself, the newest last."""
+    histories = (view.histories[name] for name in (HIVE, engine) if name in view.histories)
+    kept: Iterable[LoggedEvent] = (kept for history in histories for kept in list(history.tails[group])[-TAIL_SHOWN:])
     newest = sorted(kept, key=lambda entry: entry.position)[-TAIL_SHOWN:]
     return tuple(
         TailRow(entry.position, entry.event.at_ns, line_of(entry.event), tone_of(entry.event)) for entry in newest

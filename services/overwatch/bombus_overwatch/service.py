@@ -11,13 +11,13 @@ from bombus_overwatch.screen import Link
 
 RETRY_S = 1.0
 LINK_CHECK_S = 0.1
-AWAY = "the bus is away: this is the last that we know, and it goes on when the bus is back"
+AWAY = "the bus is away: this is the last known state, and it goes on when the bus is back"
 
 
 async def run(nats_url: str, hive: str) -> None:
-    """Show the hive until the user quits. A bus that is away is waited for, on the screen.
+    """Show the hive until the user quits. While the bus is away, the screen waits for it.
 
-    Raises `ValueError` for a bad hive name, and `LogCorrupted` (once the screen is gone) for a log that cannot be.
+    Raises `ValueError` for a bad hive name, and `LogCorrupted`, after closing the screen, for a corrupt log.
     """
     app = Overwatch(Subjects(hive).hive)
     feed = asyncio.create_task(_feed(app, nats_url, hive))
@@ -32,19 +32,19 @@ async def run(nats_url: str, hive: str) -> None:
 
 
 async def _feed(app: Overwatch, nats_url: str, hive: str) -> None:
-    """Follow the log for as long as the screen is there. Ends by being cancelled or with a fault of the log."""
+    """Follow the log until cancelled. Raises faults of the log."""
     await app.up.wait()
     while True:
         try:
             async with await Bus.connect(nats_url, hive, name="overwatch") as bus:
                 await follow(app, bus)
         except (BusUnavailable, ServerRefused) as error:
-            app.report(Link.CONNECTING, str(error))  # not there yet: the server, or this hive's streams
+            app.report(Link.CONNECTING, str(error))  # the server or the hive's streams do not exist yet
         await asyncio.sleep(RETRY_S)
 
 
 async def follow(app: Overwatch, bus: Bus) -> None:
-    """Fold the hive's events into the screen, from the first that is kept on, for as long as the bus lives.
+    """Fold the hive's events into the screen, starting with the oldest that is kept, until the bus is closed.
 
     Raises what `Reader.read` raises.
     """
@@ -61,7 +61,7 @@ async def follow(app: Overwatch, bus: Bus) -> None:
 
 
 async def _watch(app: Overwatch, bus: Bus, follower: Follower, target: int) -> None:
-    """Keep the screen's word on the link true. It looks at our own socket; it asks the server nothing."""
+    """Keep the state of the link on the screen up to date. It looks at our socket and sends the server nothing."""
     shown: Link | None = None
     while True:
         link = _link(bus.is_connected, follower.position >= target)

@@ -1,4 +1,4 @@
-"""A view that can be wound back: the newest events, and a copy of the view at the start of every chunk of them."""
+"""A view that can go back in time: the newest events in chunks, with a copy of the view at the start of each."""
 
 from bisect import bisect_left
 from collections import deque
@@ -7,19 +7,19 @@ from typing import TypeVar
 import msgspec
 
 from bombus.hive.events import Event
-from bombus_overwatch.model import View, fold
+from bombus_overwatch.model import HiveView, fold
 
 CHUNK_EVENTS = 1_000
-CHUNKS_KEPT = 6  # at least the newest 5,000 events can be gone back to
+CHUNKS_KEPT = 6  # so that at least the newest 5,000 events can be shown again
 
 T = TypeVar("T")
 
 
 def replicate(value: T) -> T:
-    """A copy that shares what cannot change: frozen structs, tuples, numbers and text.
+    """Return a copy that shares what cannot change: frozen structs, tuples, numbers and text.
 
-    Containers hold one kind of value each, so the first one tells whether the rest must be copied too. Only what the
-    state and the view are made of is known here.
+    Each container holds one kind of value, so its first value tells whether the values must be copied too. Only the
+    types that the state and the view consist of are supported.
     """
     if isinstance(value, msgspec.Struct):
         if value.__struct_config__.frozen:
@@ -45,29 +45,29 @@ def _shared(value: object) -> bool:
     return not isinstance(value, dict | list | deque | set)
 
 
-class Chunk:
-    """Events in a row, and the view before the first of them."""
+class TimelineChunk:
+    """Consecutive events, and the view before the first of them."""
 
-    def __init__(self, start: View) -> None:
+    def __init__(self, start: HiveView) -> None:
         self.start = start
         self.positions: list[int] = []
         self.events: list[Event] = []
 
 
 class Timeline:
-    """`live` is the fold of everything so far, on top of `start`; `at` gives the view of an earlier moment."""
+    """`live` is the fold of all events so far on top of `start`; `at` returns an earlier view."""
 
     def __init__(
-        self, start: View | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
+        self, start: HiveView | None = None, chunk_events: int = CHUNK_EVENTS, chunks_kept: int = CHUNKS_KEPT
     ) -> None:
-        self.live = start or View()
+        self.live = start or HiveView()
         self._chunk_events = chunk_events
-        self._chunks: deque[Chunk] = deque([Chunk(replicate(self.live))], maxlen=chunks_kept)
+        self._chunks: deque[TimelineChunk] = deque([TimelineChunk(replicate(self.live))], maxlen=chunks_kept)
 
     def fold(self, position: int, event: Event) -> None:
         chunk = self._chunks[-1]
         if len(chunk.events) >= self._chunk_events:
-            chunk = Chunk(replicate(self.live))
+            chunk = TimelineChunk(replicate(self.live))
             self._chunks.append(chunk)
         chunk.positions.append(position)
         chunk.events.append(event)
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def oldest(self) -> int:
-        """The earliest position that can be gone back to."""
+        """The earliest position that can be shown."""
         return self._chunks[0].start.position
 
     @property
@@ -83,13 +83,13 @@ class Timeline:
         return self.live.position
 
     def moved(self, position: int, events: int) -> int:
-        """The position so many events later (earlier when negative), inside what is kept."""
+        """Return the position so many events later, or earlier if negative, within the events that are kept."""
         positions = [self.oldest, *(kept for chunk in self._chunks for kept in chunk.positions)]
         index = bisect_left(positions, position) + events
         return positions[min(max(index, 0), len(positions) - 1)]
 
-    def at(self, position: int) -> View:
-        """A view of its own, of all events up to `position`; of the oldest kept moment for anything before that."""
+    def at(self, position: int) -> HiveView:
+        """Return a new view of all events up to `position`, but not before `oldest`."""
         chunk = self._chunks[0]
         for later in self._chunks:
             if later.start.position > position:

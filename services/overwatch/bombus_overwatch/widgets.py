@@ -1,4 +1,4 @@
-"""The panels of the screen. A panel draws a `Screen`; it knows no event and works nothing out."""
+"""The panels of the screen. A panel draws a `Screen`; it computes nothing and does not know events."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ STAGE_MARKS = {
 
 
 class Panel(Widget):
-    """A box with a title. `lines` gives rich text for the room there is; what is over is cut off."""
+    """A box with a title. `lines` returns rich text for the available size; what does not fit is cut off."""
 
     def __init__(self, title: str = "", id: str | None = None, classes: str = "panel") -> None:
         super().__init__(id=id, classes=classes)
@@ -45,7 +45,7 @@ class Panel(Widget):
             self.refresh()
 
     def retitle(self, screen: Screen) -> None:
-        """A title with figures in it is set here."""
+        """Set a title that depends on the data."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         raise NotImplementedError
@@ -61,7 +61,7 @@ class Panel(Widget):
 
 
 class PhaseBar(Panel):
-    """Where the engine is in its cycle, for how long, and what it waits for."""
+    """Shows the phase of the engine, for how long it has been in it, and what it waits for."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         status = screen.status
@@ -95,7 +95,7 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Why the last run ended, in full; only there when it failed."""
+    """Shows in full why the last run failed; hidden if it did not."""
 
     def retitle(self, screen: Screen) -> None:
         self.display = bool(screen.status and screen.status.failure)
@@ -107,7 +107,7 @@ class Notice(Panel):
 
 
 class CollectionPanel(Panel):
-    """Progress to the next batch; while the engine boots or is offline, the stages of its boot."""
+    """Shows progress towards the next batch, or the stages of booting while the engine boots or is offline."""
 
     def retitle(self, screen: Screen) -> None:
         status = screen.status
@@ -150,7 +150,7 @@ class CollectionPanel(Panel):
 
 
 def _measure(measure: Measure, width: int) -> Text:
-    """One bar; the measure that the method waits for is marked and bright."""
+    """Return a measure's row. The measure that the method waits for is marked and bright."""
     colour = pal.AMBER if measure.decides else pal.QUIET
     row = Text("▸ " if measure.decides else "  ", pal.AMBER)
     row.append(fit(measure.name, 16), pal.TEXT if measure.decides else pal.QUIET)
@@ -163,7 +163,7 @@ def _measure(measure: Measure, width: int) -> Text:
 
 
 class EpisodesPanel(Panel):
-    """Running episodes, the longest idle first."""
+    """Shows running episodes, the longest idle first."""
 
     def retitle(self, screen: Screen) -> None:
         near = sum(row.near for row in screen.episodes)
@@ -196,7 +196,7 @@ class EpisodesPanel(Panel):
 
 @dataclass(frozen=True)
 class _Columns:
-    """Widths of the columns that share what the figures leave; 0 leaves a column out."""
+    """Widths of the text columns, which share the room beside the numbers. A column of width 0 is left out."""
 
     name: int
     client: int
@@ -219,12 +219,12 @@ class _Columns:
 
 
 def _cell(text: str, width: int) -> str:
-    """Text from outside in a column of this width, one cell of it space."""
+    """Return untrusted text in a column of this width, of which one cell is a space."""
     return fit(one_line(text), width - 1) + " " if width > 1 else ""
 
 
 class TrainingPanel(Panel):
-    """The trainer, the step in flight, and the figures of the steps that are done."""
+    """Shows the trainer, the step in flight, and the metrics of completed steps."""
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         training, rates = screen.training, screen.rates
@@ -276,7 +276,7 @@ def _curve(label: str, values: tuple[float, ...], room: int, colour: str) -> Tex
 
 
 class ReplicasPanel(Panel):
-    """Inference replicas and what they serve, then what was lost on the way and why."""
+    """Shows inference replicas and what they serve, then how many episodes were lost and why."""
 
     def retitle(self, screen: Screen) -> None:
         replicas = screen.status.replicas if screen.status else ()
@@ -309,7 +309,7 @@ class ReplicasPanel(Panel):
 
 
 class TailPanel(Panel):
-    """The newest events, newest below."""
+    """Shows the newest events, the newest at the bottom."""
 
     def retitle(self, screen: Screen) -> None:
         self.border_title = f"Events: {screen.tail_group}"

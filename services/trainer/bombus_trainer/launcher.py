@@ -25,14 +25,14 @@ from bombus.commands.deployment import (
     put_over,
     tell_ignored,
 )
-from bombus.config.cluster import agreed, validated_cluster
+from bombus.config.cluster import reconcile, validated_cluster
 from bombus.config.documents import Tree
 from bombus.config.flags import Parser, check_range, name_of
 from bombus.config.parts import PROCESSES_MAX, TrainerPart
 from bombus.config.placement import check_placement
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.host.hive_keys import add_key_arguments, keys_for
-from bombus.host.layout import Layout, Meeting, check_can_start, trainer_arguments
+from bombus.host.layout import Layout, Rendezvous, check_can_start, trainer_arguments
 from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
 
@@ -146,7 +146,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
     plain, jobs = document(arguments.config, [name], {"inference": [{}]})
     check_engine(name, plain["engines"])
     described = validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS))
-    cluster, jobs = agreed(described, jobs, {name: arguments.nnodes})
+    cluster, jobs = reconcile(described, jobs, {name: arguments.nnodes})
     engine = cluster.engines[name]
     trainer = engine.trainer
     assert trainer is not None  # put there by the flags
@@ -164,7 +164,7 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
         log_level=arguments.log_level,
         keys=keys_for(arguments),
         trusted_network=arguments.trusted_network,
-        meeting=Meeting(
+        rendezvous=Rendezvous(
             nnodes=arguments.nnodes,
             address=arguments.master_addr,
             port=arguments.master_port,
@@ -190,9 +190,9 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
 
 def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, node: int) -> str:
     """Return the command to type on the machine of that number."""
-    assert layout.meeting is not None
+    assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
-    words = ["torchrun", *layout.meeting.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
+    words = ["torchrun", *layout.rendezvous.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
     return " ".join([*gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
 
 

@@ -1,1 +1,1 @@
-"""Subcommands of `bombus` that belong to no service."""
+"""Subcommands of `bombus` that do not belong to a service."""

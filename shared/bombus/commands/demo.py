@@ -1,4 +1,4 @@
-"""`bombus demo`: a hive, a model that learns in it, and a picture of how."""
+"""`bombus demo`: starts a hive, trains a model in it, and draws how it learned."""
 
 import argparse
 import asyncio
@@ -6,12 +6,13 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from bombus.config.flags import check_range
 from bombus.demo import chart
 from bombus.demo.games import Game, Letters, Needle
-from bombus.demo.training import Curve, Plan
+from bombus.demo.training import Curve, TrainingPlan
 from bombus.errors import BombusError, Code, Refused
 from bombus.sdk.job import Job
 
@@ -24,23 +25,25 @@ TINY_THRESHOLDS = (0.5, 0.8, 0.9)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tiny", action="store_true", help="a model of 0.4 M parameters from scratch (default: SmolLM2-135M)"
+        "--tiny", action="store_true", help="train a model of 0.4 M parameters from scratch (default: SmolLM2-135M)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the seed of everything random (default: %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, default=None, help="the longest training time (default: 5, or 2 with --tiny)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of everything that is drawn at random (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=None, help="how long it trains at most (default: 5, or 2 if --tiny)"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=None, metavar="DIR", help="where everything is kept (default: runs/demo-<time>)"
+        "--out",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="the folder for everything it writes (default: runs/demo-<time>)",
     )
     parser.add_argument(
         "--turns",
         type=int,
         choices=(1, 2),
         default=None,
-        help="with --tiny: only the task of so many turns (default: both)",
+        help="with --tiny: only the game with this number of turns (default: both)",
     )
 
 
@@ -50,12 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     minutes = arguments.minutes if arguments.minutes is not None else (2.0 if arguments.tiny else 5.0)
     check_range("--minutes", minutes, MINUTES_MIN, MINUTES_MAX)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refused(Code.BAD_CONFIG, f"{out} holds an earlier run; name another --out, or remove it")
+        raise Refused(Code.BAD_CONFIG, f"{out} has an earlier run in it: name another --out, or remove it")
     out.mkdir(parents=True, exist_ok=True)
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
-            return max(_tiny(out, form, arguments.seed, minutes) for form in turns)
+            return max(_tiny(out, count, arguments.seed, minutes) for count in turns)
         return _main(out, arguments.seed, minutes)
     except BombusError as error:
         print(f"bombus demo: {error}", file=sys.stderr)
@@ -65,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 # ---- the tiny model ---------------------------------------------------------------------------------------------
 
 
-def tiny_job(plan: Plan, rate: float, updates: int = 1) -> Job:
-    """The tiny model from scratch, at a learning rate and a number of optimizer updates for each batch."""
+def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1) -> Job:
+    """Return a job that trains the tiny model from scratch, with `updates` optimizer steps for each batch."""
     return Job(
         model="tiny",
         batch_size=plan.batch_size,
@@ -84,24 +87,24 @@ def tiny_job(plan: Plan, rate: float, updates: int = 1) -> Job:
 def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
-    # The two-turn form is learned in small updates, and sampled (and trained) hotter: otherwise some pairs of letters
-    # settle on the wrong one, all their rewards are equal, and nothing is left to learn from.
+    # The game of two turns takes small updates and a higher temperature: otherwise some pairs of letters settle on the
+    # wrong one, all their rewards are equal, and there is nothing left to learn from.
     rate, updates, temperature = (3e-3, 1, 1.0) if turns == 1 else (5e-4, 4, 1.4)
     goal = TINY_THRESHOLDS[-1]
-    plan = Plan(batch_size=16, num_repeat=8, seed=seed, train_s=60 * minutes, temperature=temperature, stop_at=goal)
+    plan = TrainingPlan(
+        batch_size=16,
+        num_repeat=8,
+        seed=seed,
+        train_s=60 * minutes,
+        temperature=temperature,
+        stop_at=goal,
+        measure=False,
+    )
     job = tiny_job(plan, rate, updates)
-    curve, _ = asyncio.run(_train(out / f"tiny-{turns}", game, job, plan, began, measure=False, threads=1))
-
-    def shown(curve: Curve, threshold: float) -> str:
-        seconds = curve.seconds_to(threshold, lambda step: step.wall_s)
-        trained = curve.seconds_to(threshold, lambda step: step.training_s)
-        if seconds is None or trained is None:
-            return f"reward {threshold}: not reached"
-        return f"reward {threshold}: {seconds:5.1f} s from the start, {trained:5.1f} s of training"
-
+    curve, _ = asyncio.run(_Demo(out / f"tiny-{turns}", game, job, plan, began, threads=1).train())
     print(f"\n{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
     for threshold in TINY_THRESHOLDS:
-        print("  " + shown(curve, threshold))
+        print("  " + _threshold_line(curve, threshold))
     steps, seconds = len(curve.steps), curve.steps[-1].training_s
     episodes = sum(step.episodes for step in curve.steps)
     print(f"  {steps} steps, {episodes} episodes, {episodes / seconds:.0f} episodes per second of training")
@@ -114,12 +117,20 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
     return 1
 
 
+def _threshold_line(curve: Curve, threshold: float) -> str:
+    seconds = curve.seconds_to(threshold, lambda step: step.wall_s)
+    trained = curve.seconds_to(threshold, lambda step: step.training_s)
+    if seconds is None or trained is None:
+        return f"reward {threshold}: not reached"
+    return f"reward {threshold}: {seconds:5.1f} s from the start, {trained:5.1f} s of training"
+
+
 # ---- the bundled model ------------------------------------------------------------------------------------------
 
 
 def _main(out: Path, seed: int, minutes: float) -> int:
     game = Needle()
-    plan = Plan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
+    plan = TrainingPlan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
     job = Job(
         model="smollm2",
         batch_size=plan.batch_size,
@@ -138,7 +149,7 @@ def _main(out: Path, seed: int, minutes: float) -> int:
         },
     )
     reply, constant = game.constant_reply()
-    curve, weights = asyncio.run(_train(out, game, job, plan, BEGAN, measure=True))
+    curve, weights = asyncio.run(_Demo(out, game, job, plan, BEGAN).train())
     picture = out / "reward.png"
     chart.draw(curve, picture, f"SmolLM2-135M-Instruct on needle_haystack, seed {seed}", constant)
     first, last = curve.measured[0], curve.measured[-1]
@@ -146,48 +157,58 @@ def _main(out: Path, seed: int, minutes: float) -> int:
     print(f"{len(game.held_out())} held-out questions; none of their names occurs in training")
     print(f"  {'':28}  reward  exact")
     print(f"  {'base model':28}  {first.reward:6.3f}  {first.exact:5.3f}")
-    hits = sum(question.answer == reply for question in game.held_out()) / len(game.held_out())
+    hits = sum(task.answer == reply for task in game.held_out()) / len(game.held_out())
     print(f"  {f'best constant reply ({reply})':28}  {constant:6.3f}  {hits:5.3f}")
     place, placed, placed_hits = game.positional_reply()
     print(f"  {f'always {place}':28}  {placed:6.3f}  {placed_hits:5.3f}")
     for point in curve.measured[1:]:
         print(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
-    print("\n" + game.in_words(first.kinds, last.kinds))
-    print(f"\n{len(curve.steps)} rounds of play. Picture: {picture}\nWeights (load them with transformers): {weights}")
+    print("\n" + game.summary(first.kinds, last.kinds))
+    print(f"\n{len(curve.steps)} batches. Picture: {picture}\nWeights (load them with transformers): {weights}")
     return 0
 
 
 # ---- both -------------------------------------------------------------------------------------------------------
 
 
-async def _train(
-    out: Path, game: Game, job: Job, plan: Plan, began: float, measure: bool, threads: int = 0
-) -> tuple[Curve, Path]:
-    """Start a hive, train in it, keep its weights. Returns the curve and the folder of the newest weights."""
-    from bombus.demo import hive
-    from bombus.demo.display import Display
-    from bombus.demo.player import Player
-    from bombus.demo.training import Training
-    from bombus.sdk.aio import AsyncSwarmClient
+@dataclass(frozen=True)
+class _Demo:
+    """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` are
+    torch's on the CPU, 0 for one for each core."""
 
-    with Display(game.title, plan.train_s, every=10 if not measure else 1) as display:
-        display.say("starting the hive")
-        async with hive.running(out, threads) as url, AsyncSwarmClient(url) as client:
-            display.say("loading the model")
-            await client.auto_sync_train_config_and_start_engine(job)
-            player = Player(client, game)
-            training = Training(player, plan, display, began)
-            try:
-                curve = await training.run(measure)
-            finally:
-                await player.close()
-            (out / "curve.json").write_text(json.dumps(curve.to_json()))
-            weights = _keep_weights(out)
-    return curve, weights
+    folder: Path
+    game: Game
+    job: Job
+    plan: TrainingPlan
+    began: float
+    threads: int = 0
+
+    async def train(self) -> tuple[Curve, Path]:
+        """Start a hive, train in it, and keep its weights. Returns the curve and the folder of the newest weights."""
+        from bombus.demo import hive
+        from bombus.demo.display import Display
+        from bombus.demo.player import Player
+        from bombus.demo.training import Training
+        from bombus.sdk.aio import AsyncSwarmClient
+
+        with Display(self.game.title, self.plan.train_s, every=1 if self.plan.measure else 10) as display:
+            display.show("starting the hive")
+            async with hive.running(self.folder, self.threads) as url, AsyncSwarmClient(url) as client:
+                display.show("loading the model")
+                await client.auto_sync_train_config_and_start_engine(self.job)
+                player = Player(client, self.game)
+                training = Training(player, self.plan, display, self.began)
+                try:
+                    curve = await training.run()
+                finally:
+                    await player.close()
+                (self.folder / "curve.json").write_text(json.dumps(curve.to_json()))
+                weights = _keep_weights(self.folder)
+        return curve, weights
 
 
 def _keep_weights(out: Path) -> Path:
-    """The newest version as one model, out of the hive's folder, where only two versions are kept."""
+    """Copy the newest version, as one model, out of the hive's folder, which keeps only two versions."""
     from bombus.weights.adapters import ADAPTER_FILE
     from bombus.weights.merging import save_merged
 

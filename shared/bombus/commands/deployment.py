@@ -1,4 +1,5 @@
-"""What `bombus up` and `bombus doctor` are asked about: a cluster file or a job, and the flags that win over it."""
+"""The deployment that `bombus up` starts and `bombus doctor` checks: a cluster file or a job, and the flags that
+override it."""
 
 import argparse
 import os
@@ -6,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bombus.config.cluster import Cluster, Jobs, agreed, described, is_cluster, validated_cluster
+from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, parse_job, read_job_file
 from bombus.config.flags import check_range, name_of
 from bombus.config.parts import PROCESSES_MAX
@@ -14,16 +15,16 @@ from bombus.config.placement import check_placement
 from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
 
-DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # of an engine that no file describes
+DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
 
 
 def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is to run: `bombus doctor` takes the same."""
+    """Add the arguments that say what to run, which `bombus up` and `bombus doctor` share."""
     parser.add_argument(
         "--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start each engine with"
     )
     parser.add_argument("--host", metavar="HOST", help="where the gateway listens (default: 127.0.0.1)")
-    parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="of the gateway (default: 10086)")
+    parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="the gateway's port (default: 10086)")
     parser.add_argument(
         "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
     )
@@ -36,49 +37,58 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=name_of("engine"),
         metavar="NAME",
-        help="may be given several times; with a cluster file: only these of its engines (default: main)",
+        help="an engine's name, once or several times; with a cluster file: only these of its engines (default: main)",
     )
-    parser.add_argument("--gateways", type=int, metavar="N", help="how many, sharing the port (default: 1)")
-    parser.add_argument("--coordinators", type=int, metavar="N", help="how many, of which one leads (default: 1)")
-    parser.add_argument("--replicas", type=int, metavar="N", help="for inference, of each engine (default: 1)")
-    parser.add_argument("--trainer-backend", choices=("torch", "verl"), help="of each engine (default: torch)")
-    parser.add_argument("--trainer-processes", type=int, metavar="N", help="of each engine, with verl (default: 1)")
-    parser.add_argument("--device", help="of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument("--gateways", type=int, metavar="N", help="how many gateways, sharing the port (default: 1)")
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="of torch on the CPU; 0: one for each core (default: 0)"
+        "--coordinators", type=int, metavar="N", help="how many coordinators, of which one leads (default: 1)"
+    )
+    parser.add_argument(
+        "--replicas", type=int, metavar="N", help="how many inference replicas for each engine (default: 1)"
+    )
+    parser.add_argument("--trainer-backend", choices=("torch", "verl"), help="what trains each engine (default: torch)")
+    parser.add_argument(
+        "--trainer-processes",
+        type=int,
+        metavar="N",
+        help="how many trainer processes for each engine, with verl (default: 1)",
+    )
+    parser.add_argument("--device", help="the device of trainers and replicas: cpu, cuda or cuda:N (default: cpu)")
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="torch's threads on the CPU; 0: one for each core (default: 0)"
     )
     add_trainer_arguments(parser)
 
 
 def add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of what a trainer is told, what depends on the machine: they are None where they are not given."""
+    """Add the settings of a trainer that depend on its machine. Those that are not given are None."""
     parser.add_argument(
         "--bin-tokens",
         type=int,
         metavar="N",
-        help="the most that a trainer's micro-batch holds; 0: on a GPU what the job says, on a CPU 4096 at most "
+        help="the most tokens in a trainer's micro-batch; 0: on a GPU what the job says, on a CPU at most 4096 "
         "(default: 0)",
     )
     parser.add_argument(
         "--allow-download",
         action="store_true",
         default=None,
-        help="trainers may fetch models from a hub (default: only where the cluster file says so)",
+        help="let trainers fetch models from a hub (default: only where the cluster file says so)",
     )
 
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
-    """What the file and the flags say, flags first. Raises `Refused(BAD_CONFIG)`."""
+    """Return what the file and the flags say; flags override the file. Raises `Refused(BAD_CONFIG)`."""
     check_counts(arguments, dict.fromkeys(("gateways", "coordinators", "replicas", "trainer_processes"), PROCESSES_MAX))
     plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
     _choose_engines(plain["engines"], arguments.engine)
     jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
-    cluster, jobs = agreed(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
+    cluster, jobs = reconcile(validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS)), jobs)
     check_placement(cluster)
     return cluster, jobs
 
 
-# The part of a cluster file and its field, and the flag that wins over it.
+# A part of a cluster file and its field, and the flag that overrides it.
 FLAGS = {
     ("gateway", "host"): "--host",
     ("gateway", "port"): "--port",
@@ -93,44 +103,46 @@ FLAGS = {
 
 
 def flag_of(arguments: argparse.Namespace, flags: Mapping[tuple[str, str], str]) -> Callable[[str], str]:
-    """The flag that gave a value, by its place in the document; empty for what the file says."""
+    """Return a function from a place in the document to the flag that gave its value, "" if the file gave it."""
 
     def flag(place: str) -> str:
         part, _, field = place.rpartition(".")
         found = flags.get((part.rpartition(".")[2].partition("[")[0], field), "")
-        said = found and getattr(arguments, found.removeprefix("--").replace("-", "_")) is not None
-        return found if said else ""
+        is_given = found and getattr(arguments, found.removeprefix("--").replace("-", "_")) is not None
+        return found if is_given else ""
 
     return flag
 
 
 def document(config: Path | None, names: Sequence[str], engine: Tree) -> tuple[Tree, Jobs]:
-    """A cluster file as it stands, and its jobs. A job, or nothing, is for engines of these names with these parts.
+    """Return a cluster file, as it is written, and its jobs.
+
+    From a job file, or without a file, make one that has engines of these names, each described by `engine`.
 
     Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_job_file(config) if config is not None else {}
     if config is not None and is_cluster(tree):
-        cluster, jobs = described(tree, config.parent)
+        cluster, jobs = parse_cluster(tree, config.parent)
         return cluster.model_dump(mode="json", exclude_unset=True), jobs
     jobs = {name: parse_job(tree) for name in names} if config is not None else {}
     return {"engines": dict.fromkeys(names, engine)}, jobs
 
 
 def given(arguments: argparse.Namespace, **flags: str) -> Tree:
-    """By these keys what was said with their flags, where it was."""
+    """Return the values of the flags that were given, under these keys."""
     found = {key: getattr(arguments, flag) for key, flag in flags.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
-def put_over(part: Tree, said: Tree) -> Tree:
-    """A trainer's or a replica's part with what was said put in. Another device than GPUs ends their numbers too."""
-    kept = {key: value for key, value in part.items() if key != "devices" or said.get("device", "cuda") == "cuda"}
-    return {**kept, **said}
+def put_over(part: Tree, flags: Tree) -> Tree:
+    """Return a trainer's or a replica's part with flags put over it. A device other than GPUs removes their numbers."""
+    kept = {key: value for key, value in part.items() if key != "devices" or flags.get("device", "cuda") == "cuda"}
+    return {**kept, **flags}
 
 
 def tell_ignored(jobs: Jobs) -> None:
-    """A line for each key of a job that means nothing here: who wrote it may count on it."""
+    """Print a line for each key of a job that has no effect here, as its author may rely on it."""
     for name, job in jobs.items():
         for key in job.ignored:
             why = f": {IGNORED[key]}" if key in IGNORED else ""
@@ -158,7 +170,7 @@ def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """The document with what the flags say put in."""
+    """Return the document with the flags put over it."""
     torch = given(arguments, device="device", threads="threads")
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
@@ -177,10 +189,10 @@ def _engine_with_flags(name: str, part: Tree, torch: Tree, trainer: Tree, replic
     kinds = list(part.get("inference", ()))
     if replicas is not None and len(kinds) != 1:
         raise Refused(
-            Code.BAD_CONFIG, f"--replicas says nothing of engine {name}: its file has {len(kinds)} kinds of replicas"
+            Code.BAD_CONFIG, f"--replicas does not apply to engine {name}: its file has {len(kinds)} kinds of replicas"
         )
     count = {"count": replicas} if replicas is not None else {}
-    kinds = [put_over(kind, (torch if kind.get("engine") != "openai" else {}) | count) for kind in kinds]
+    kinds = [put_over(kind, (torch if kind.get("backend") != "openai" else {}) | count) for kind in kinds]
     changed = {**part, "inference": kinds}
     if part.get("trainer") is not None:
         changed["trainer"] = put_over(part["trainer"], trainer)

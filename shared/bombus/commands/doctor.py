@@ -1,4 +1,4 @@
-"""`bombus doctor`: says without a run what this machine can run, and what is missing."""
+"""`bombus doctor`: checks what this machine can run and what is missing, without starting anything."""
 
 import argparse
 import json
@@ -20,8 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     cluster, jobs = deployment(arguments)
-    door = cluster.gateway
-    findings = examine_machine(Path(cluster.data_dir), door.host, door.port if door.count else 0, needed(cluster))
+    gateway = cluster.gateway
+    findings = examine_machine(
+        Path(cluster.data_dir), gateway.host, gateway.port if gateway.count else 0, needed(cluster)
+    )
     if arguments.config is not None:
         findings += examine_deployment(cluster, jobs)
     bad = [finding for finding in findings if finding.state == State.MISSING]
@@ -35,11 +37,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(finding: Finding) -> list[str]:
-    words = "" if finding.state == State.OK else f"{' ' * (WIDTH + 10)}-> {finding.todo}"
     line = f"{finding.state:<9} {finding.what:<{WIDTH}} {finding.detail}"
-    return [line, words] if words and finding.todo else [line]
+    if finding.state == State.OK or not finding.todo:
+        return [line]
+    return [line, f"{' ' * (WIDTH + 10)}-> {finding.todo}"]
 
 
 def _verdict(config: Path | None, bad: list[Finding]) -> str:
-    what = f"{config} can" if config is not None else "`bombus up` can"
-    return f"{what} run here." if not bad else f"{what}not run here: {', '.join(finding.what for finding in bad)}."
+    what = config if config is not None else "`bombus up`"
+    return f"{what} can run here." if not bad else f"{what} cannot run here: {', '.join(each.what for each in bad)}."

@@ -1,4 +1,4 @@
-"""`bombus install`: an environment of its own for vLLM or verl, which cannot be where bombus itself is."""
+"""`bombus install`: makes a separate environment for vLLM or verl, which cannot share the one of bombus."""
 
 import argparse
 import shlex
@@ -13,7 +13,7 @@ from bombus.host.installing import commands, install, recipe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=ENVIRONMENTS, help="vllm serves models, verl trains them on many GPUs")
-    parser.add_argument("--force", action="store_true", help="make it anew, even if it is there")
+    parser.add_argument("--force", action="store_true", help="make it again, even if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and run none of them")
 
 
@@ -31,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"bombus install {arguments.name}: {error}", file=sys.stderr)
         return 1
     versions = ", ".join(f"{name} {version}" for name, version in made.packages.items())
-    print(
-        f"{folder} {'is made' if new else 'was there'}: {versions}; Python {made.python}; {byte_size(made.size_bytes)}"
-    )
+    state = "is ready" if new else "already exists"
+    print(f"{folder} {state}: {versions}; Python {made.python}; {byte_size(made.size_bytes)}")
     return 0

@@ -1,4 +1,4 @@
-"""`bombus log`: what an operator does with a log."""
+"""`bombus log`: export, verify and compact a log."""
 
 import argparse
 import sys
@@ -9,8 +9,9 @@ from bombus.bus import Bus
 from bombus.hive.status import byte_size
 from bombus.replay import upkeep
 from bombus.replay.export import export
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import BusSource, Source, add_source_arguments
+from bombus.replay.source import BusSource, Source
 
 PROGRESS_S = 2.0
 
@@ -18,22 +19,24 @@ PROGRESS_S = 2.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     subcommands = parser.add_subparsers(dest="subcommand", required=True, metavar="subcommand")
     exporting = subcommands.add_parser("export", help="write the log to one file, for `bombus replay --log`")
-    exporting.add_argument("file", type=Path, help="it appears when it is whole")
-    exporting.add_argument("--no-calls", action="store_true", help="the events alone: no prompts, tokens or replies")
+    exporting.add_argument("file", type=Path, help="the file to write; it appears once it is complete")
+    exporting.add_argument(
+        "--no-calls", action="store_true", help="write the events only: no prompts, tokens or replies"
+    )
     add_source_arguments(exporting)
     verifying = subcommands.add_parser(
-        "verify", help="fold it from the beginning: is every event as it should be, and does every snapshot agree?"
+        "verify", help="fold it from the beginning, check every event, and compare every snapshot"
     )
     add_source_arguments(verifying)
     compacting = subcommands.add_parser(
-        "compact", help="remove the events before the older of the two newest snapshots, after looking at both"
+        "compact", help="check the two newest snapshots, and remove the events before the older one"
     )
     add_source_arguments(compacting)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    work = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
-    return run_on_source(f"bombus log {arguments.subcommand}", work, arguments)
+    command = {"export": _export, "verify": _verify, "compact": _compact}[arguments.subcommand]
+    return run_on_source(f"bombus log {arguments.subcommand}", command, arguments)
 
 
 # ---- verify and compact -------------------------------------------------------------------------------------------
@@ -42,17 +45,18 @@ def run(arguments: argparse.Namespace) -> int:
 async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     verified = await upkeep.verify(_bus_of(source), _Progress())
     events = verified.last - verified.first + 1
-    print(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {verified.epochs} epochs")
+    epochs = f"{verified.epochs} epoch{'s' * (verified.epochs != 1)}"
+    print(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {epochs}")
     for position in verified.agreed:
-        print(f"  the snapshot at event {position:,} is the fold of what is before it")
+        print(f"  the snapshot at event {position:,} is the fold of the events before it")
     for position in verified.other_fold:
         print(f"  the snapshot at event {position:,} was made by another version and was not compared")
-    print(f"  {verified.calls:,} calls of open episodes, of the pool and of the outstanding batch are as referenced")
+    print(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
 
 
 async def _compact(source: Source, arguments: argparse.Namespace) -> None:
     removed = await upkeep.compact(_bus_of(source))
-    print(f"{source.title}: {removed:,} events were removed and can no longer be replayed")
+    print(f"{source.title}: removed {removed:,} events, which can no longer be replayed")
 
 
 def _bus_of(source: Source) -> Bus:
@@ -71,11 +75,11 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
     kept = await export(source, path, with_calls=not arguments.no_calls, progress=_Progress())
     print(f"{path}: {kept.events:,} events, {kept.calls:,} calls, {byte_size(path.stat().st_size)}")
     if kept.calls_gone:
-        print(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file has none of their tokens")
+        print(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
 
 
 class _Progress:
-    """Says now and then how far it is, on a log that takes a while."""
+    """Reports every few seconds how far it is, on a log that takes longer than that."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + PROGRESS_S

@@ -1,24 +1,26 @@
-"""`bombus replay`: the debugger. Each of its subcommands lives with what it shows, and is imported when asked for."""
+"""`bombus replay`: the debugger. Each subcommand is defined beside what it shows, and is imported only when it runs."""
 
 import argparse
 
 from bombus.cli import Command, run_command
 
 SUBCOMMANDS = {
-    "timeline": Command("bombus.replay.timeline", "what happened, one line an event", "server"),
+    "timeline": Command("bombus.replay.timeline", "what happened, one line for each event", "server"),
     "state": Command("bombus.replay.state", "what the hive was doing at a position of its log", "server"),
     "diff": Command("bombus.replay.diff", "what changed between two positions", "server"),
     "episode": Command("bombus.replay.episode.command", "an episode as a person reads it, token by token", "server"),
     "lineage": Command("bombus.replay.lineage", "what a weights version was made of", "server"),
     "batch": Command("bombus_trainer.replay.batch", "write the samples of a step to a file", "trainer"),
     "train": Command("bombus_trainer.replay.train", "train a step again from the log, without inference", "trainer"),
-    "what-if": Command("bombus_coordinator.what_if", "make batches of the same facts by other rules", "coordinator"),
+    "what-if": Command("bombus_coordinator.what_if", "make batches of the same episodes by other rules", "coordinator"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subcommand", choices=SUBCOMMANDS, metavar="subcommand")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its own; see `bombus replay <subcommand> --help`")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the subcommand's own; see `bombus replay <subcommand> --help`"
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "subcommands:\n" + "\n".join(f"  {name:<9} {what.help}" for name, what in SUBCOMMANDS.items())
 

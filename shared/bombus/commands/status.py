@@ -1,4 +1,4 @@
-"""`bombus status`: what a hive is doing, as text or JSON, from its log."""
+"""`bombus status`: prints what a hive is doing, as text or JSON, from its log."""
 
 import argparse
 import asyncio
@@ -39,7 +39,7 @@ async def _hive(url: str, name: str) -> Hive:
 
 
 async def fold(bus: Bus) -> Hive:
-    """The state of a hive by now. Raises `TimeoutError`."""
+    """Return the present state of a hive. Raises `TimeoutError`."""
     follower = Follower(bus)
     following = asyncio.create_task(follower.run())
     try:

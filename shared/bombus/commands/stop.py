@@ -1,4 +1,4 @@
-"""`bombus stop`: end the job of an engine. The hive goes on, and another job can be started."""
+"""`bombus stop`: stops the job of an engine. The hive goes on, and another job can be started."""
 
 import argparse
 import asyncio
@@ -16,7 +16,11 @@ from bombus.hive.state import Phase
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--engine", type=name_of("engine"), default="main", metavar="NAME", help="which one (default: %(default)s)"
+        "--engine",
+        type=name_of("engine"),
+        default="main",
+        metavar="NAME",
+        help="the engine to stop (default: %(default)s)",
     )
     add_hive_arguments(parser)
 
@@ -27,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     except Refused:
         raise
     except (BombusError, ValueError, TimeoutError) as error:
-        print(f"bombus stop: {error or 'the hive did not answer in time'}{hint_at_bus(arguments)}", file=sys.stderr)
+        print(f"bombus stop: {error or 'the hive did not reply in time'}{hint_at_bus(arguments)}", file=sys.stderr)
         return 1
     return 0
 
@@ -35,11 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
 async def _stop(url: str, name: str, engine: str) -> str:
     async with await Bus.connect(url, name, name="stop") as bus:
         hive = await fold(bus)
-        known = hive.engines.get(engine)
-        if known is None:
+        state = hive.engines.get(engine)
+        if state is None:
             names = ", ".join(hive.engines) or "none"
             raise Refused(Code.UNKNOWN_ENGINE, f"hive {name} has no engine {engine}; its engines are: {names}")
-        if known.phase == Phase.OFFLINE:
+        if state.phase == Phase.OFFLINE:
             return f"engine {engine} runs no job"
         await bus.ask(inbox.Stop(id=uuid.uuid4().hex, engine=engine))
-        return f"engine {engine} is stopped at step {known.global_step}; its log, weights and checkpoints are kept"
+        return f"engine {engine} is stopped at step {state.global_step}; its log, weights and checkpoints are kept"

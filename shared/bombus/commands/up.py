@@ -1,4 +1,4 @@
-"""`bombus up`: a whole hive on this machine, under one supervisor."""
+"""`bombus up`: starts a whole hive on this machine, under one supervisor."""
 
 import argparse
 from pathlib import Path
@@ -15,19 +15,19 @@ from bombus.host.supervisor import Supervisor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes and start none")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of all processes, and start none")
     parser.add_argument(
         "--nats-port",
         type=int,
         default=0,
         metavar="PORT",
-        help="of our own NATS server; 0: a free one (default: %(default)s)",
+        help="the port of our own NATS server; 0: any free port (default: %(default)s)",
     )
     parser.add_argument(
         "--debug-root",
         type=Path,
         metavar="DIR",
-        help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
+        help="let jobs write debug rollout data anywhere below (default: only below the folder of their run)",
     )
     add_key_arguments(parser)
     add_log_argument(parser)

@@ -2,7 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin
@@ -13,16 +14,19 @@ from pydantic.fields import FieldInfo
 from bombus.config import xorl
 from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job_file
 from bombus.config.flags import typed
-from bombus.config.groups import allowed, shown
+from bombus.config.groups import allowed, bad_config, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
-from bombus.errors import Code, Refused
+from bombus.errors import Refused
 from bombus.hive.subjects import check_name
+
+log = logging.getLogger(__name__)
 
 
 class EnginePart(Part):
-    """`job` is a file beside this one, or a job's document; with it the engine is configured and started.
+    """One engine: a model that is trained and served. `job` is a file, by its path from the folder of this one, or the
+    job itself; with it the engine is configured and started.
 
-    Without `trainer` or `inference` it is trained or served from elsewhere.
+    An engine without `trainer` or `inference` is trained or served by processes on another machine.
     """
 
     job: str | Tree = Field(default="", description="a job's file, or its document")
@@ -35,7 +39,9 @@ class EnginePart(Part):
 
 
 class Cluster(Part):
-    """`nats` is the URL of an external server or cluster, empty starts our own. `data_dir` is as seen from here."""
+    """`nats` is the URL of an external NATS server or cluster; empty: bombus starts its own. `data_dir` is relative to
+    the working directory.
+    """
 
     hive: str = Field(default="main", description="a name of lower-case letters, digits and dashes")
     nats: str = Field(default="", max_length=4096)
@@ -45,7 +51,7 @@ class Cluster(Part):
     engines: dict[str, EnginePart] = Field(min_length=1, max_length=PROCESSES_MAX)
 
     @model_validator(mode="after")
-    def _names_are_names(self) -> "Cluster":
+    def _names_are_valid(self) -> "Cluster":
         check_name(self.hive, "hive")
         for name in self.engines:
             check_name(name, "engine")
@@ -53,23 +59,27 @@ class Cluster(Part):
 
 
 Jobs = dict[str, RunConfig]  # by engine
-ON_ONE: Mapping[str, int] = MappingProxyType({})
+OLD_BACKEND = "engine"  # the former name of `inference[].backend`, still read; an engine is the model that is trained
+_ONE_MACHINE: Mapping[str, int] = MappingProxyType({})
 
 
 def is_cluster(tree: Mapping[str, Any]) -> bool:
-    """Whether a document is a cluster file and not a job. Raises `Refused(BAD_CONFIG)` when it is both."""
-    ours = [key for key in tree if key in Cluster.model_fields]
-    jobs = [key for key in tree if key in BLOCKS or key in xorl.KEYS]
-    if ours and jobs:
-        raise _refusal(f"{ours[0]} is of a cluster file and {jobs[0]} of a job: put the job below engines.NAME.job")
-    return bool(ours)
+    """Return whether a document is a cluster file rather than a job. Raises `Refused(BAD_CONFIG)` when it is both."""
+    cluster_keys = [key for key in tree if key in Cluster.model_fields]
+    job_keys = [key for key in tree if key in BLOCKS or key in xorl.KEYS]
+    if cluster_keys and job_keys:
+        raise bad_config(
+            f"{cluster_keys[0]} belongs to a cluster file and {job_keys[0]} to a job: put the job below "
+            "engines.NAME.job"
+        )
+    return bool(cluster_keys)
 
 
-def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
-    """The deployment that a document describes, and its jobs; their files are looked for from `folder`.
+def parse_cluster(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
+    """Return the deployment that a document describes, and its jobs, whose files are looked up from `folder`.
 
-    All is as it stands there: flags may change it before trainers and jobs are `agreed`. Raises `Refused(BAD_CONFIG)`
-    with one sentence.
+    They are not reconciled yet, because flags may still change them: see `reconcile`. Raises `Refused(BAD_CONFIG)` with
+    one sentence.
     """
     cluster = validated_cluster(tree)
     jobs: Jobs = {}
@@ -78,32 +88,64 @@ def described(tree: Mapping[str, Any], folder: Path) -> tuple[Cluster, Jobs]:
             try:
                 jobs[name] = parse_job(read_job_file(folder / part.job) if isinstance(part.job, str) else part.job)
             except Refused as error:
-                raise _refusal(f"engines.{name}.job: {error.why}") from error
+                raise bad_config(f"engines.{name}.job: {error.why}") from error
     return cluster, jobs
 
 
 def validated_cluster(tree: Mapping[str, Any], flag_of: Callable[[str], str] = lambda place: "") -> Cluster:
-    """`flag_of` has the flag that gave the value of a place, where one did. Raises `Refused(BAD_CONFIG)`."""
+    """Return the cluster in a document. Raises `Refused(BAD_CONFIG)`.
+
+    `flag_of` returns the flag that set the value at a place such as `gateway.port`, or nothing.
+    """
     try:
-        return Cluster.model_validate_json(json.dumps(tree))
+        return Cluster.model_validate_json(json.dumps(_with_backends(tree)))
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):
-            raise _refusal(_sentence(error, flag_of)) from error
-        raise _refusal(f"the cluster file is not plain data: {error}") from error
+            raise bad_config(_sentence(error, flag_of)) from error
+        raise bad_config(f"the cluster file is not plain data: {error}") from error
 
 
-def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -> tuple[Cluster, Jobs]:
-    """Trainers and jobs that say the same of backend and processes: what one leaves open is taken from the other.
+def _with_backends(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the document with `backend` wherever a part of `inference` has the key's old name, `engine`.
 
-    `machines` is how many an engine's trainer runs on, if not one: its part is that of each, and its job's processes
-    are those of all. Raises `Refused(BAD_CONFIG)` where they differ.
+    Logs a warning for each. Raises `Refused(BAD_CONFIG)` where both are given.
+    """
+    engines = tree.get("engines")
+    if not isinstance(engines, Mapping):
+        return tree
+    changed = {}
+    for name, engine in engines.items():
+        parts = engine.get("inference") if isinstance(engine, Mapping) else None
+        if isinstance(parts, list):
+            place = f"engines.{name}.inference"
+            parts = [_with_backend(part, f"{place}[{number}]") for number, part in enumerate(parts)]
+            engine = {**engine, "inference": parts}
+        changed[name] = engine
+    return {**tree, "engines": changed}
+
+
+def _with_backend(part: Any, place: str) -> Any:
+    if not isinstance(part, Mapping) or OLD_BACKEND not in part:
+        return part
+    if "backend" in part:
+        raise bad_config(f"{place}.{OLD_BACKEND} is the old name of {place}.backend: give only one of them")
+    log.warning("%s.%s is the old name of %s.backend: write backend", place, OLD_BACKEND, place)
+    return {"backend" if key == OLD_BACKEND else key: value for key, value in part.items()}
+
+
+def reconcile(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = _ONE_MACHINE) -> tuple[Cluster, Jobs]:
+    """Make trainers and their jobs agree on backend and processes: what one leaves open is taken from the other.
+
+    `machines` gives, by engine, the number of machines that a trainer runs on, where it is not 1. The trainer's part
+    then describes each machine, and its job's `processes` counts those of all. Raises `Refused(BAD_CONFIG)` where a
+    trainer and its job differ.
     """
     engines, settled = dict(cluster.engines), dict(jobs)
     for name, engine in cluster.engines.items():
         if engine.trainer is None:
             continue
         job = jobs.get(name)
-        trainer = _agreed_trainer(name, engine.trainer, job, machines.get(name, 1))
+        trainer = _reconciled_trainer(name, engine.trainer, job, machines.get(name, 1))
         engines[name] = engine.model_copy(update={"trainer": trainer})
         if job and trainer.backend != job.trainer.backend:
             changed = job.trainer.model_copy(update={"backend": trainer.backend})
@@ -111,62 +153,58 @@ def agreed(cluster: Cluster, jobs: Jobs, machines: Mapping[str, int] = ON_ONE) -
     return cluster.model_copy(update={"engines": engines}), settled
 
 
-def _agreed_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
-    where = f"engines.{name}.trainer"
-    asked: Tree = {} if job is None else job.trainer.model_dump(include={"backend", "processes"}, exclude_unset=True)
+def _reconciled_trainer(name: str, part: TrainerPart, job: RunConfig | None, machines: int) -> TrainerPart:
+    place = f"engines.{name}.trainer"
+    of_job: Tree = {} if job is None else job.trainer.model_dump(include={"backend", "processes"}, exclude_unset=True)
     values: Tree = {"backend": part.backend, "processes": part.processes}
     if "processes" not in part.model_fields_set and part.devices:
         values["processes"] = len(part.devices)
-    if asked.get("processes"):
-        total = asked["processes"]
+    if of_job.get("processes"):
+        total = of_job["processes"]
         here, rest = divmod(total, machines)
         if rest:
-            raise _refusal(f"{where}: its job's trainer.processes is {total}, which {machines} machines cannot share")
+            raise bad_config(f"{place}: its job's trainer.processes is {total}, which {machines} machines cannot share")
         if here > PROCESSES_MAX:
-            raise _refusal(
-                f"{where}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
+            raise bad_config(
+                f"{place}: its job's trainer.processes is {total}, and one machine starts at most {PROCESSES_MAX}: "
                 "start it on more machines, with `python -m bombus_trainer.launcher --nnodes N` (docs/verl.md)"
             )
-        asked["processes"] = here
-    for field, value in asked.items():
+        of_job["processes"] = here
+    for field, value in of_job.items():
         if value and field in part.model_fields_set and values[field] != value:
             each = f" on each of {machines} machines" if field == "processes" and machines > 1 else ""
             total = value * machines if field == "processes" else value
-            raise _refusal(f"{where}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
+            raise bad_config(f"{place}.{field} is {values[field]}{each}, and its job's trainer.{field} is {total}")
         values[field] = value or values[field]
-    return _refusing(TrainerPart, {**part.model_dump(exclude_unset=True), **values}, where)
-
-
-def _refusing(part: type[TrainerPart], values: Tree, name: str) -> TrainerPart:
     try:
-        return part.model_validate(values)
+        return TrainerPart.model_validate({**part.model_dump(exclude_unset=True), **values})
     except ValidationError as error:
-        raise _refusal(f"{name}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+        raise bad_config(f"{place}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
-# ---- what is wrong, in words -------------------------------------------------------------------------------------
+# ---- the sentence of a refusal -----------------------------------------------------------------------------------
 
 
 def _sentence(error: ValidationError, flag_of: Callable[[str], str]) -> str:
     problem = error.errors(include_url=False)[0]
-    where, found = _at(problem["loc"])
+    place, found = _at(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        stem, _, last = where.rpartition(".")
-        holder = found if isinstance(found, type) else Cluster
-        close = difflib.get_close_matches(last, holder.model_fields, n=1)
+        stem, _, last = place.rpartition(".")
+        model = found if isinstance(found, type) else Cluster
+        close = difflib.get_close_matches(last, model.model_fields, n=1)
         return f"{stem}{'.' if stem else ''}{last} is unknown" + (f"; did you mean {close[0]}?" if close else "")
-    if where == "engines" and problem["type"] in ("missing", "too_short"):
+    if place == "engines" and problem["type"] in ("missing", "too_short"):
         return "engines is missing: name at least one engine"
     if problem["type"] == "value_error" or not isinstance(found, FieldInfo) or part_of(found.annotation) is not None:
         words = problem["msg"].removeprefix("Value error, ")
-        return f"{where}: {words}" if where else words
-    flag = flag_of(where)
-    said = f"{flag} {typed(problem['input'])}" if flag else f"{where} = {shown(problem['input'])}"
-    return f"{said} is refused: {allowed(found)}"
+        return f"{place}: {words}" if place else words
+    flag = flag_of(place)
+    given = f"{flag} {typed(problem['input'])}" if flag else f"{place} = {shown(problem['input'])}"
+    return f"{given} is refused: {allowed(found)}"
 
 
 def _at(location: tuple[int | str, ...]) -> tuple[str, FieldInfo | type[Part] | None]:
-    """A place's name, and the field there; for an unknown field the model that lacks it."""
+    """Return the dotted name of a location and the field there; for an unknown key, the model that does not have it."""
     names: list[str] = []
     model: type[Part] | None = Cluster
     found: FieldInfo | None = None
@@ -192,23 +230,9 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def part_of(kind: Any) -> type[Part] | None:
-    """The model in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
+    """Return the model X in `X`, `X | None`, `tuple[X, ...]` or `dict[str, X]`."""
     if isinstance(kind, type) and issubclass(kind, Part):
         return kind
     if get_origin(kind) in (tuple, dict, Union, UnionType):
         return next((found for found in map(part_of, get_args(kind)) if found is not None), None)
     return None
-
-
-def parts() -> Iterator[tuple[str, type[Part]]]:
-    """Every part of a cluster file with the path to it, for the page that describes them."""
-    yield "", Cluster
-    yield "gateway", GatewayPart
-    yield "coordinator", CoordinatorPart
-    yield "engines.NAME", EnginePart
-    yield "engines.NAME.trainer", TrainerPart
-    yield "engines.NAME.inference[]", InferencePart
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)

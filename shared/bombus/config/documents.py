@@ -1,6 +1,6 @@
-"""Reads a job's document: AgentJet's YAML (`ajet:`), xorl's flat keys and our own block (`bombus:`), and writes it.
+"""Reads and writes the document of a job: AgentJet's YAML (`ajet:`), xorl's flat keys and our own block (`bombus:`).
 
-What is wrong with one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
+A mistake in one is a `Refused(BAD_CONFIG)` that names the field, the value and the range.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from bombus.config import xorl
-from bombus.config.groups import Tree, shown
+from bombus.config.groups import Tree, bad_config, shown
 from bombus.config.job import GROUPS, RolloutConfig, RunConfig, validated
 from bombus.config.slime import from_slime
 from bombus.errors import Code, Refused
@@ -32,7 +32,7 @@ __all__ = [
 JOB_BYTES_MAX = 256 << 10
 IGNORED_MAX = 200
 
-# Where AgentJet keeps what we know too: its key below `ajet.` and our own.
+# AgentJet's keys below `ajet.`, and ours for the same setting.
 AJET_KEYS: dict[str, str] = {
     "project_name": "experiment.project_name",
     "experiment_name": "experiment.experiment_name",
@@ -64,7 +64,7 @@ AJET_KEYS: dict[str, str] = {
     "lora.lora_alpha": "trainer.lora_alpha",
     "lora.target_modules": "trainer.target_modules",
 }
-# What `Job` says beside them, for a reader that expects all of AgentJet's keys; they mean nothing here.
+# What `Job` adds for readers that expect all of AgentJet's keys; these have no effect here.
 PASSED_ON: dict[str, object] = {
     "trainer_common.logger": "tensorboard",
     "trainer_common.n_gpus_per_node": 8,
@@ -73,38 +73,21 @@ PASSED_ON: dict[str, object] = {
     "lora.load_format": "auto",
     "rollout.gpu_memory_utilization": 0.85,
 }
-BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # what a document may have at its top; the last two are Hydra's
-_KL_SWITCH = "trainer_common.use_kl_loss"  # the coefficient counts only while this is not off
+BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # the keys at the top of a document; the last two are Hydra's
+_KL_SWITCH = "trainer_common.use_kl_loss"  # where this is off, the coefficient has no effect
 _MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
 
 
 def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
-    """The configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
+    """Return the configuration that a document asks for: text in YAML or JSON, or the mapping that it stands for.
 
-    Keys below `ajet` are AgentJet's; a document without them may have xorl's at its top; the groups below `bombus`
-    are ours, by our names, and win; in `trainer` slime's names are understood too. Of the four lengths any may be
-    given: the rest follows. Raises `Refused(BAD_CONFIG)`.
+    Keys below `ajet` are AgentJet's. A document without them may have xorl's keys at its top. The groups below `bombus`
+    have our own names and win; `trainer` accepts slime's names too. Any of the four lengths may be given, and the
+    others follow. Raises `Refused(BAD_CONFIG)`.
     """
     tree = read_document(document) if isinstance(document, str) else document
-    given: Tree = {}
-    names: dict[str, str] = {}  # our path -> as the document has it
-    ignored: list[str] = []
-    kl_is_on = True
-    for path, value in _leaves(tree.get("ajet"), "ajet"):
-        target = AJET_KEYS.get(path)
-        unset = target in _MINUS_ONE_IS_UNSET and value == -1
-        nothing = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
-        if path == _KL_SWITCH:
-            kl_is_on = value is not False
-        elif target is None and not nothing:
-            ignored.append(f"ajet.{path}")
-        elif target is not None and value is not None and not unset:
-            group, _, field = target.partition(".")
-            given.setdefault(group, {})[field] = value
-            names[target] = f"ajet.{path}"
-    if not kl_is_on:
-        given.get("trainer", {}).pop("kl_coef", None)
+    given, names, ignored = _read_agentjet(tree.get("ajet"))
     ignored += [str(key) for key in tree if key not in BLOCKS] if "ajet" in tree else []
     flat, flat_names, without_effect = xorl.read(_flat_keys(tree))
     xorl.put(flat, given)
@@ -121,20 +104,43 @@ def parse_job(document: str | Mapping[str, Any]) -> RunConfig:
     return config.model_copy(update={"ignored": tuple(ignored[:IGNORED_MAX])})
 
 
+def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:
+    """Read AgentJet's block. Returns our groups, the document's key by our path, and the keys without effect."""
+    given: Tree = {}
+    names: dict[str, str] = {}
+    ignored: list[str] = []
+    kl_is_on = True
+    for path, value in _leaves(block, "ajet"):
+        target = AJET_KEYS.get(path)
+        unset = target in _MINUS_ONE_IS_UNSET and value == -1
+        expected = (path in PASSED_ON and value == PASSED_ON[path]) or (path, value) == ("backbone", "torch")
+        if path == _KL_SWITCH:
+            kl_is_on = value is not False
+        elif target is None and not expected:
+            ignored.append(f"ajet.{path}")
+        elif target is not None and value is not None and not unset:
+            group, _, field = target.partition(".")
+            given.setdefault(group, {})[field] = value
+            names[target] = f"ajet.{path}"
+    if not kl_is_on:
+        given.get("trainer", {}).pop("kl_coef", None)
+    return given, names, ignored
+
+
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:
-    """xorl's keys at the top of a document; there are none beside AgentJet's block."""
+    """Return xorl's keys at the top of a document; a document with AgentJet's block has none."""
     return {} if "ajet" in tree else {str(key): value for key, value in tree.items() if key not in BLOCKS}
 
 
 def _check_model_is_named(flat: Mapping[str, object], own: object) -> None:
-    """xorl has no model that is meant when none is named."""
+    """Raise `Refused` for flat keys without a model: xorl has no default model."""
     named = isinstance(own, Mapping) and isinstance(own.get("model"), Mapping) and "path" in own["model"]
     if flat and "model.path" not in flat and not named:
-        raise Refused(Code.BAD_CONFIG, "model_path is missing: it names the model that is trained")
+        raise bad_config("model_path is missing: it names the model that is trained")
 
 
 def own_groups(tree: Mapping[str, Any]) -> Tree:
-    """A document's own block, with xorl's flat keys as its fields. Raises `Refused(BAD_CONFIG)`."""
+    """Return a document's own block, with xorl's flat keys as its fields. Raises `Refused(BAD_CONFIG)`."""
     groups: Tree = {}
     xorl.put(xorl.read(_flat_keys(tree))[0], groups)
     for group, fields in _own_block(tree.get("bombus")).items():
@@ -143,21 +149,20 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
 
 
 def read_document(text: str, name: str = "the job") -> Tree:
-    """The mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
+    """Return the mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
 
-    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both say `name`.
+    Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both name the document as `name`.
     """
     if len(text) > JOB_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
         tree = _json_or_yaml(text, name)
-    except (ValueError, RecursionError) as error:  # a date that is none, or brackets in brackets without end
-        raise Refused(Code.BAD_CONFIG, f"{name}: it cannot be read as YAML: {error}") from error
+    except (ValueError, RecursionError) as error:  # an impossible date, or brackets nested too deep
+        raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise Refused(
-            Code.BAD_CONFIG,
+        raise bad_config(
             f"{name} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
-            "a cluster file has `engines:`",
+            "a cluster file has `engines:`"
         )
     return tree
 
@@ -167,23 +172,21 @@ def _json_or_yaml(text: str, name: str) -> object:
         try:
             return json.loads(text)
         except ValueError:
-            pass  # a flow mapping of YAML may begin like that too
+            pass  # a flow mapping in YAML may start with a brace too
     try:
         import yaml
     except ImportError:
-        raise Refused(
-            Code.BAD_CONFIG, "reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON"
-        ) from None
+        raise bad_config("reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON") from None
     try:
         return cast(object, yaml.safe_load(text))
     except yaml.YAMLError as error:
-        raise Refused(Code.BAD_CONFIG, _broken(text, name, error)) from error
+        raise bad_config(_syntax_error(text, name, error)) from error
 
 
-def _broken(text: str, name: str, error: Exception) -> str:
-    """Where a text stops being YAML, and why: PyYAML says it in up to eight lines."""
+def _syntax_error(text: str, name: str, error: Exception) -> str:
+    """Say in one line where a text stops being YAML, and why; PyYAML takes up to eight lines for it."""
     mark, why = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    if mark is None:  # a character that YAML has not
+    if mark is None:  # a character that YAML does not allow
         before = text[: getattr(error, "position", 0)]
         line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
         why = f"the character {text[len(before) : len(before) + 1]!r} is not allowed"
@@ -196,11 +199,11 @@ def _broken(text: str, name: str, error: Exception) -> str:
 
 
 def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
-    """The keys of AgentJet's block, as dotted paths. A subtree without anything we know comes as one leaf."""
+    """Yield the keys of AgentJet's block as dotted paths. A subtree without a key that we know comes as one leaf."""
     if tree is None:
         return
     if not isinstance(tree, Mapping):
-        raise Refused(Code.BAD_CONFIG, f"{name} must be a mapping, not {shown(tree)}")
+        raise bad_config(f"{name} must be a mapping, not {shown(tree)}")
     inner = {".".join(key.split(".")[:depth]) for key in AJET_KEYS for depth in range(1, key.count(".") + 1)}
     todo: list[tuple[str, Mapping[object, object]]] = [("", tree)]
     while todo:
@@ -210,7 +213,7 @@ def _leaves(tree: object, name: str) -> Iterator[tuple[str, object]]:
             if path in inner and isinstance(value, Mapping):
                 todo.append((f"{path}.", value))
             elif path in inner and value is not None:
-                raise Refused(Code.BAD_CONFIG, f"{name}.{path} must be a mapping, not {shown(value)}")
+                raise bad_config(f"{name}.{path} must be a mapping, not {shown(value)}")
             else:
                 yield path, value
 
@@ -219,19 +222,19 @@ def _own_block(tree: object) -> dict[str, Mapping[str, object]]:
     if tree is None:
         return {}
     if not isinstance(tree, Mapping):
-        raise Refused(Code.BAD_CONFIG, f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
+        raise bad_config(f"bombus must be a mapping of {', '.join(GROUPS)}, not {shown(tree)}")
     block: dict[str, Mapping[str, object]] = {}
     for group, fields in tree.items():
         if group not in GROUPS:
-            raise Refused(Code.BAD_CONFIG, f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
+            raise bad_config(f"bombus.{group} is unknown; the groups are {', '.join(GROUPS)}")
         if not isinstance(fields, Mapping):
-            raise Refused(Code.BAD_CONFIG, f"bombus.{group} must be a mapping, not {shown(fields)}")
+            raise bad_config(f"bombus.{group} must be a mapping, not {shown(fields)}")
         block[group] = fields
     return block
 
 
 def _derive_lengths(rollout: Tree) -> None:
-    """Fill in, from the lengths that were given, those that were not."""
+    """Fill in the lengths that were not given from those that were."""
     given = {name: rollout[name] for name in LENGTHS if type(rollout.get(name)) is int}
     if not given or any(name in rollout and name not in given for name in LENGTHS):
         return
@@ -239,9 +242,9 @@ def _derive_lengths(rollout: Tree) -> None:
 
 
 def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = None) -> dict[str, int]:
-    """All four lengths: those `given` as they are, the rest from `base` (the defaults) as far as it fits.
+    """Return all four lengths: those `given` unchanged, the others from `base` (the defaults) as far as they fit.
 
-    What does not fit at all is left for the configuration to refuse.
+    Lengths that cannot fit are left for the configuration to refuse.
     """
     base = base or {name: RolloutConfig.model_fields[name].default for name in LENGTHS}
     turn = given.get("max_response_length_in_one_turn")
@@ -250,8 +253,8 @@ def derive_lengths(given: Mapping[str, int], base: Mapping[str, int] | None = No
     total = given.get("max_model_len")
     if total is not None:
         if prompt is None:
-            room = total - response if response is not None else total // 2
-            prompt = min(base["max_prompt_length"], room)
+            left = total - response if response is not None else total // 2
+            prompt = min(base["max_prompt_length"], left)
         if response is None:
             response = total - prompt
     else:
@@ -269,7 +272,7 @@ _PLAIN_KEY = re.compile(r"^(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z][a-z0-
 
 
 def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
-    """YAML of nested mappings of scalars and short lists, without a library."""
+    """Write nested mappings of scalars and short lists as YAML, without a library."""
     lines = []
     for key, value in tree.items():
         head = " " * indent + (key if _PLAIN_KEY.match(key) else _scalar(key)) + ":"
@@ -281,7 +284,7 @@ def to_yaml(tree: Mapping[str, Any], indent: int = 0) -> str:
 
 
 def _scalar(value: object) -> str:
-    if isinstance(value, float):  # YAML 1.1 takes an exponent for a number only behind a decimal point
+    if isinstance(value, float):  # YAML 1.1 reads an exponent as a number only after a decimal point
         text = json.dumps(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     if isinstance(value, list | tuple):
@@ -291,13 +294,13 @@ def _scalar(value: object) -> str:
 
 
 def read_job_file(path: str | Path) -> Tree:
-    """The document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
+    """Return the document in a file. Raises `Refused(BAD_CONFIG)` naming the file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: there is no such file") from error
+        raise bad_config(f"{path}: there is no such file") from error
     except OSError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: it cannot be read: {error.strerror}") from error
+        raise bad_config(f"{path}: it cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise Refused(Code.BAD_CONFIG, f"{path}: it is not text in UTF-8 (byte {error.start})") from error
+        raise bad_config(f"{path}: it is not text in UTF-8 (byte {error.start})") from error
     return read_document(text, str(path))

@@ -1,4 +1,4 @@
-"""What the groups of a configuration are made of, and how a refusal says what a field takes."""
+"""The base of a configuration's groups of settings, and the words in which a refusal says what a field takes."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,13 @@ from typing import Annotated, Any, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from bombus.errors import Code, Refused
+
 Tree = dict[str, Any]  # a document: nested mappings, lists and scalars
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads `1e-6` as text; where a float is wanted it is a number."""
+    """Convert text where a float is wanted: YAML 1.1 reads `1e-6` as text."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -26,12 +28,12 @@ Float = Annotated[float, BeforeValidator(_number)]
 Beta = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1)]
 
 
-class Group(BaseModel):
+class ConfigGroup(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words: `it takes a number, at least 0, at most 1`."""
+    """Say what a field takes, such as `it takes a number, at least 0, at most 1`."""
     signs = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
     bounds = [
         f"{word} {getattr(bound, sign)}"
@@ -41,7 +43,7 @@ def allowed(field: FieldInfo) -> str:
     ]
     if field.description and not bounds:
         return f"it takes {field.description}"
-    kind = _given(field.annotation)
+    kind = _without_none(field.annotation)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return "it takes one of " + ", ".join(kind)
     choices = getattr(kind, "__args__", ())
@@ -52,13 +54,18 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join([f"it takes {word}", *bounds])
 
 
-def _given(kind: object) -> object:
-    """The X in `X | None`."""
+def _without_none(kind: object) -> object:
+    """Return X of `X | None`."""
     kinds = getattr(kind, "__args__", ())
     return next(one for one in kinds if one is not NoneType) if NoneType in kinds else kind
 
 
+def bad_config(why: str) -> Refused:
+    return Refused(Code.BAD_CONFIG, why)
+
+
 def shown(value: object) -> str:
+    """Return a value as an error sentence quotes it, in at most 80 characters."""
     if isinstance(value, Mapping):
         return "a mapping"
     text = json.dumps(value, default=str) if not isinstance(value, list) else f"a list of {len(value)}"

@@ -1,4 +1,4 @@
-"""What one engine trains, and how: a run's whole configuration, checked at birth."""
+"""What one engine trains, and how: a run's whole configuration, checked when it is made."""
 
 import difflib
 import json
@@ -9,9 +9,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus.config.algorithms import Overlong
-from bombus.config.groups import Float, Group, Tree, allowed, shown
+from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
 from bombus.config.trainer import TrainerConfig
-from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, Method
 from bombus.hive.records import digest
 
@@ -21,7 +20,7 @@ LIST_MAX = 64
 
 
 def _method(value: object) -> object:
-    """`enough_tasks` and `finish_enough_tasks` are short for `rollout_until_finish_enough_tasks`."""
+    """Expand a short name: `enough_tasks` and `finish_enough_tasks` mean `rollout_until_finish_enough_tasks`."""
     if isinstance(value, str):
         for name in (value, SHORT_METHOD_PREFIX + value, f"{SHORT_METHOD_PREFIX}finish_{value}"):
             if name in METHODS:
@@ -32,10 +31,11 @@ def _method(value: object) -> object:
 CollectionMethod = Annotated[Method, BeforeValidator(_method)]
 
 
-class ModelConfig(Group):
-    """`path` is `tiny`, `smollm2`, a folder or a hub's name; `tokenizer` the same, where it is not in the model's.
+class ModelConfig(ConfigGroup):
+    """`path` is `tiny`, `smollm2`, a folder or a name on the hub. `tokenizer` is the same, and is needed only where the
+    model's folder has none.
 
-    `seed` is that of fresh weights and of sampling.
+    `seed` is the seed of fresh weights and of sampling.
     """
 
     path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
@@ -44,8 +44,8 @@ class ModelConfig(Group):
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
-class RolloutConfig(Group):
-    """Lengths are in tokens. `temperature` is that of calls that give none."""
+class RolloutConfig(ConfigGroup):
+    """Lengths are in tokens. `temperature` is for calls that do not give one."""
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
     max_env_worker: int = Field(default=128, ge=1, le=100_000)
@@ -71,12 +71,12 @@ class RolloutConfig(Group):
         return self
 
 
-class CollectionConfig(Group):
-    """`batch_size` is in tasks; `*_s` are seconds; staleness is in policy versions.
+class CollectionConfig(ConfigGroup):
+    """`batch_size` is in tasks, `*_s` in seconds, and staleness in policy versions.
 
-    With `max_staleness` above 0 episodes go on while a step is made (docs/asynchronous.md).
-    With the methods in which clients agree, weights are synced for at least `agreed_sync_s`: a client of the swarm
-    contract that has agreed looks for that phase every 5 s, and would wait for ever for one that it missed.
+    With `max_staleness` above 0 episodes continue while a step is computed (docs/asynchronous.md).
+    With the methods in which clients agree, syncing weights takes at least `agreed_sync_s`: a client of the swarm
+    contract that has agreed polls for that phase every 5 s, and would wait for ever if it missed it.
     Calls of the newest `replay_steps` steps are kept for replay, fewer when the stream of calls is over half full.
     """
 
@@ -94,16 +94,16 @@ class CollectionConfig(Group):
     replay_steps: int = Field(default=1000, ge=0, le=10_000)
 
 
-class ExperimentConfig(Group):
-    """`dir` is where checkpoints go; `auto` leaves it to the trainer's settings."""
+class ExperimentConfig(ConfigGroup):
+    """`dir` is the folder for checkpoints; `auto` leaves it to the trainer's settings."""
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
     experiment_name: str = Field(default="read_yaml_name", min_length=1, max_length=256)
     dir: str = Field(default="auto", min_length=1, max_length=4096)
 
 
-class RunConfig(Group):
-    """Everything that a run is configured with. `ignored` lists keys that were given and mean nothing here."""
+class RunConfig(ConfigGroup):
+    """The whole configuration of a run. `ignored` lists the keys that were given and have no effect."""
 
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -114,15 +114,15 @@ class RunConfig(Group):
 
     @model_validator(mode="after")
     def _overlong_buffer_fits(self) -> "RunConfig":
-        room, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
-        if self.trainer.overlong == Overlong.PENALTY and buffer > room:
+        turn, buffer = self.rollout.max_response_length_in_one_turn, self.trainer.overlong_buffer
+        if self.trainer.overlong == Overlong.PENALTY and buffer > turn:
             raise ValueError(
-                f"bombus.trainer.overlong_buffer {buffer} is over bombus.rollout.max_response_length_in_one_turn {room}"
+                f"bombus.trainer.overlong_buffer {buffer} is over bombus.rollout.max_response_length_in_one_turn {turn}"
             )
         return self
 
     def to_collection(self) -> Collection:
-        """What the coordinator needs of this job."""
+        """Return what the coordinator needs to know of this job."""
         rules = self.collection
         return Collection(
             method=rules.method,
@@ -142,11 +142,11 @@ class RunConfig(Group):
         )
 
     def to_yaml_mapping(self) -> Tree:
-        """A document that `parse_job` reads back as this very configuration."""
+        """Return a document that `parse_job` reads back as an equal configuration."""
         return {"bombus": self.model_dump(mode="json")}
 
     def to_json(self) -> str:
-        """Canonical: keys sorted, no spaces. What `engine.configured` carries."""
+        """Return canonical JSON, as `engine.configured` carries it: keys sorted, no spaces."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @staticmethod
@@ -163,25 +163,29 @@ GROUPS = tuple(name for name in RunConfig.model_fields if name != "ignored")
 
 
 def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
+    """Return the configuration in nested groups. Raises `Refused(BAD_CONFIG)`.
+
+    `names` gives, by our path, the name that the document has for it, where that is another.
+    """
     for group, fields in given.items():
         for field, value in fields.items() if isinstance(fields, Mapping) else ():
             _check_plain(_name(f"{group}.{field}", names), value)
     try:
         return RunConfig.model_validate_json(json.dumps(given))
     except ValidationError as error:
-        raise Refused(Code.BAD_CONFIG, _sentence(error, names)) from error
+        raise bad_config(_sentence(error, names)) from error
 
 
 def _check_plain(name: str, value: object) -> None:
-    """Only scalars and short lists of scalars: nothing that could blow up when it is written out."""
+    """Raise `Refused` for anything but scalars and short lists of scalars: nested aliases can expand without bound."""
     items = value if isinstance(value, list) else [value]
     plain = all(item is None or isinstance(item, bool | int | float | str) for item in items)
     if not plain or len(items) > LIST_MAX:
-        raise Refused(Code.BAD_CONFIG, f"{name} must be a plain value, not {shown(value)}")
+        raise bad_config(f"{name} must be a plain value, not {shown(value)}")
 
 
 def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
-    # A default that would have come from a field that is wrong is no second fault.
+    # A default that depends on a wrong field is not a second mistake.
     found = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
     sentences = []
     for problem in found[:3]:
@@ -203,7 +207,7 @@ def _sentence(error: ValidationError, names: Mapping[str, str]) -> str:
 
 
 def _name(ours: str, names: Mapping[str, str]) -> str:
-    """What a document calls one of our paths."""
+    """Return the document's name for one of our paths."""
     return names.get(ours, f"bombus.{ours}" if ours else "")
 
 
@@ -211,8 +215,8 @@ def _all_paths() -> list[str]:
     return [f"{group}.{field}" for group in GROUPS for field in _group(group).model_fields]
 
 
-def _group(name: str) -> type[Group]:
-    return cast(type[Group], RunConfig.model_fields[name].annotation)
+def _group(name: str) -> type[ConfigGroup]:
+    return cast(type[ConfigGroup], RunConfig.model_fields[name].annotation)
 
 
 def _field(path: str) -> FieldInfo | None:

@@ -1,4 +1,4 @@
-"""The parts of a cluster file that are processes: what each may be told, checked at birth."""
+"""The parts of a cluster file that become processes, checked when they are made."""
 
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ class Part(BaseModel):
 
 
 class GatewayPart(Part):
-    """Where clients come in: `count` processes share the port, 0 leaves it to another machine."""
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine."""
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     port: int = Field(default=10086, ge=1, le=65_535)
@@ -30,20 +30,20 @@ class GatewayPart(Part):
 
 
 class CoordinatorPart(Part):
-    """One of `count` leads, the others stand by; 0 leaves it to another machine."""
+    """One of `count` processes leads and the others stand by; 0: it runs on another machine."""
 
     count: Count = 1
 
 
 class PlacedPart(Part):
-    """What runs on the CPU or on GPUs: on the CPU when neither `devices` nor `device` is given."""
+    """A part that runs on the CPU or on GPUs: on the CPU where neither `devices` nor `device` is given."""
 
     devices: Gpus = ()
     device: Device = Field(default_factory=lambda data: "cuda" if data.get("devices") else "cpu")
     share_devices: bool = False
 
     @model_validator(mode="after")
-    def _device_is_one_of_devices(self) -> "PlacedPart":
+    def _devices_are_cuda(self) -> "PlacedPart":
         if self.devices and self.device != "cuda":
             raise ValueError(f"device {self.device} is refused beside devices, which are GPUs: leave it out")
         return self
@@ -91,49 +91,51 @@ class TrainerMachineOptions(BaseModel):
 
 
 class TrainerPart(TrainerMachineOptions, PlacedPart):
-    """What trains an engine. `threads` are torch's on the CPU for each process, 0 one for each core.
+    """The processes that train an engine. `threads` are torch's on the CPU in each process; 0: one for each core.
 
-    Of `devices` each process has one, `device` is then cuda, and cpu otherwise; `share_devices` says that other parts
-    may have them too. A micro-batch holds `bin_tokens` at most; 0 is what the job says on a GPU, and 4096 on a CPU.
-    With `allow_download` models may be fetched from a hub.
+    Each process gets one of `devices`, and `device` is then cuda; where neither is given it is cpu. `share_devices`
+    lets other parts use the same GPUs. A micro-batch holds at most `bin_tokens`; 0: on a GPU what the job says, on a
+    CPU at most 4096. With `allow_download` models may be fetched from a hub.
 
-    Weights reach replicas in a folder that they share, or by the hive's object store; a full copy every
-    `weights_full_every` versions, and in between what has changed. Of a LoRA job it is once the model and then
-    adapters alone, or in each step the model with the adapter `merged` into it.
+    Weights reach replicas through a folder that they share, or through the hive's object store: a full copy every
+    `weights_full_every` versions (0: as suits the way), and in between what has changed. For a LoRA job that is the
+    model once and then the adapters alone, or in each step the model with the adapter `merged` into it.
     """
 
     backend: Literal["torch", "verl"] = "torch"
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
 
     @model_validator(mode="after")
-    def _one_process_of_torch(self) -> "TrainerPart":
-        said = "backend" in self.model_fields_set  # where it is left open, the job may still say verl
-        if said and self.backend == "torch" and self.processes > 1:
+    def _torch_has_one_process(self) -> "TrainerPart":
+        backend_given = "backend" in self.model_fields_set  # where it is not, the job may still say verl
+        if backend_given and self.backend == "torch" and self.processes > 1:
             raise ValueError(f"processes {self.processes} is refused: backend torch has one; backend verl has many")
         if self.devices and "processes" in self.model_fields_set and len(self.devices) != self.processes:
             raise ValueError(f"devices names {_gpus(len(self.devices))}, and processes is {self.processes}: one each")
         return self
 
 
-_NOT_OF_OTHERS = {
+_FIELDS_OF = {
     "openai": ("url", "api_key_env", "model"),
     "vllm": ("tensor_parallel", "eager", "python", "gpu_memory_utilization"),
 }
-_NOT_OF_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb")
+_NOT_FOR_OPENAI = ("device", "devices", "share_devices", "threads", "dtype", "kv_cache_mb")
 
 
 class InferencePart(PlacedPart):
-    """Replicas of one kind. `url`, `model` and `api_key_env` are of engine openai; `tensor_parallel`, `eager` (no
-    compilation), `python` (an interpreter with vLLM of your own) and `gpu_memory_utilization` are of vllm.
+    """Replicas of one kind, which serve the engine that they stand below; `backend` is what computes in them.
 
-    Of `devices` each replica has `tensor_parallel`, in their order, `device` is then cuda, and cpu otherwise;
-    `share_devices` says that other parts may have them too. `max_model_len` is in tokens; it and `dtype` are the job's
-    when they are not given. `max_running` are sequences at once. `kv_cache_mb` is memory for keys and values, 0 the
-    engine's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of them, 0 vLLM's own.
-    `api_key_env` names the variable that holds the server's key.
+    `url`, `model` and `api_key_env` belong to backend openai; `tensor_parallel`, `eager` (no compilation), `python` (an
+    interpreter with your own vLLM) and `gpu_memory_utilization` belong to backend vllm.
+
+    Each replica gets `tensor_parallel` of `devices`, in their order, and `device` is then cuda; where neither is given
+    it is cpu. `share_devices` lets other parts use the same GPUs. `max_model_len` is in tokens; it and `dtype` are the
+    job's where they are not given. `max_running` is the number of sequences at once. `kv_cache_mb` is memory for keys
+    and values; 0: the backend's own default, which for vLLM on GPUs is the share `gpu_memory_utilization` of their
+    memory (0: vLLM's own default). `api_key_env` names the environment variable that holds the server's key.
     """
 
-    engine: Literal["torch", "vllm", "openai"] = "torch"
+    backend: Literal["torch", "vllm", "openai"] = "torch"
     count: Count = 1
     threads: Threads = 0
     dtype: Literal["", "float32", "bfloat16", "float16"] = Field(
@@ -152,23 +154,23 @@ class InferencePart(PlacedPart):
 
     @field_validator("max_model_len")
     @classmethod
-    def _sequences_hold_something(cls, tokens: int) -> int:
+    def _max_model_len_holds_a_sequence(cls, tokens: int) -> int:
         return none_or_at_least(tokens, 2)
 
     @model_validator(mode="after")
-    def _is_of_its_engine(self) -> "InferencePart":
+    def _fields_belong_to_the_backend(self) -> "InferencePart":
         given = self.model_fields_set
-        for engine, fields in _NOT_OF_OTHERS.items():
+        for backend, fields in _FIELDS_OF.items():
             for name in fields:
-                if name in given and engine != self.engine:
-                    raise ValueError(f"{name} means nothing with engine {self.engine}: it is of {engine}")
-        if self.engine != "openai":
+                if name in given and backend != self.backend:
+                    raise ValueError(f"{name} means nothing with backend {self.backend}: it belongs to {backend}")
+        if self.backend != "openai":
             return self
-        for name in _NOT_OF_OPENAI:
+        for name in _NOT_FOR_OPENAI:
             if name in given:
-                raise ValueError(f"{name} means nothing with engine openai: the server there has its own")
+                raise ValueError(f"{name} means nothing with backend openai: the server there has its own")
         if not self.url:
-            raise ValueError("url is missing: engine openai is a server that runs elsewhere")
+            raise ValueError("url is missing: backend openai is a server that runs elsewhere")
         if self.count > 1:
             raise ValueError(f"count {self.count} is refused: one replica stands for the server at {self.url}")
         return self
@@ -186,7 +188,7 @@ class InferencePart(PlacedPart):
 
 
 def none_or_at_least(value: int, least: int) -> int:
-    """A number that may be 0, for what follows from others. Raises `ValueError` for one that is too small."""
+    """Return a value that may be 0, where it follows from other settings. Raises `ValueError` between 0 and `least`."""
     if 0 < value < least:
         raise ValueError(f"{value} is neither 0 nor at least {least}")
     return value

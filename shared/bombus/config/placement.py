@@ -1,58 +1,58 @@
-"""Which GPUs each process of a deployment is given, and that no two are given the same one unawares."""
+"""Which GPUs each process of a deployment gets, and the check that no two get the same one by accident.
+
+A trainer's processes get one of its `devices` each, in their order, and replicas get theirs from `gpus_of_replicas`.
+`bombus.host.layout` starts each process with its GPUs alone in CUDA_VISIBLE_DEVICES.
+"""
 
 from collections.abc import Iterator
 
 from bombus.config.cluster import Cluster
+from bombus.config.groups import bad_config
 from bombus.config.parts import InferencePart, PlacedPart
-from bombus.errors import Code, Refused
 
 
 def gpus_of_replicas(part: InferencePart) -> list[tuple[int, ...]]:
-    """The GPUs of each replica, empty where none are named: consecutive groups of `tensor_parallel`."""
+    """Return the GPUs of each replica: consecutive groups of `tensor_parallel`, empty where none are named."""
     each = part.tensor_parallel
     return [part.devices[each * number : each * (number + 1)] for number in range(part.count)]
 
 
 def check_placement(cluster: Cluster) -> None:
-    """Raises `Refused(BAD_CONFIG)` when a GPU is given twice and not all who have it say that they share it.
+    """Raise `Refused(BAD_CONFIG)` when a GPU is given twice and not every part that has it allows sharing.
 
-    Once some part names its GPUs, each that runs on one has to: the default is the first GPU for everybody.
+    Once one part names its GPUs, every part that runs on a GPU has to: by default all of them take the first GPU.
     """
-    placed = list(_placed(cluster))
+    placed = list(_parts_on_gpus(cluster))
     if not any(part.devices for _, part in placed):
         return
     holders: dict[int, tuple[str, PlacedPart]] = {}
     for name, part in placed:
         if part.device == "cuda" and not part.devices:
-            raise _refusal(f"{name} runs on a GPU and does not say which, and others do: give it devices: [...]")
-        gpus = part.devices or _counted(part)
+            raise bad_config(f"{name} runs on a GPU and does not say which, and others do: give it devices: [...]")
+        gpus = part.devices or _gpus_from_first(part)
         for gpu in gpus:
-            other, held = holders.setdefault(gpu, (name, part))
-            twice = held is not part or gpus.count(gpu) > 1
-            if twice and not (held.share_devices and part.share_devices):
-                both = f"{other} and {name}" if held is not part else f"two replicas of {name}"
-                raise _refusal(
+            other_name, other = holders.setdefault(gpu, (name, part))
+            twice = other is not part or gpus.count(gpu) > 1
+            if twice and not (other.share_devices and part.share_devices):
+                both = f"{other_name} and {name}" if other is not part else f"two replicas of {name}"
+                raise bad_config(
                     f"GPU {gpu} is given to {both}: give each its own devices, or share_devices: true if that is meant"
                 )
 
 
-def _placed(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
-    """Those that run on GPUs here, by their place in the cluster file."""
+def _parts_on_gpus(cluster: Cluster) -> Iterator[tuple[str, PlacedPart]]:
+    """Yield the parts that run on GPUs of this machine, each with its place in the cluster file."""
     for name, engine in cluster.engines.items():
         if engine.trainer is not None and engine.trainer.device != "cpu":
             yield f"engines.{name}.trainer", engine.trainer
         for number, part in enumerate(engine.inference):
-            if part.count and part.engine != "openai" and part.device != "cpu":
+            if part.count and part.backend != "openai" and part.device != "cpu":
                 yield f"engines.{name}.inference[{number}]", part
 
 
-def _counted(part: PlacedPart) -> tuple[int, ...]:
-    """Those from N on, of a part on cuda:N."""
+def _gpus_from_first(part: PlacedPart) -> tuple[int, ...]:
+    """Return the GPUs that a part on cuda:N takes, counted from N; one that replicas share appears once for each."""
     first = int(part.device.partition(":")[2])
     if isinstance(part, InferencePart):
         return tuple(range(first, first + part.tensor_parallel)) * part.count
     return (first,)
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)

@@ -1,9 +1,9 @@
-"""Other servers' names of a trainer's options, slime's above all, read as our own."""
+"""Reads other servers' names of a trainer's options, slime's above all, as our own."""
 
 from collections.abc import Iterator, Mapping
 
+from bombus.config.groups import bad_config
 from bombus.config.trainer import TrainerConfig
-from bombus.errors import Code, Refused
 
 RENAMED = {
     "eps_clip_high": "clip_high",
@@ -18,7 +18,7 @@ SWITCHES: dict[str, tuple[str, dict[bool, object]]] = {
     "calculate_per_token_loss": ("loss_aggregation", {True: "token", False: "episode"}),
     "disable_grpo_std_normalization": ("normalise_by_std", {True: False, False: True}),
 }
-ESTIMATORS: dict[object, dict[str, object]] = {  # there an estimator may stand for a loss too
+ESTIMATORS: dict[object, dict[str, object]] = {  # in slime an estimator may name a loss too
     "gspo": {"adv_estimator": "grpo", "loss": "gspo"},
     "cispo": {"adv_estimator": "grpo", "loss": "cispo"},
 }
@@ -28,15 +28,15 @@ CORRECTIONS: dict[str, dict[str, str]] = {  # by tis_level and tis_mode
 }
 TIS = ("tis_mode", "tis_level", "use_tis")
 OTHERS = ("eps_clip", "advantage_estimator", "use_kl_loss", *TIS)
-SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # names that are not ours
+SLIMES = (RENAMED.keys() | SWITCHES.keys() | set(OTHERS)) - {"sample_packing_sequence_len"}  # not our names
 
 
 def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Each of our fields with its value and the option that gave it. What is not slime's passes as it is.
+    """Return each of our fields with its value and the option that gave it. Options that are not slime's pass through.
 
-    `eps_clip` is both bounds while the upper one is not given. `kl_loss_coef` counts only while `use_kl_loss` is not
-    false. Raises `Refused(BAD_CONFIG)` when two options say the same thing, when one takes something else, or for
-    slime's `kl_coef`.
+    `eps_clip` gives both bounds unless the upper one is given too. `kl_loss_coef` has no effect where `use_kl_loss` is
+    false. Raises `Refused(BAD_CONFIG)` when two options set the same field, when a value is not one that its option
+    takes, or for slime's `kl_coef`.
     """
     found: dict[str, tuple[object, str]] = {}
     for option, value in _without_kl_in_reward(given).items():
@@ -53,7 +53,7 @@ def from_slime(given: Mapping[str, object]) -> dict[str, tuple[object, str]]:
 def _put(found: dict[str, tuple[object, str]], field: str, value: object, option: str) -> None:
     if field in found:
         names = f"bombus.trainer.{found[field][1]} and bombus.trainer.{option}"
-        raise Refused(Code.BAD_CONFIG, f"{names} set the same thing: give only one of them")
+        raise bad_config(f"{names} set the same thing: give only one of them")
     found[field] = (value, option)
 
 
@@ -65,30 +65,29 @@ def _read(option: str, value: object) -> Iterator[tuple[str, object]]:
         yield from (ESTIMATORS.get(value) or {"adv_estimator": value}).items()
     elif option == "eps_clip":
         yield "clip_low", value
-    elif option in RENAMED and value is not None:  # none: slime's own way to say that it was not given
+    elif option in RENAMED and value is not None:  # None is how slime says that it was not given
         yield RENAMED[option], value
     elif option not in RENAMED and option not in OTHERS:
         yield option, value
 
 
 def _without_kl_in_reward(given: Mapping[str, object]) -> Mapping[str, object]:
-    """slime's `kl_coef` is told from ours by the names beside it; it has to be 0."""
+    """Return the options without slime's `kl_coef`, which has to be 0; other slime names tell it from our `kl_coef`."""
     slimes = sorted(SLIMES & given.keys())
     if not slimes or "kl_coef" not in given:
         return given
     if given["kl_coef"]:
-        raise Refused(
-            Code.BAD_CONFIG,
+        raise bad_config(
             f"bombus.trainer.kl_coef = {given['kl_coef']} is refused beside slime's {slimes[0]}: slime's kl_coef takes "
-            "the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss",
+            "the KL from the reward, which bombus does not do; give kl_loss_coef for a KL in the loss"
         )
     return {option: value for option, value in given.items() if option != "kl_coef"}
 
 
 def _put_correction(found: dict[str, tuple[object, str]], given: Mapping[str, object]) -> None:
-    """What `use_tis`, `tis_level` and `tis_mode` are together.
+    """Put the correction that `use_tis`, `tis_level` and `tis_mode` give together.
 
-    Truncation does not look at `tis_lower_bound`. For the other modes it is 1 / the upper bound where none is given.
+    Truncation ignores `tis_lower_bound`. In the other modes the lower bound is 1 / the upper bound where none is given.
     """
     options = [option for option in TIS if given.get(option) is not None]
     if not options:
@@ -112,13 +111,11 @@ def _one_of(option: str, value: object, names: Mapping[str, object], default: st
     if value is None:
         return default
     if not isinstance(value, str) or value not in names:
-        raise Refused(
-            Code.BAD_CONFIG, f"bombus.trainer.{option} = {value!r} is refused: it takes one of {', '.join(names)}"
-        )
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes one of {', '.join(names)}")
     return value
 
 
 def _switch(option: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise Refused(Code.BAD_CONFIG, f"bombus.trainer.{option} = {value!r} is refused: it takes true or false")
+        raise bad_config(f"bombus.trainer.{option} = {value!r} is refused: it takes true or false")
     return value

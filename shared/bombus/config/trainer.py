@@ -15,7 +15,7 @@ from bombus.config.algorithms import (
     Overlong,
     named,
 )
-from bombus.config.groups import Beta, Float, Group, Tree
+from bombus.config.groups import Beta, ConfigGroup, Float, Tree
 
 
 def _aggregation(value: object) -> object:
@@ -59,7 +59,7 @@ def _loss(given: Tree) -> Loss:
     return named(Loss, given["loss"]) or Loss.CLIPPED  # the defaults of verl's losses are the same as these
 
 
-class TrainerConfig(Group):
+class TrainerConfig(ConfigGroup):
     """How a batch becomes an optimizer step. docs/algorithms.md describes the algorithms and their settings.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up

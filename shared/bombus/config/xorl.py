@@ -1,24 +1,23 @@
-"""xorl's flat server configuration, read as a job: which of its keys is what here, and what is refused by name."""
+"""Reads xorl's flat server configuration as a job: what each of its keys means here, and which values are refused."""
 
 import difflib
 from collections.abc import Mapping
 
 import msgspec
 
-from bombus.config.groups import Tree, shown
-from bombus.errors import Code, Refused
+from bombus.config.groups import Tree, bad_config, shown
 
-LORA_RANK_DEFAULT = 32  # xorl's, where LoRA is asked for and no rank is given
+LORA_RANK_DEFAULT = 32  # xorl's own default, where LoRA is enabled without a rank
 
 
 class Only(msgspec.Struct, frozen=True):
-    """A key that is taken for the values that change nothing here, and refused for any other."""
+    """A key that is accepted with the values that change nothing here, and refused with any other."""
 
     values: tuple[object, ...]
     why: str
 
 
-# Its key -> ours, where the value is the same. Keys that are called like a field of the trainer's are that field.
+# xorl's key -> ours, where the value is the same.
 MAPPED: dict[str, str] = {
     "model_path": "model.path",
     "tokenizer_path": "model.tokenizer",
@@ -29,7 +28,7 @@ MAPPED: dict[str, str] = {
     "lora_alpha": "trainer.lora_alpha",
 }
 
-# Its key -> what is made of it.
+# xorl's key -> what it becomes.
 READ: dict[str, str] = {
     "enable_mixed_precision": "true: `model.dtype: bfloat16`; false: `float32`",
     "enable_lora": "false: `trainer.lora_rank: 0`; true: the rank that `lora_rank` gives",
@@ -40,9 +39,9 @@ READ: dict[str, str] = {
 }
 
 _OWN = "each backend chooses its own"
-_PLACE = "the log says where a run goes on"
-_WORKERS = "services meet on the bus"
-# Accepted, and without effect: they are about speed, logging or a process layout that is not ours.
+_PLACE = "the log says where a run continues"
+_WORKERS = "services connect through the bus"
+# Accepted and without effect: they are about speed, logging or a process layout that is not ours.
 IGNORED: dict[str, str] = {
     "attn_implementation": _OWN,
     "moe_implementation": _OWN,
@@ -54,26 +53,26 @@ IGNORED: dict[str, str] = {
     "activation_native": _OWN,
     "rope_native": _OWN,
     "attention_cast_bf16": _OWN,
-    "init_device": "weights are loaded where they are trained",
-    "load_weights_mode": "weights are loaded where they are trained",
+    "init_device": "weights are loaded on the device that trains them",
+    "load_weights_mode": "weights are loaded on the device that trains them",
     "enable_full_shard": "fsdp2 shards everything",
-    "reshard_after_forward": "fsdp2's own default holds",
-    "enable_forward_prefetch": "fsdp2's own default holds",
+    "reshard_after_forward": "fsdp2's own default applies",
+    "enable_forward_prefetch": "fsdp2's own default applies",
     "enable_reentrant": "gradient checkpointing is never reentrant",
     "enable_compile": _OWN,
     "compile_dynamic_shapes": _OWN,
-    "cp_fsdp_mode": "sequences stay whole",
-    "pipeline_parallel_schedule": "layers stay together",
-    "pp_variable_seq_lengths": "layers stay together",
-    "ep_dispatch": "experts stay together",
+    "cp_fsdp_mode": "sequences are not split",
+    "pipeline_parallel_schedule": "layers are not split over processes",
+    "pp_variable_seq_lengths": "layers are not split over processes",
+    "ep_dispatch": "experts are not split over processes",
     "output_dir": "`--data-dir` of `bombus up`, or `--folder` of a trainer, says where checkpoints go",
-    "ckpt_manager": "checkpoints have one form, which the log names",
+    "ckpt_manager": "checkpoints have one format, which the log names",
     "skip_initial_checkpoint": _PLACE,
     "storage_limit": "two checkpoints and two versions of the weights are kept",
     "idle_session_timeout": "episodes have their own, `discard_episode_timeout`",
-    "enable_self_test": "`bombus doctor --config` tells beforehand",
+    "enable_self_test": "`bombus doctor --config` checks this before the start",
     "log_level": "`--log-level` of each command",
-    "log_gradient_norms": "the metrics of a step have it",
+    "log_gradient_norms": "a step's metrics include it",
     "log_router_stats": "no backend has a router",
     "freeze_router": "no backend trains a router",
     "worker_bind_host": _WORKERS,
@@ -82,7 +81,7 @@ IGNORED: dict[str, str] = {
     "engine_connect_host": _WORKERS,
     "worker_connection_timeout": _WORKERS,
     "worker_max_retries": _WORKERS,
-    "sync_inference_method": "`bombus inference --backend` decides it",
+    "sync_inference_method": "`bombus inference --backend` decides this",
 }
 
 _EMPTY = (None, "")
@@ -100,16 +99,16 @@ LIMITED: dict[str, Only] = {
     "enable_qarl": Only((False,), "weights are trained in float32"),
     "enable_qlora": Only((False,), "the base under LoRA is not quantized; leave it out for plain LoRA"),
     "moe_hybrid_shared_lora": Only((False,), "no backend puts LoRA on experts"),
-    "lora_b_init_std": Only((0, 0.0), "an adapter begins as no change"),
+    "lora_b_init_std": Only((0, 0.0), "an adapter starts by changing nothing"),
     "merge_lora_interval": Only((0,), "adapters are merged at export, never in training"),
-    "optimizer": Only(("adamw",), "it is the one optimizer"),
-    "optimizer_dtype": Only(("fp32",), "its moments are kept in float32"),
-    "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to begin with other weights name them as model_path"),
+    "optimizer": Only(("adamw",), "it is the only optimizer"),
+    "optimizer_dtype": Only(("fp32",), "the optimizer's moments are kept in float32"),
+    "load_checkpoint_path": Only(_EMPTY, f"{_PLACE}; to start from other weights, name them as model_path"),
     "train_serve_profile": Only(_EMPTY, "set its keys one by one"),
     "foundation": Only((None, {}), "models are text only"),
     "encoders": Only((None, {}), "models are text only"),
 }
-# These have to be what another key is already.
+# Accepted where the value is the same as that of another key.
 SAME_AS = {"model_name": "model_path", "config_path": "model_path"}
 
 KEYS = (*MAPPED, *READ, *SAME_AS, *LIMITED, *IGNORED)
@@ -117,7 +116,7 @@ Given = dict[str, object]  # our path -> value
 
 
 def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
-    """What the flat keys ask for: by our path, the name that they have there, and keys without effect here.
+    """Read flat keys. Returns the values by our path, the key that gave each of them, and the keys without effect.
 
     Raises `Refused(BAD_CONFIG)` naming the key.
     """
@@ -127,11 +126,11 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
         return given, names, []
     for key, value in flat.items():
         if key not in KEYS:
-            raise _refusal(f"{key} is unknown" + _meant(key))
+            raise bad_config(f"{key} is unknown" + _hint(key))
         if key in LIMITED and not _is_one_of(value, LIMITED[key].values):
-            raise _refusal(f"{key} = {shown(value)} is refused: {LIMITED[key].why}")
+            raise bad_config(f"{key} = {shown(value)} is refused: {LIMITED[key].why}")
         if key in SAME_AS and value not in (None, flat.get(SAME_AS[key])):
-            raise _refusal(f"{key} = {shown(value)} is refused: it has to be what {SAME_AS[key]} is")
+            raise bad_config(f"{key} = {shown(value)} is refused: it has to be the same as {SAME_AS[key]}")
         if key in MAPPED and value is not None:
             given[MAPPED[key]], names[MAPPED[key]] = value, key
     if given.get("model.tokenizer") == given.get("model.path"):
@@ -142,47 +141,47 @@ def read(flat: Mapping[str, object]) -> tuple[Given, dict[str, str], list[str]]:
     return given, names, [key for key in flat if key in IGNORED]
 
 
-Found = dict[str, tuple[object, str]]  # our path -> value, and the key that says so
+_Derived = dict[str, tuple[object, str]]  # our path -> value, and the key that gave it
 
 
-def _precision(flat: Mapping[str, object]) -> Found:
+def _precision(flat: Mapping[str, object]) -> _Derived:
     key = "enable_mixed_precision"
     mixed = _flag(flat, key)
     return {} if mixed is None else {"model.dtype": ("bfloat16" if mixed else "float32", key)}
 
 
-def _lora(flat: Mapping[str, object]) -> Found:
+def _lora(flat: Mapping[str, object]) -> _Derived:
     if not _flag(flat, "enable_lora"):
         return {"trainer.lora_rank": (0, "lora_rank")}
     rank = flat.get("lora_rank", LORA_RANK_DEFAULT)
     if rank == 0:
-        raise _refusal("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
-    found: Found = {"trainer.lora_rank": (rank, "lora_rank")}
+        raise bad_config("lora_rank = 0 is refused where enable_lora is true: it takes a whole number, at least 1")
+    found: _Derived = {"trainer.lora_rank": (rank, "lora_rank")}
     targets = flat.get("lora_target_modules")
     if targets is not None:
         if not isinstance(targets, list) or not targets or not all(isinstance(name, str) for name in targets):
-            raise _refusal(f"lora_target_modules = {shown(targets)} is refused: it takes a list of names")
+            raise bad_config(f"lora_target_modules = {shown(targets)} is refused: it takes a list of names")
         found["trainer.target_modules"] = (",".join(targets), "lora_target_modules")
     return found
 
 
-def _processes(flat: Mapping[str, object]) -> Found:
+def _processes(flat: Mapping[str, object]) -> _Derived:
     mode, size = flat.get("data_parallel_mode", "fsdp2"), flat.get("data_parallel_shard_size", 1)
     many = size != 1
     if mode not in ("fsdp2", "none"):
-        raise _refusal(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
+        raise bad_config(f"data_parallel_mode = {shown(mode)} is refused: it takes one of fsdp2, none")
     if mode == "none" and many:
-        raise _refusal(
+        raise bad_config(
             "data_parallel_mode = none has one process: data_parallel_shard_size must be 1, or the mode fsdp2"
         )
-    found: Found = {"trainer.processes": (size, "data_parallel_shard_size")}
+    found: _Derived = {"trainer.processes": (size, "data_parallel_shard_size")}
     return {**found, "trainer.backend": ("verl", "data_parallel_shard_size")} if many else found
 
 
 def _flag(flat: Mapping[str, object], key: str) -> bool | None:
     value = flat.get(key)
     if value is not None and not isinstance(value, bool):
-        raise _refusal(f"{key} = {shown(value)} is refused: it takes true or false")
+        raise bad_config(f"{key} = {shown(value)} is refused: it takes true or false")
     return value
 
 
@@ -190,19 +189,15 @@ def _is_one_of(value: object, values: tuple[object, ...]) -> bool:
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 
-def _meant(key: str) -> str:
+def _hint(key: str) -> str:
     if key in ("engines", "gateway", "coordinator", "hive", "nats", "data_dir"):
-        return ": it belongs into a cluster file, which is for `bombus up --config`"
+        return ": it belongs in a cluster file, which is for `bombus up --config`"
     close = difflib.get_close_matches(key, (*KEYS, "ajet", "bombus"), n=1)
-    return f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists what there is"
-
-
-def _refusal(why: str) -> Refused:
-    return Refused(Code.BAD_CONFIG, why)
+    return f"; did you mean {close[0]}?" if close else "; docs/configuration.md lists the keys"
 
 
 def put(given: Mapping[str, object], tree: Tree) -> None:
-    """Into nested groups."""
+    """Put each value into the group that its path names."""
     for path, value in given.items():
         group, _, field = path.partition(".")
         tree.setdefault(group, {})[field] = value

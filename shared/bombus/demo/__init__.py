@@ -1,1 +1,1 @@
-"""`bombus demo`: a client like any other, with a display. Nothing in here is known to the hive."""
+"""`bombus demo`: a client like any other, with a display. The hive knows nothing about it."""

@@ -1,4 +1,4 @@
-"""The demo on a screen: a live table in a terminal, plain lines in a pipe."""
+"""The display of the demo: a live table in a terminal, plain lines in a pipe."""
 
 import sys
 import time
@@ -15,12 +15,12 @@ WIDTH = 60
 
 
 def sparkline(values: list[float]) -> str:
-    """Values from 0 to 1 as a line of bars; the newest WIDTH of them."""
+    """Draw the newest WIDTH values, from 0 to 1, as a line of bars."""
     return "".join(_BARS[min(8, max(0, round(value * 8)))] for value in values[-WIDTH:])
 
 
 class Display(Watcher):
-    """Use as a context. `budget_s` is how long training may take, for the progress that is shown."""
+    """A context manager that shows progress. `budget_s` is how long training may take."""
 
     def __init__(self, title: str, budget_s: float, every: int = 1) -> None:
         self._title = title
@@ -44,7 +44,7 @@ class Display(Watcher):
         if self._is_live:
             self._live.stop()
 
-    def say(self, doing: str) -> None:
+    def show(self, doing: str) -> None:
         self._doing = doing
         self._refresh(doing)
 

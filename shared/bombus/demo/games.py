@@ -1,4 +1,4 @@
-"""What is trained on: where questions come from, how one episode is played, and what it is worth."""
+"""The games that the demo trains on: where tasks come from, how an episode is played, and how it is rewarded."""
 
 import hashlib
 import random
@@ -12,8 +12,8 @@ import msgspec
 Messages = list[dict[str, Any]]
 
 
-class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """One task. `id` names its group, `entry` is what the game needs to score an answer."""
+class GameTask(msgspec.Struct, frozen=True, kw_only=True):
+    """One task. `id` names its group; `entry` is what the game needs to score an answer."""
 
     id: str
     prompt: str
@@ -22,58 +22,58 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Played(msgspec.Struct, frozen=True, kw_only=True):
-    """What an episode was worth, 0 to 1, and whether its answer was exactly right.
+    """The result of an episode: its reward, 0 to 1, and whether its answer was exactly right.
 
-    `call_rewards`, when given, is reported instead of `reward`: one for each model call.
+    `call_rewards`, one for each model call, are reported instead of `reward` when they are given.
     """
 
     reward: float
     exact: bool
     call_rewards: tuple[float, ...] | None = None
-    kind: str = ""  # which kind of answer it was, for the words at the end
+    kind: str = ""  # the kind of answer that it gave, for the summary at the end
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """What the model said; `ended` when it stopped by itself."""
+class ModelReply(msgspec.Struct, frozen=True):
+    """A reply of the model. `ended` says that it stopped by itself."""
 
     text: str
     ended: bool
 
 
-class Model(Protocol):
-    """The model, inside one episode: OpenAI's two ways to ask."""
+class GameModel(Protocol):
+    """The model inside one episode, with the two kinds of completion that OpenAI's API has."""
 
-    def chat(self, messages: Messages, max_tokens: int) -> Awaitable[Reply]: ...
+    def chat(self, messages: Messages, max_tokens: int) -> Awaitable[ModelReply]: ...
 
-    def complete(self, prompt: str, max_tokens: int) -> Awaitable[Reply]: ...
+    def complete(self, prompt: str, max_tokens: int) -> Awaitable[ModelReply]: ...
 
 
 class Game(Protocol):
     @property
     def title(self) -> str:
-        """What the task is, in one sentence for a person."""
+        """What the game is about, in one sentence for a person."""
         ...
 
-    def training(self, rng: random.Random) -> Question:
-        """Draw a question to train on."""
+    def training(self, rng: random.Random) -> GameTask:
+        """Draw a task to train on."""
         ...
 
-    def held_out(self) -> Sequence[Question]:
-        """The questions that measure; none of them is ever trained on."""
+    def held_out(self) -> Sequence[GameTask]:
+        """Return the tasks for evaluation, none of which is ever trained on."""
         ...
 
-    async def play(self, model: Model, question: Question) -> Played: ...
+    async def play(self, model: GameModel, task: GameTask) -> Played: ...
 
     def constant_reply(self) -> tuple[str, float]:
-        """The one reply that does best on the held-out questions whatever they ask, and its mean reward."""
+        """Return the one fixed reply that does best on the held-out tasks, and its mean reward."""
         ...
 
 
 class Letters:
-    """`c=` wants eight times c. From scratch, so the model has to learn the alphabet first.
+    """`c=` is to be answered with eight times c. The model starts from scratch, so it has to learn the alphabet first.
 
-    With `turns` 2 the answer to the first reply names another letter, which is wanted next: the model has to look at
-    the right one of two.
+    With `turns` 2, the answer to the first reply names another letter, which the second reply must have: the model has
+    to look at the right one of two.
     """
 
     SHARE = 8  # letters in a reply
@@ -86,30 +86,31 @@ class Letters:
             "; then again for the letter that the tool's answer names" if turns > 1 else ""
         )
 
-    def _question(self, letters: Sequence[str]) -> Question:
-        asked = "".join(letters)
-        return Question(id=asked, prompt=f"{letters[0]}=", answer=asked)
+    def _task(self, letters: Sequence[str]) -> GameTask:
+        answer = "".join(letters)
+        return GameTask(id=answer, prompt=f"{letters[0]}=", answer=answer)
 
-    def training(self, rng: random.Random) -> Question:
-        """Every letter comes once before one comes again, so a batch that asks for sixteen asks for each of them."""
+    def training(self, rng: random.Random) -> GameTask:
+        """Draw every letter once before any is repeated, so that a batch of sixteen tasks has each of them."""
         if len(self._deck) < self.turns:
             self._deck = rng.sample(self.letters, len(self.letters))
-        return self._question([self._deck.pop() for _ in range(self.turns)])
+        return self._task([self._deck.pop() for _ in range(self.turns)])
 
-    def held_out(self) -> Sequence[Question]:
-        """There are only so many letters: what is measured is that all of them were learned."""
+    def held_out(self) -> Sequence[GameTask]:
+        """Return tasks for every letter: as there are so few, evaluation only shows that all of them were learned."""
         rng = random.Random(1)
         return [
-            self._question([letter, *(rng.choice(self.letters) for _ in range(self.turns - 1))])
+            self._task([letter, *(rng.choice(self.letters) for _ in range(self.turns - 1))])
             for letter in self.letters
             for _ in range(self.turns)
         ]
 
-    async def play(self, model: Model, question: Question) -> Played:
-        """Bare text, as TRL's baseline has it: a chat template is forty more tokens to learn to look past."""
+    async def play(self, model: GameModel, task: GameTask) -> Played:
+        """Use bare text, as TRL's baseline does: a chat template is forty more tokens that the model must learn to
+        ignore."""
         text = ""
         shares: list[float] = []
-        for letter in question.answer:
+        for letter in task.answer:
             text += f"{letter}="
             reply = (await model.complete(text, self.SHARE)).text
             text += reply
@@ -119,9 +120,9 @@ class Letters:
         return Played(reward=reward, exact=reward == 1.0, call_rewards=tuple(shares) if self.turns > 1 else None)
 
     def constant_reply(self) -> tuple[str, float]:
-        questions = self.held_out()
+        tasks = self.held_out()
         means = {
-            letter: sum(q.answer.count(letter) for q in questions) / (len(questions) * self.turns)
+            letter: sum(task.answer.count(letter) for task in tasks) / (len(tasks) * self.turns)
             for letter in self.letters
         }
         best = max(means, key=lambda letter: means[letter])
@@ -129,9 +130,9 @@ class Letters:
 
 
 class Needle:
-    """reasoning-gym's `needle_haystack`: three sentences, and a question which of three people it is about.
+    """reasoning-gym's `needle_haystack`: three sentences about three people, and a question about which of them it was.
 
-    Held-out questions use names that no training question uses: what is learned cannot be the answers.
+    Held-out tasks use names that no training task uses, so the model cannot just learn the answers.
     """
 
     title = "find the right one of three names in a short text (reasoning-gym needle_haystack)"
@@ -139,13 +140,13 @@ class Needle:
     STATEMENTS = 3
     MAX_TOKENS = 8
     HELD_OUT = 128
-    SIZE = 1_000_000  # of the generator's stream: entries are made when they are asked for
+    SIZE = 1_000_000  # of the dataset, whose entries are generated when they are read
     TRAINING_SEED, HELD_OUT_SEED = 1, 900_000_000
     RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
 
     @staticmethod
     def _is_held_out(name: str) -> bool:
-        """A fixed quarter of all names."""
+        """Whether a name is in the fixed quarter of all names that training does not use."""
         return hashlib.sha256(name.lower().encode()).digest()[0] % 4 == 0
 
     def _dataset(self, seed: int) -> Any:
@@ -160,83 +161,85 @@ class Needle:
     def _training(self) -> Any:
         return self._dataset(self.TRAINING_SEED)
 
-    def _question(self, entry: dict[str, Any], id: str) -> Question:
+    def _task(self, entry: dict[str, Any], id: str) -> GameTask:
         sentences = entry["question"].split("\n")[0].split(". ")
         names = [sentence.split()[0] for sentence in sentences if sentence.strip()]
-        return Question(id=id, prompt=entry["question"], answer=entry["answer"], entry={"names": names})
+        return GameTask(id=id, prompt=entry["question"], answer=entry["answer"], entry={"names": names})
 
-    def training(self, rng: random.Random) -> Question:
+    def training(self, rng: random.Random) -> GameTask:
         while True:
             index = rng.randrange(self.SIZE)
-            question = self._question(self._training[index], f"needle-{index}")
-            if not any(map(self._is_held_out, question.entry["names"])):
-                return question
+            task = self._task(self._training[index], f"needle-{index}")
+            if not any(map(self._is_held_out, task.entry["names"])):
+                return task
 
-    def _held_out(self) -> Iterator[Question]:
+    def _held_out(self) -> Iterator[GameTask]:
         dataset = self._dataset(self.HELD_OUT_SEED)
         for index in range(self.SIZE):
-            question = self._question(dataset[index], f"held-out-{index}")
-            names = question.entry["names"]
+            task = self._task(dataset[index], f"held-out-{index}")
+            names = task.entry["names"]
             if all(map(self._is_held_out, names)) and len(set(names)) == self.STATEMENTS:
-                yield question
+                yield task
 
     @cached_property
-    def _questions(self) -> list[Question]:
+    def _tasks(self) -> list[GameTask]:
         held_out = self._held_out()
         return [next(held_out) for _ in range(self.HELD_OUT)]
 
-    def held_out(self) -> Sequence[Question]:
-        return self._questions
+    def held_out(self) -> Sequence[GameTask]:
+        return self._tasks
 
     @staticmethod
-    def reward(reply: Reply, answer: str) -> float:
-        """0.9 for the name alone, less the more there is around it, a little for its beginning; 0.1 for stopping."""
-        said = reply.text.strip().lower()
+    def reward(reply: ModelReply, answer: str) -> float:
+        """Return 0.9 for the name alone, less with more text around it, a little for its beginning; plus 0.1 for
+        stopping."""
+        text = reply.text.strip().lower()
         wanted = answer.lower()
-        if wanted in said:
-            share = len(wanted) / len(said)
+        if wanted in text:
+            share = len(wanted) / len(text)
         else:
             common = 0
-            while common < min(len(said), len(wanted)) and said[common] == wanted[common]:
+            while common < min(len(text), len(wanted)) and text[common] == wanted[common]:
                 common += 1
             share = 0.3 * common / len(wanted)
         return 0.9 * share + 0.1 * reply.ended
 
-    async def play(self, model: Model, question: Question) -> Played:
+    async def play(self, model: GameModel, task: GameTask) -> Played:
         messages: Messages = [
             {"role": "system", "content": self.SYSTEM},
-            {"role": "user", "content": question.prompt},
+            {"role": "user", "content": task.prompt},
         ]
         reply = await model.chat(messages, self.MAX_TOKENS)
-        said = reply.text.strip().lower()
-        exact = said == question.answer.lower()
-        named = said in [name.lower() for name in question.entry["names"]]
+        answer = reply.text.strip().lower()
+        exact = answer == task.answer.lower()
+        named = answer in [name.lower() for name in task.entry["names"]]
         kind = self.RIGHT if exact else self.OTHER if named else self.NONE
-        return Played(reward=self.reward(reply, question.answer), exact=exact, kind=kind)
+        return Played(reward=self.reward(reply, task.answer), exact=exact, kind=kind)
 
     def constant_reply(self) -> tuple[str, float]:
-        questions = self.held_out()
+        tasks = self.held_out()
         means = {
-            said: sum(self.reward(Reply(said, True), question.answer) for question in questions) / len(questions)
-            for said in {question.answer for question in questions}
+            answer: sum(self.reward(ModelReply(answer, True), task.answer) for task in tasks) / len(tasks)
+            for answer in {task.answer for task in tasks}
         }
-        best = max(sorted(means), key=lambda said: means[said])
+        best = max(sorted(means), key=lambda answer: means[answer])
         return best, means[best]
 
     def positional_reply(self) -> tuple[str, float, float]:
-        """The best of always naming the first, second or third person: who, its mean reward, its share of hits."""
-        questions = self.held_out()
+        """Return the best of always naming the first, second or third person: which one, its mean reward, and its share
+        of exact answers."""
+        tasks = self.held_out()
         best = ("", 0.0, 0.0)
         for place in range(self.STATEMENTS):
-            replies = [Reply(question.entry["names"][place], True) for question in questions]
-            rewards = [self.reward(reply, question.answer) for reply, question in zip(replies, questions)]
-            hits = [reply.text == question.answer for reply, question in zip(replies, questions)]
+            replies = [ModelReply(task.entry["names"][place], True) for task in tasks]
+            rewards = [self.reward(reply, task.answer) for reply, task in zip(replies, tasks)]
+            hits = [reply.text == task.answer for reply, task in zip(replies, tasks)]
             found = (f"name {place + 1} of the text", sum(rewards) / len(rewards), sum(hits) / len(hits))
             best = max(best, found, key=lambda each: each[1])
         return best
 
-    def in_words(self, before: dict[str, float], after: dict[str, float]) -> str:
-        """What was learned: the form of an answer, and how often the choice among the names is right."""
+    def summary(self, before: dict[str, float], after: dict[str, float]) -> str:
+        """Say what was learned: the form of an answer, and how often the choice among the names is right."""
 
         def named(kinds: dict[str, float]) -> float:
             return kinds.get(self.RIGHT, 0.0) + kinds.get(self.OTHER, 0.0)

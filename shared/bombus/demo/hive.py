@@ -1,4 +1,4 @@
-"""A hive for the length of a demo: `bombus up` as a child process."""
+"""A hive for the duration of a demo: `bombus up` as a child process."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ STOP_S = 60.0
 
 
 class HiveFailed(BombusError):
-    """The hive did not come up; the end of its log says why."""
+    """Raised when the hive does not start; the message has the end of its log."""
 
 
 def free_port() -> int:
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @asynccontextmanager
 async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
-    """Start a hive whose data is under `folder`; give its URL; stop it and wait until it is gone.
+    """Start a hive whose data is under `folder`, yield its URL, then stop it and wait until it has exited.
 
     Raises `HiveFailed` when it is not ready in time. Its log is `folder/hive.log`.
     """
@@ -68,4 +68,4 @@ async def _url(process: asyncio.subprocess.Process, log_path: Path) -> str:
     except TimeoutError:
         pass
     tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-20:])
-    raise HiveFailed(f"the hive did not come up; {log_path} ends with:\n{tail}")
+    raise HiveFailed(f"the hive did not start; {log_path} ends with:\n{tail}")

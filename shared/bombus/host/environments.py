@@ -1,4 +1,4 @@
-"""Where the environments lie that `bombus install` makes: vLLM and verl exclude each other, so each has its own."""
+"""Finds the environments that `bombus install` makes. vLLM and verl exclude each other, so each has its own."""
 
 import os
 from pathlib import Path
@@ -12,31 +12,31 @@ ENVIRONMENTS = ("vllm", "verl")
 MARKER = "bombus-environment.json"
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """What the marker of a whole environment says. It is written last: a folder without one was left unfinished."""
+class InstalledEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """The marker of a finished environment. It is written last: a folder without one was left unfinished."""
 
     name: str
     python: str  # its version
-    packages: dict[str, str]  # of what was asked for, and which version that became
+    packages: dict[str, str]  # the installed version of each package that its recipe reports
     size_bytes: int
-    recipe: str  # the digest of how it was made: another one asks for it to be made anew
+    recipe: str  # the digest of the recipe; if that has changed, the environment is made again
 
 
 def environments_folder() -> Path:
-    """`$BOMBUS_ENVIRONMENTS`, or a folder in bombus' cache."""
+    """Return `$BOMBUS_ENVIRONMENTS`, or a folder in bombus' cache."""
     return Path(os.environ.get("BOMBUS_ENVIRONMENTS") or cache_folder() / "environments")
 
 
-def read_marker(folder: Path) -> Made | None:
-    """What was made in `folder`; None when nothing was, or not to its end."""
+def read_marker(folder: Path) -> InstalledEnvironment | None:
+    """Return the marker in `folder`; None when no environment was made there, or only part of one."""
     try:
-        return msgspec.json.decode((folder / MARKER).read_bytes(), type=Made)
+        return msgspec.json.decode((folder / MARKER).read_bytes(), type=InstalledEnvironment)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
 def environment_python(name: str) -> Path:
-    """The interpreter of the environment `name`. Raises `EngineFault` when that is not there, or not whole."""
+    """Return the interpreter of the environment `name`. Raises `EngineFault` when it is missing or unfinished."""
     folder = environments_folder() / name
     python = folder / "bin" / "python"
     if read_marker(folder) is None or not python.exists():

@@ -1,4 +1,4 @@
-"""What this machine has, asked without torch: a command that only wants to know must not take seconds."""
+"""Reads what hardware this machine has, without importing torch, which would take seconds."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 def nvidia_gpus() -> tuple[Gpu, ...]:
-    """What `nvidia-smi` lists; nothing where it is missing or fails, as it does without a driver."""
+    """Return the GPUs that `nvidia-smi` lists; none where it is missing or fails, as it does without a driver."""
     found = shutil.which("nvidia-smi")
     if found is None:
         return ()
@@ -33,8 +33,10 @@ def nvidia_gpus() -> tuple[Gpu, ...]:
 
 
 def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
-    """What a process is given to see these GPUs alone: numbers as nvidia-smi has them, or places in our own
-    CUDA_VISIBLE_DEVICES where that is set. Raises `Refused(BAD_CONFIG)` for a place that it does not have.
+    """Return the variables with which a process sees only these GPUs.
+
+    They are numbered as in nvidia-smi or, where our own CUDA_VISIBLE_DEVICES is set, by their position in it. Raises
+    `Refused(BAD_CONFIG)` for a position that it does not have.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
@@ -47,12 +49,12 @@ def gpu_environment(numbers: Sequence[int]) -> dict[str, str]:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def memory_bytes() -> tuple[int, int]:
-    """All memory and what is free of it now. In a container with a limit: of that."""
+    """Return all memory, and how much of it is free now; in a container with a limit, the container's."""
     page = os.sysconf("SC_PAGE_SIZE")
     total = page * os.sysconf("SC_PHYS_PAGES")
     free = _available(default=total)

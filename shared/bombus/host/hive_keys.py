@@ -1,6 +1,6 @@
-"""The hive's own keys, admin and client: where they come from, and where a gateway may not listen without them.
+"""The hive's own keys, admin and client: where they are read from, and where a gateway may not listen without them.
 
-An episode's key is another thing: gateways sign those, and agents use them.
+An episode's key is something else: gateways sign it, and agents use it.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from bombus.errors import Code, Refused
 log = logging.getLogger(__name__)
 
 ADMIN_VARIABLE, CLIENT_VARIABLE = KEY_VARIABLES = ("BOMBUS_ADMIN_KEY", "BOMBUS_CLIENT_KEY")
-_FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # what can stand in a header and in a path as it is
+_FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escaping in a header or a path
 
 
 @dataclass(frozen=True)
 class HiveKeys:
-    """An empty one is not set. Raises `Refused` BAD_CONFIG for keys that are no good."""
+    """The keys of a hive; an empty one is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used."""
 
     admin: str = field(default="", repr=False)
     client: str = field(default="", repr=False)
@@ -34,7 +34,7 @@ class HiveKeys:
             if key and not _FORM.fullmatch(key):
                 raise Refused(
                     Code.BAD_CONFIG,
-                    f"The {name} key is no good: it needs 16 to 256 characters out of A-Z a-z 0-9 . _ ~ - "
+                    f"The {name} key cannot be used: it needs 16 to 256 characters out of A-Z a-z 0-9 . _ ~ - "
                     '(python -c "import secrets; print(secrets.token_urlsafe())" makes one).',
                 )
         if self.admin and self.admin == self.client:
@@ -43,35 +43,35 @@ class HiveKeys:
             )
 
     def environment(self) -> dict[str, str]:
-        """For a gateway's process: the variables that say the same."""
+        """Return the variables that give a gateway's process the same keys."""
         return {ADMIN_VARIABLE: self.admin, CLIENT_VARIABLE: self.client}
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
-    """Keys come from files or the environment: a command line can be read by every process of the machine."""
+    """Add the flags for keys, which name files: every process of the machine can read a command line."""
     parser.add_argument(
         "--admin-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that who configures, starts and stops engines must have (default: ${ADMIN_VARIABLE})",
+        help=f"holds the key for configuring, starting and stopping engines (default: ${ADMIN_VARIABLE})",
     )
     parser.add_argument(
         "--client-key-file",
         type=Path,
         metavar="FILE",
-        help=f"holds the key that who claims episodes must have (default: ${CLIENT_VARIABLE})",
+        help=f"holds the key for claiming episodes (default: ${CLIENT_VARIABLE})",
     )
     parser.add_argument(
         "--trusted-network",
         action="store_true",
-        help="let it listen beyond loopback without keys: all who can reach its port may control the hive",
+        help="listen beyond loopback without keys: everyone who can reach the port may control the hive",
     )
 
 
 def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> HiveKeys:
-    """The keys that these arguments and the environment name, if a gateway may listen at `arguments.host` with them.
+    """Return the keys that these arguments and the environment name.
 
-    Raises `Refused` BAD_CONFIG.
+    Raises `Refused(BAD_CONFIG)` when a gateway may not listen at `arguments.host` with them, or when one is unusable.
     """
     keys = HiveKeys(
         admin=_key("admin", arguments.admin_key_file, ADMIN_VARIABLE, environment),
@@ -82,7 +82,8 @@ def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.
         raise Refused(
             Code.BAD_CONFIG,
             f"Listening at {arguments.host or 'every address'} opens the hive to the network: give "
-            f"{' and '.join(missing)}, or say --trusted-network if all who can reach this port may control the hive.",
+            f"{' and '.join(missing)}, or say --trusted-network if everyone who can reach this port may control the "
+            "hive.",
         )
     return keys
 
@@ -101,12 +102,12 @@ def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, 
     if in_environment and in_environment != key:
         raise Refused(Code.BAD_CONFIG, f"{path} and ${variable} hold different {name} keys: leave one of them out.")
     if mode & stat.S_IROTH:
-        log.warning("everybody on this machine may read the %s key: chmod o-r %s", name, path)
+        log.warning("every user of this machine may read the %s key: chmod o-r %s", name, path)
     return key
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all that a host's name stands for stays on this machine. Raises `Refused` when it stands for nothing."""
+    """Return whether all addresses of a host are on this machine. Raises `Refused` when it has none."""
     if not host:
         return False
     try:

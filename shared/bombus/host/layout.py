@@ -1,4 +1,7 @@
-"""The processes of a hive on this machine: what `bombus up` keeps running, in which order and with which keys."""
+"""The processes of a hive on this machine: what `bombus up` keeps running, in which order, with which GPUs and keys.
+
+`bombus.config.placement` says which GPUs a process gets; here they reach its environment.
+"""
 
 import json
 import os
@@ -19,9 +22,9 @@ from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
 from bombus.host.process import PARENT_VARIABLE
 
-ALONE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
-# A training step frees and takes the same large blocks over and over. glibc would give each of them back to the kernel
-# and have it cleared again: 6 to 10 % of a step on a CPU.
+ONE_ENGINE = Cluster(engines={"main": EnginePart(trainer=TrainerPart(), inference=(InferencePart(),))})
+# A training step frees and allocates the same large blocks over and over. glibc would return each of them to the
+# kernel, which clears it before the next use: 6 to 10 % of a step on a CPU.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(8 << 30),
@@ -29,7 +32,7 @@ KEEP_FREED_MEMORY = {
 }
 
 
-class Meeting(msgspec.Struct, frozen=True, kw_only=True):
+class Rendezvous(msgspec.Struct, frozen=True, kw_only=True):
     """Where the ranks of a trainer on several machines meet, and how long they wait for each other."""
 
     nnodes: int = 1
@@ -38,23 +41,23 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True):
     operation_timeout_s: float = 1800.0
 
     def torchrun(self, node: str, processes: int) -> tuple[str, ...]:
-        """torchrun's options on the machine of number `node`, with so many ranks."""
-        options = ("--nproc_per_node", processes), ("--nnodes", self.nnodes), ("--node_rank", node)
-        places = ("--master_addr", self.address), ("--master_port", self.port)
-        return tuple(f"{name}={value}" for name, value in (*options, *places))
+        """Return torchrun's options on machine number `node`, which runs `processes` ranks."""
+        ranks = ("--nproc_per_node", processes), ("--nnodes", self.nnodes), ("--node_rank", node)
+        leader = ("--master_addr", self.address), ("--master_port", self.port)
+        return tuple(f"{name}={value}" for name, value in (*ranks, *leader))
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """What `bombus up` was asked for: a cluster, and what belongs to this start of it alone."""
+    """What `bombus up` was asked to start: a cluster, and what holds for this start only."""
 
-    cluster: Cluster = ALONE
+    cluster: Cluster = ONE_ENGINE
     jobs: Jobs = {}
     nats_port: int = 0
-    debug_root: Path | None = None  # where jobs may have trainers write samples
+    debug_root: Path | None = None  # below it jobs may have trainers write samples
     log_level: str = "info"
     keys: HiveKeys = HiveKeys()
     trusted_network: bool = False  # gateways may listen anywhere without keys
-    meeting: Meeting | None = None  # of the trainer's ranks here with those of other machines
+    rendezvous: Rendezvous | None = None  # where the trainer's ranks are on several machines
 
     @property
     def data_dir(self) -> Path:
@@ -62,9 +65,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Service(msgspec.Struct, frozen=True):
-    """One process to keep running. `kind` is its subcommand, `name` what it is called in the log.
+    """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` has all of its variables, and `gpus` are those that say which GPUs it sees.
+    `environment` has all of its variables; `gpus` are those of them that say which GPUs it sees.
     """
 
     kind: str
@@ -74,17 +77,17 @@ class Service(msgspec.Struct, frozen=True):
     gpus: Mapping[str, str] = {}
 
     def __str__(self) -> str:
-        """As one would type it."""
+        """Return the command as it could be typed."""
         return " ".join([*(f"{name}={value}" for name, value in self.gpus.items()), shlex.join(self.command)])
 
 
 def check_can_start(layout: Layout) -> None:
-    """Raises `Refused` for an environment that is not installed, a key that no variable holds, or a GPU that is not
-    among those that we may use.
+    """Raise `Refused` for an environment that is not installed, an API key that is not set, or a GPU that is not among
+    those of our own CUDA_VISIBLE_DEVICES.
     """
     for name, engine in layout.cluster.engines.items():
         used: set[str] = {engine.trainer.backend} if engine.trainer is not None else set()
-        used |= {part.engine for part in engine.inference if part.count and not part.python}
+        used |= {part.backend for part in engine.inference if part.count and not part.python}
         for backend in used & {"vllm", "verl"}:
             try:
                 environment_python(backend)
@@ -96,22 +99,24 @@ def check_can_start(layout: Layout) -> None:
             if part.api_key_env and not os.environ.get(part.api_key_env):
                 raise Refused(Code.BAD_CONFIG, f"engine {name}: the variable {part.api_key_env} holds no key; set it")
             if part.python and not os.access(part.python, os.X_OK):
-                raise Refused(Code.BAD_CONFIG, f"engine {name}: python {part.python} is no interpreter that is here")
+                raise Refused(
+                    Code.BAD_CONFIG, f"engine {name}: python {part.python} is not an interpreter that is here"
+                )
 
 
 def services(layout: Layout, nats: str) -> list[Service]:
-    """The processes of a hive, in the order in which they start.
+    """Return the processes of a hive, in the order in which they start.
 
-    Raises `Refused(BAD_CONFIG)` for a GPU that is not among those that we may use.
+    Raises `Refused(BAD_CONFIG)` for a GPU that is not among those of our own CUDA_VISIBLE_DEVICES.
     """
     cluster = layout.cluster
     common = _common(layout, nats)
     environment = _environment(layout)
-    # One that is started again has its predecessor's name, and therefore its lease.
+    # A coordinator that is restarted has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
-    watching = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
+    disk_watch = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
 
-    def bombus(
+    def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
     ) -> Service:
         command = (sys.executable, "-m", "bombus", kind, *common, *arguments)
@@ -119,7 +124,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
         return Service(kind, name, command, {**environment, **more, **seen}, seen)
 
     found = [
-        bombus("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *watching)
+        service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *disk_watch)
         for which in _numbered(cluster.coordinator.count)
     ]
     for name, engine in cluster.engines.items():
@@ -131,22 +136,22 @@ def services(layout: Layout, nats: str) -> list[Service]:
         kinds = [(part, gpus) for part in engine.inference for gpus in gpus_of_replicas(part)]
         for which, (part, gpus) in zip(_numbered(len(kinds)), kinds, strict=True):
             key = {part.api_key_env: os.environ.get(part.api_key_env, "")} if part.api_key_env else {}
-            found.append(bombus("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
+            found.append(service("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
-    door = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
-    door += ["--trusted-network"] if layout.trusted_network else []
-    keys = layout.keys.environment()  # the others run models, and need no keys
+    listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
+    listening += ["--trusted-network"] if layout.trusted_network else []
+    keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
-        bombus("gateway", f"gateway{which}", *door, more=keys) for which in _numbered(cluster.gateway.count)
+        service("gateway", f"gateway{which}", *listening, more=keys) for which in _numbered(cluster.gateway.count)
     ]
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """What every process has. A key of a server elsewhere is only for the replica that stands for it."""
+    """Return the variables of every process, without API keys: each is for the replica of its server alone."""
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
     kept_back = {*KEY_VARIABLES, *(part.api_key_env for part in replicas)}
     return {
-        # Threads of torch that wait for each other must not burn the cores that trainer and replica take turns on.
+        # Threads of torch that wait for each other must not keep busy the cores that trainer and replica share.
         "OMP_WAIT_POLICY": "PASSIVE",
         **{name: value for name, value in os.environ.items() if name not in kept_back},
         PARENT_VARIABLE: str(os.getpid()),
@@ -161,14 +166,14 @@ def _common(layout: Layout, nats: str) -> tuple[str, ...]:
 
 
 def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
-    """Return the arguments of each rank of a trainer, on whichever machine."""
+    """Return the arguments of each rank of a trainer, which are the same on every machine."""
     folder = str((layout.data_dir / "engines").absolute())
     options: dict[str, object] = {"engine": engine, "folder": folder, "device": part.device}
     options |= part.model_dump(mode="json", include=set(TrainerMachineOptions.model_fields), exclude_defaults=True)
     if layout.debug_root is not None:
         options["debug_root"] = str(layout.debug_root)
-    if layout.meeting is not None:
-        options["operation_timeout_s"] = layout.meeting.operation_timeout_s
+    if layout.rendezvous is not None:
+        options["operation_timeout_s"] = layout.rendezvous.operation_timeout_s
     return [*_common(layout, nats), "--options", json.dumps(options)]
 
 
@@ -177,8 +182,8 @@ def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple
     if part.backend == "torch":
         return (sys.executable, "-m", "bombus", "trainer", *arguments)
     python = str(environments_folder().absolute() / part.backend / "bin" / "python")
-    if layout.meeting is not None:
-        where = layout.meeting.torchrun("0", part.processes)
+    if layout.rendezvous is not None:
+        where = layout.rendezvous.torchrun("0", part.processes)
     elif part.processes > 1:
         where = ("--standalone", f"--nproc-per-node={part.processes}")
     else:
@@ -190,11 +195,11 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
     arguments = ["--engine", engine]
     arguments += ["--max-model-len", str(part.max_model_len)] if part.max_model_len else []
     arguments += ["--max-running", str(part.max_running)] if "max_running" in part.model_fields_set else []
-    if part.engine == "openai":
+    if part.backend == "openai":
         arguments += ["--backend", "openai", "--url", part.url]
         arguments += ["--model", part.model] if part.model else []
         return arguments + (["--api-key-env", part.api_key_env] if part.api_key_env else [])
-    arguments += ["--backend", part.engine] if part.engine != "torch" else []
+    arguments += ["--backend", part.backend] if part.backend != "torch" else []
     arguments += ["--device", part.device, "--threads", str(part.threads)]
     arguments += ["--dtype", part.dtype] if part.dtype else []
     arguments += ["--kv-cache-mb", str(part.kv_cache_mb)] if part.kv_cache_mb else []
@@ -206,5 +211,5 @@ def _replica(part: InferencePart, engine: str) -> list[str]:
 
 
 def _numbered(count: int) -> list[str]:
-    """What tells one of several from the others; nothing where there is but one."""
+    """Return what is added to the name of each of `count` processes: numbers, or nothing for a single one."""
     return [""] if count == 1 else [f" {number}" for number in range(1, count + 1)]

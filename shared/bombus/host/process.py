@@ -1,4 +1,4 @@
-"""How a service runs as a process: it stops in order on a signal, does not outlive who started it, binds its port."""
+"""Runs a service as a process: it shuts down cleanly on a signal, ends with its supervisor, and binds its port."""
 
 import asyncio
 import ctypes
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def die_with_parent() -> None:
-    """Under a supervisor on Linux: ask for SIGTERM when it dies. Elsewhere nobody can, and nothing is done."""
+    """Ask for SIGTERM when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it died before we asked
+    if os.getppid() != int(parent):  # it died before the call above
         sys.exit("the supervisor is gone")
 
 
@@ -43,7 +43,7 @@ def run_service(service: Coroutine[Any, Any, None]) -> int:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: half the time of a small message."""
+    """Return uvloop's factory where it is installed: a small message takes half the time."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -77,7 +77,10 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
 
 
 def listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    """A bound socket; with `reuse_port` others here may have its port too. Raises `Refused` when it is taken."""
+    """Return a bound socket. Raises `Refused` when the port is taken.
+
+    With `reuse_port` other processes of this machine may bind the same port.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
 """`bombus up`: a nats-server and all services of a hive under one supervisor.
 
-A service that dies is started again, sooner at first and later when it keeps dying. Stopping goes from the doors
-inwards, so that what is under way lands on the log. Nothing is left behind.
+A service that dies is restarted, after a pause that doubles while it keeps dying. Services are stopped from the
+gateways inwards, so that work in progress still reaches the log. No process outlives the supervisor.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 RESTART_S = 0.2
 RESTART_S_MAX = 10.0
-HEALTHY_S = 10.0  # who ran for so long starts again at once
+HEALTHY_S = 10.0  # after a run this long the pause is the shortest again
 STOP_S = 20.0
 READY_S = 180.0
 
 
 class Child:
-    """One process, kept running until `stop`."""
+    """A process that is kept running until `stop`."""
 
     def __init__(self, service: Service) -> None:
         self.kind = service.kind
@@ -42,13 +42,13 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
-    async def keep(self) -> None:
-        """Start it, and start it again whenever it ends, until `stop`."""
+    async def keep_running(self) -> None:
+        """Start the process, and restart it whenever it ends, until `stop`."""
         pause_s = RESTART_S
         service = self._service
         while not self._stopping:
             began = time.monotonic()
-            # A session of its own: Ctrl-C reaches the supervisor alone, which stops everybody in order.
+            # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
             self._process = await asyncio.create_subprocess_exec(
                 *service.command,
                 env=dict(service.environment),
@@ -59,7 +59,7 @@ class Child:
             if self._stopping:
                 return
             pause_s = RESTART_S if time.monotonic() - began > HEALTHY_S else min(2 * pause_s, RESTART_S_MAX)
-            log.warning("%s ended with code %s; it is started again in %.1f s", service.name, code, pause_s)
+            log.warning("%s ended with code %s; it is restarted in %.1f s", service.name, code, pause_s)
             await asyncio.sleep(pause_s)
 
     async def stop(self) -> None:
@@ -86,10 +86,10 @@ class Supervisor:
         self._children: list[Child] = []
 
     async def run(self) -> None:
-        """Start everything, say when it is ready, keep it running; stop it all when cancelled."""
+        """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
         self.layout.data_dir.mkdir(parents=True, exist_ok=True)
-        door = self.cluster.gateway
-        with hold_port(door.host, door.port) if door.count else contextlib.nullcontext():
+        gateway = self.cluster.gateway
+        with hold_port(gateway.host, gateway.port) if gateway.count else contextlib.nullcontext():
             await self._run()
 
     async def _run(self) -> None:
@@ -102,7 +102,7 @@ class Supervisor:
                 if self._server is not None:
                     tasks.create_task(self._keep_server(self._server))
                 for child in self._children:
-                    tasks.create_task(child.keep())
+                    tasks.create_task(child.keep_running())
                 tasks.create_task(self._announce(nats))
         finally:
             await asyncio.shield(self._stop())
@@ -115,15 +115,15 @@ class Supervisor:
 
     async def _keep_server(self, server: EmbeddedServer) -> None:
         while True:
-            # Polled, because a thread that waits cannot be cancelled.
+            # It polls, because a waiting thread cannot be cancelled.
             code = await asyncio.to_thread(server.wait, 0.5)
             if code is None:
                 if await asyncio.to_thread(server.needs_restart):
-                    # A stream that could not write stays silent until its server starts anew.
-                    log.error("the disk was full and has room again: nats-server is started anew")
+                    # A stream that could not write stays silent until its server is restarted.
+                    log.error("the disk was full and has room again: nats-server is restarted")
                     await asyncio.to_thread(server.stop)
                 continue
-            log.error("nats-server ended with code %s; it is started again with the same data", code)
+            log.error("nats-server ended with code %s; it is restarted with the same data", code)
             try:
                 await asyncio.to_thread(server.start)
             except BusUnavailable as error:
@@ -131,39 +131,39 @@ class Supervisor:
                 await asyncio.sleep(RESTART_S_MAX)
 
     async def _announce(self, nats: str) -> None:
-        """Print `ready` once every door answers; then start the jobs that were given."""
+        """Print `ready` once every service has joined and the gateway answers; then start the jobs that were given."""
         async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
             await bus.ensure_streams()
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
             try:
                 async with asyncio.timeout(READY_S):
-                    await self._everybody_there(follower)
+                    await self._all_services_ready(follower)
                 own = f" (NATS at {nats})" if self._server is not None else ""
                 print(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
                 for engine, job in self.layout.jobs.items():
                     await _start_job(bus, engine, job)
             except TimeoutError:
-                log.error("not everything was up after %.0f s: see the log above", READY_S)
+                log.error("not every service was ready after %.0f s: see the log above", READY_S)
             finally:
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
 
-    async def _everybody_there(self, follower: Follower) -> None:
-        """Everybody of this machine: an engine's replicas elsewhere come when they come."""
+    async def _all_services_ready(self, follower: Follower) -> None:
+        """Wait for the services of this machine; replicas on other machines may join later."""
 
         def joined(hive: Hive) -> bool:
-            here = self.cluster.engines.items()
-            return hive.epoch > 0 and all(len(hive.engine(name).replicas) >= part.replicas for name, part in here)
+            engines = self.cluster.engines.items()
+            return hive.epoch > 0 and all(len(hive.engine(name).replicas) >= part.replicas for name, part in engines)
 
         await follower.caught_up(None)
         await follower.wait_for(joined)
-        door = self.cluster.gateway
-        while door.count and not await asyncio.to_thread(_answers, door.host, door.port):
+        gateway = self.cluster.gateway
+        while gateway.count and not await asyncio.to_thread(_is_ready, gateway.host, gateway.port):
             await asyncio.sleep(0.05)
 
     async def _stop(self) -> None:
-        """Doors first, then those who work behind them, the coordinator last, then the bus."""
+        """Stop the gateways first, then replicas and trainers, then the coordinators, and the bus last."""
         for kind in ("gateway", "inference", "trainer", "coordinator"):
             await asyncio.gather(*(child.stop() for child in self._children if child.kind == kind))
         if self._server is not None:
@@ -172,17 +172,17 @@ class Supervisor:
 
 @contextlib.contextmanager
 def hold_port(host: str, port: int) -> Iterator[None]:
-    """Keep the gateways' port ours while they come and go. Raises `Refused` when somebody else has it."""
+    """Keep the gateways' port while gateways restart. Raises `Refused` when another process has it."""
     with listen(host, port) as probe:
         family = probe.family
-    with socket.socket(family, socket.SOCK_STREAM) as held:  # it never listens, so no connection comes to it
+    with socket.socket(family, socket.SOCK_STREAM) as held:  # it never listens, so it gets no connections
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
         yield
 
 
-def _answers(host: str, port: int) -> bool:
-    """Whether the gateway says that it is ready."""
+def _is_ready(host: str, port: int) -> bool:
+    """Return whether a gateway answers that it is ready."""
     connection = http.client.HTTPConnection(host, port, timeout=2)
     with contextlib.closing(connection):
         try:

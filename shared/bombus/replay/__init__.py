@@ -1,1 +1,1 @@
-"""The debugger: reads a hive's log, wherever it lies, and shows what happened in it. Writes nothing to any hive."""
+"""The debugger: reads a hive's log, wherever it is kept, and shows what happened. It writes nothing to any hive."""

@@ -1,7 +1,7 @@
 """A log as one file: for golden logs, bug reports and exports.
 
-A gzip of frames, each a little-endian uint32 length and a msgpack struct: a `Header`, the events byte for byte with the
-calls that they name behind them, the tokenizers, and `Trailer`. A file without its trailer was cut off.
+A gzip of frames, each a little-endian uint32 length and a msgpack struct: an `ArchiveHeader`, the events byte for byte,
+each followed by the calls that it names, the tokenizers, and a `Trailer`. A file without its trailer was cut off.
 """
 
 import gzip
@@ -19,15 +19,15 @@ from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
-from bombus.replay.source import End, NotOnLog, Source
+from bombus.replay.source import LogEnd, NotOnLog, Source
 
 FORMAT = 1
 FRAME_BYTES_MAX = 256 << 20
 _length = struct.Struct("<I")
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
-    """`base` is a snapshot of the state before the first event, empty for a log from its beginning."""
+class ArchiveHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header", omit_defaults=True):
+    """`base` is a snapshot of the state before the first event; empty when the log starts at its beginning."""
 
     format: int
     bombus: str
@@ -56,7 +56,7 @@ class BlobFrame(msgspec.Struct, frozen=True, tag="blob", array_like=True):
 
 
 class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
-    """How much there is. `calls_gone` were purged before the log was exported, or are not what was referenced (R6)."""
+    """How much there is. `calls_gone` counts calls that were purged before the export or fail their digest (R6)."""
 
     events: int
     calls: int
@@ -64,33 +64,33 @@ class Trailer(msgspec.Struct, frozen=True, tag="trailer", array_like=True):
     calls_gone: int = 0
 
 
-Frame = EventFrame | CallFrame | BlobFrame | Trailer
+ArchiveFrame = EventFrame | CallFrame | BlobFrame | Trailer
 _encoder = msgspec.msgpack.Encoder()
-_header = msgspec.msgpack.Decoder(Header)
-_frame: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+_header = msgspec.msgpack.Decoder(ArchiveHeader)
+_frame: msgspec.msgpack.Decoder[ArchiveFrame] = msgspec.msgpack.Decoder(ArchiveFrame)
 
 
-def pack(frame: Header | Frame) -> bytes:
-    """A frame as it lies in the file."""
+def pack(frame: ArchiveHeader | ArchiveFrame) -> bytes:
+    """Encode a frame as it is stored in the file."""
     body = _encoder.encode(frame)
     return _length.pack(len(body)) + body
 
 
 class FileSource(Source):
-    """An archive. Calls and tokenizers are unpacked to a temporary file when the first of them is asked for."""
+    """A log in an archive. Calls and tokenizers are unpacked to a temporary file when the first of them is read."""
 
-    def __init__(self, path: Path, header: Header, spool: IO[bytes]) -> None:
+    def __init__(self, path: Path, header: ArchiveHeader, spool: IO[bytes]) -> None:
         self.title = str(path)
         self.hive = header.hive
         self._header = header
         self._path = path
         self._spool = spool
-        self._places: dict[int | str, tuple[int, int]] | None = None
+        self._spans: dict[int | str, tuple[int, int]] | None = None
 
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Self]:
-        """Raises `NotOnLog` when it is no archive that this version can read."""
+        """Open an archive. Raises `NotOnLog` when the file is not an archive that this version can read."""
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         with tempfile.TemporaryFile() as spool:
@@ -102,8 +102,8 @@ class FileSource(Source):
         start = snapshots.decode(self._header.base)
         return start.hive, start.position
 
-    async def end(self) -> End:
-        return End(self._header.last, self._header.last_ns)
+    async def end(self) -> LogEnd:
+        return LogEnd(self._header.last, self._header.last_ns)
 
     async def stored(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Stored, None]:
         last = self._header.last if until is None else min(until, self._header.last)
@@ -125,43 +125,44 @@ class FileSource(Source):
         return body
 
     def _unpacked(self, key: int | str) -> bytes | None:
-        place = self._all_places().get(key)
-        if place is None:
+        span = self._all_spans().get(key)
+        if span is None:
             return None
-        self._spool.seek(place[0])
-        return self._spool.read(place[1])
+        offset, length = span
+        self._spool.seek(offset)
+        return self._spool.read(length)
 
-    def _all_places(self) -> dict[int | str, tuple[int, int]]:
-        """Where each call and object lies in the temporary file: (offset, length)."""
-        if self._places is None:
-            places: dict[int | str, tuple[int, int]] = {}
+    def _all_spans(self) -> dict[int | str, tuple[int, int]]:
+        """Return where each call and object is in the temporary file, as (offset, length)."""
+        if self._spans is None:
+            spans: dict[int | str, tuple[int, int]] = {}
             for frame in _frames(self._path):
                 if isinstance(frame, CallFrame | BlobFrame):
                     key = frame.seq if isinstance(frame, CallFrame) else frame.name
-                    places[key] = (self._spool.tell(), len(frame.data))
+                    spans[key] = (self._spool.tell(), len(frame.data))
                     self._spool.write(frame.data)
-            self._places = places
-        return self._places
+            self._spans = spans
+        return self._spans
 
 
-def _read_header(path: Path) -> Header:
+def _read_header(path: Path) -> ArchiveHeader:
     try:
         with gzip.open(path) as file:
             header = _header.decode(_body(file, path))
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError) as error:
-        raise NotOnLog(f"{path} is no archive of a log; `bombus log export` makes one") from error
+        raise NotOnLog(f"{path} is not an archive of a log; `bombus log export` makes one") from error
     except EOFError as error:
         raise _cut_off(path) from error
     if header.format > FORMAT:
         raise NotOnLog(
-            f"{path} is of format {header.format}, written by bombus {header.bombus}; this version reads up to format "
+            f"{path} has format {header.format}, written by bombus {header.bombus}; this version reads up to format "
             f"{FORMAT}: upgrade bombus"
         )
     return header
 
 
-def _frames(path: Path) -> Iterator[Frame]:
-    """Everything behind the header. Raises `LogCorrupted` for a file that is damaged or was cut off."""
+def _frames(path: Path) -> Iterator[ArchiveFrame]:
+    """Yield everything after the header. Raises `LogCorrupted` for a file that is damaged or was cut off."""
     try:
         with gzip.open(path) as file:
             _body(file, path)
@@ -169,7 +170,7 @@ def _frames(path: Path) -> Iterator[Frame]:
                 frame = _frame.decode(_body(file, path))
                 yield frame
                 if isinstance(frame, Trailer):
-                    file.read(1)  # the end of the gzip, where its checksum is
+                    file.read(1)  # reach the end of the gzip, where its checksum is
                     return
     except EOFError as error:
         raise _cut_off(path) from error

@@ -11,10 +11,11 @@ import msgspec
 from bombus.hive.state import Hive, evolve
 from bombus.hive.status import one_line
 from bombus.replay.moments import clock
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import Source, add_source_arguments, check_position, state_at
+from bombus.replay.source import Source, check_position, state_at
 
-ENTRIES_SHOWN = 6  # of one collection, in the text; the JSON has all
+ENTRIES_SHOWN = 6  # of each collection, as text; the JSON has all of them
 VALUE_CHARACTERS = 70
 
 
@@ -25,7 +26,7 @@ class Verb(StrEnum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """`path` leads from the hive to what changed: `engines`, `main`, `pool`, `main-1-7`."""
+    """`path` leads from the hive to what changed, as in `engines`, `main`, `pool`, `main-1-7`."""
 
     path: tuple[str, ...]
     verb: Verb
@@ -34,7 +35,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def changes(before: Hive, after: Hive) -> list[Change]:
-    """By path, what was there before what is new."""
+    """Return the changes by path; within each collection, entries that were there before come before new ones."""
     old, new = (msgspec.to_builtins(hive, order="deterministic") for hive in (before, after))
     return list(_walk((), old, new))
 
@@ -64,9 +65,9 @@ def _walk(path: tuple[str, ...], before: Any, after: Any) -> Iterator[Change]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument("first", type=int, metavar="SEQ", help="the state after this event")
-    parser.add_argument("second", type=int, metavar="SEQ", help="and after this one")
+    parser.add_argument("second", type=int, metavar="SEQ", help="the state after this event, to compare with it")
     parser.add_argument("--engine", default="", help="only this engine")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     first, second = arguments.first, arguments.second
     if first > second:
-        raise BadUsage(f"{first} is behind {second}: give the earlier position first")
+        raise BadUsage(f"{first} is after {second}: give the earlier position first")
     await check_position(source, second)
     before = await state_at(source, first)
-    after = await state_at(source, first)  # a copy of its own, to be folded on
+    after = await state_at(source, first)  # a second copy, which is folded further
     async for entry in source.events(first, second):
         evolve(after, entry.event)
     found = changes(before, after)
@@ -92,12 +93,12 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(found: list[Change]) -> list[str]:
-    """Lines for a person: entries that came to a collection or left it are counted, and the first of them named."""
+    """Return lines for a person: entries added to a collection or removed from it are counted, the first ones shown."""
     lines: list[str] = []
     grouped: dict[tuple[tuple[str, ...], Verb], list[Change]] = {}
     for change in found:
-        alone = change.verb == Verb.CHANGED
-        grouped.setdefault((change.path if alone else change.path[:-1], change.verb), []).append(change)
+        path = change.path if change.verb == Verb.CHANGED else change.path[:-1]
+        grouped.setdefault((path, change.verb), []).append(change)
     for (path, verb), members in grouped.items():
         where = ".".join(path) or "hive"
         if verb == Verb.CHANGED:
@@ -115,7 +116,7 @@ def as_text(found: list[Change]) -> list[str]:
 
 
 def _pair(path: tuple[str, ...], change: Change) -> tuple[str, str]:
-    """Both values, without the beginning that two long texts have in common."""
+    """Return both values, without the beginning that two long texts have in common."""
     before, after = change.before, change.after
     if path and path[-1].endswith("_ns") and isinstance(before, int) and isinstance(after, int):
         return clock(before) if before else "-", clock(after)

@@ -1,10 +1,10 @@
-"""Writes a log as an archive."""
+"""Writing a log as an archive."""
 
 import gzip
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,19 +14,18 @@ from bombus.bus.snapshots import Snapshot
 from bombus.hive import events as ev
 from bombus.hive.records import CallRef, decode_record, digest
 from bombus.hive.state import FOLD, Hive
-from bombus.replay.archive import FORMAT, BlobFrame, CallFrame, EventFrame, Frame, Header, Trailer, pack
-from bombus.replay.source import Source
+from bombus.replay.archive import FORMAT, ArchiveFrame, ArchiveHeader, BlobFrame, CallFrame, EventFrame, Trailer, pack
+from bombus.replay.source import ReadProgress, Source
 
 log = logging.getLogger(__name__)
 
-EVENTS_AT_ONCE = 500  # their calls are asked for together
-Progress = Callable[[int, int], None]  # the event that was reached, and the last one
+EVENTS_AT_ONCE = 500  # their calls are read together
 
 
 async def export(
-    source: Source, path: Path, with_calls: bool = True, progress: Progress = lambda position, end: None
+    source: Source, path: Path, with_calls: bool = True, progress: ReadProgress = lambda position, end: None
 ) -> Trailer:
-    """Write the log to `path`, which appears when it is whole. Raises `LogCorrupted`, `BusUnavailable`."""
+    """Write the log to `path`, which appears once it is complete. Raises `LogCorrupted`, `BusUnavailable`."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     draft = Path(name)
     try:
@@ -43,12 +42,12 @@ async def export(
 
 
 class _Writer:
-    def __init__(self, source: Source, file: gzip.GzipFile, with_calls: bool, progress: Progress) -> None:
+    def __init__(self, source: Source, file: gzip.GzipFile, with_calls: bool, progress: ReadProgress) -> None:
         self._source = source
         self._file = file
         self._with_calls = with_calls
         self._progress = progress
-        self._calls: set[int] = set()  # sequences of those that are written, or gone
+        self._calls: set[int] = set()  # sequences of those that are written or gone
         self._blobs: set[str] = set()
         self._gone = 0
         self._events = 0
@@ -58,7 +57,7 @@ class _Writer:
         end = await self._source.end()
         base = Snapshot(fold=FOLD, position=position, event_id="", answered=0, hive=state)
         self._put(
-            Header(
+            ArchiveHeader(
                 format=FORMAT,
                 bombus=version("bombus"),
                 hive=self._source.hive,
@@ -68,23 +67,23 @@ class _Writer:
             )
         )
         if self._with_calls:
-            await self._references(_held_by(state), _tokenizers_of(state))
-        group: list[Stored] = []
+            await self._write_references(calls_held_by(state), _tokenizers_of(state))
+        batch: list[Stored] = []
         async for stored in self._source.stored(position):
-            group.append(stored)
-            if len(group) == EVENTS_AT_ONCE:
-                await self._group(group)
-                group = []
+            batch.append(stored)
+            if len(batch) == EVENTS_AT_ONCE:
+                await self._write_batch(batch)
+                batch = []
                 self._progress(stored.seq, end.seq)
-        await self._group(group)
+        await self._write_batch(batch)
         trailer = Trailer(self._events, len(self._calls) - self._gone, len(self._blobs), self._gone)
         self._put(trailer)
         return trailer
 
-    async def _group(self, group: Sequence[Stored]) -> None:
+    async def _write_batch(self, batch: Sequence[Stored]) -> None:
         refs: list[CallRef] = []
         tokenizers: list[str] = []
-        for stored in group:
+        for stored in batch:
             self._put(EventFrame(stored.seq, stored.time_ns, stored.subject, dict(stored.headers), stored.data))
             self._events += 1
             event = read_event(stored)
@@ -92,10 +91,10 @@ class _Writer:
             if isinstance(event, ev.WeightsReady) and event.weights.tokenizer:
                 tokenizers.append(event.weights.tokenizer)
         if self._with_calls:
-            await self._references(refs, tokenizers)
+            await self._write_references(refs, tokenizers)
 
-    async def _references(self, refs: Sequence[CallRef], tokenizers: Sequence[str]) -> None:
-        """Write the calls that are not written yet, those that they extend, and the tokenizers."""
+    async def _write_references(self, refs: Sequence[CallRef], tokenizers: Sequence[str]) -> None:
+        """Write the calls that are not written yet, the calls that those extend, and the tokenizers."""
         while wanted := {ref.seq: ref for ref in refs if ref.seq not in self._calls}:
             self._calls |= wanted.keys()
             bodies = await self._source.bodies(list(wanted.values()))
@@ -115,12 +114,12 @@ class _Writer:
                 except BlobMissing as missing:
                     log.warning("%s: tokens will be shown as numbers", missing)
 
-    def _put(self, frame: Header | Frame) -> None:
+    def _put(self, frame: ArchiveHeader | ArchiveFrame) -> None:
         self._file.write(pack(frame))
 
 
 def calls_of(event: ev.AnyEvent) -> list[CallRef]:
-    """Every call that an event names."""
+    """Return every call that an event names."""
     match event:
         case ev.CallsNoted():
             return [call.ref for call in event.calls]
@@ -132,8 +131,9 @@ def calls_of(event: ev.AnyEvent) -> list[CallRef]:
             return []
 
 
-def _held_by(hive: Hive) -> list[CallRef]:
-    """The calls that a state still refers to."""
+def calls_held_by(hive: Hive) -> list[CallRef]:
+    """Return the calls of the open episodes, the pool and the outstanding batch of each engine: those that are still to
+    be trained, or may be."""
     refs: list[CallRef] = []
     for engine in hive.engines.values():
         refs += (call.ref for episode in engine.open.values() for call in episode.calls)

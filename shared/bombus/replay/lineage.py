@@ -1,4 +1,4 @@
-"""`bombus replay lineage`: from a weights version back to its batches, and to what was played for them."""
+"""`bombus replay lineage`: from a weights version back to its batches and to the episodes in them."""
 
 import argparse
 import json
@@ -11,15 +11,16 @@ from bombus.hive import events as ev
 from bombus.hive.events import NotedCall, Outcome
 from bombus.hive.state import Hive, evolve
 from bombus.hive.status import byte_size, one_line
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
-from bombus.replay.source import Logged, NotOnLog, Source, add_source_arguments
+from bombus.replay.source import Logged, NotOnLog, Source
 
 STEPS_SHOWN = 10
 GROUPS_SHOWN = 32
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of a batch. `versions` are those that sampled its tokens, from the oldest to the newest."""
+    """An episode of a batch. `versions` are the oldest and the newest that sampled its tokens, -1 when unknown."""
 
     episode: str
     client: str
@@ -29,17 +30,17 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     versions: tuple[int, int]
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class LineageGroup(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     episodes: tuple[Member, ...]
 
 
 class Step(msgspec.Struct, kw_only=True):
-    """An optimizer step, and the version that it made. What has not happened yet is empty."""
+    """An optimizer step and the version that it made. Fields for what has not happened yet are empty."""
 
     step: int
     batch_event: int
-    groups: tuple[Group, ...]
+    groups: tuple[LineageGroup, ...]
     config_digest: str
     checkpoint: str = ""
     checkpoint_digest: str = ""
@@ -52,7 +53,7 @@ class Step(msgspec.Struct, kw_only=True):
 
 
 class Lineage(msgspec.Struct, kw_only=True):
-    """`steps` lead to the version that was asked for, the newest last; `model` is what version 0 was."""
+    """`steps` lead to the requested version, the newest last; `model` names version 0."""
 
     engine: str
     run: int
@@ -61,7 +62,7 @@ class Lineage(msgspec.Struct, kw_only=True):
 
 
 async def trace(source: Source, step: int, engine: str = "", run: int = 0) -> Lineage:
-    """The ancestry of a version, in the newest run that has it. Raises `NotOnLog` when there is none."""
+    """Return the ancestry of a version, in the newest run that has it. Raises `NotOnLog` when there is none."""
     hive, _ = await source.base()
     tracer = _Tracer(hive, engine, run, step)
     async with aclosing(source.events()) as entries:
@@ -76,24 +77,37 @@ class _Tracer:
         self._wanted = (engine, run)
         self._step = step
         self._runs: dict[tuple[str, int], Lineage] = {}
-        self._played: dict[str, Member] = {}  # ended, and not in a batch yet
+        self._ended: dict[str, Member] = {}  # episodes that have ended and are not in a batch yet
 
     def take(self, entry: Logged) -> None:
         event = entry.event
-        engine = self._hive.engines.get(event.engine)
-        if isinstance(event, ev.EpisodeEnded) and engine is not None and event.type == ev.EpisodeType.TRAIN:
-            for outcome in event.outcomes:
-                episode = engine.open.get(outcome.episode)
-                self._played[outcome.episode] = _member(outcome, event.client, episode.calls if episode else [])
+        if isinstance(event, ev.EpisodeEnded) and event.type == ev.EpisodeType.TRAIN:
+            self._note_ended(event)
         evolve(self._hive, event)
         match event:
             case ev.EngineStarted():
-                active = self._hive.engines[event.engine].active
-                self._runs[event.engine, event.run] = Lineage(
-                    engine=event.engine, run=event.run, model=active.model if active else "", steps=[]
-                )
+                self._runs[event.engine, event.run] = self._new_run(event)
             case ev.BatchReady():
                 self._run_of(event).steps.append(self._sealed(event, entry.seq))
+            case ev.StepCompleted() | ev.WeightsReady():
+                self._complete(event)
+            case ev.GroupDropped():
+                for name in event.episodes:
+                    self._ended.pop(name, None)
+            case ev.PoolCleared():
+                self._ended = {name: member for name, member in self._ended.items() if self._in_pool(name)}
+
+    def _note_ended(self, event: ev.EpisodeEnded) -> None:
+        """Keep the episodes that end, before the fold forgets their calls."""
+        engine = self._hive.engines.get(event.engine)
+        if engine is None:
+            return
+        for outcome in event.outcomes:
+            episode = engine.open.get(outcome.episode)
+            self._ended[outcome.episode] = _member(outcome, event.client, episode.calls if episode else [])
+
+    def _complete(self, event: ev.StepCompleted | ev.WeightsReady) -> None:
+        match event:
             case ev.StepCompleted():
                 for step in self._steps(event, event.step):
                     step.checkpoint, step.checkpoint_digest = event.checkpoint, event.checkpoint_digest
@@ -101,35 +115,35 @@ class _Tracer:
             case ev.WeightsReady():
                 for step in self._steps(event, event.version):
                     step.weights = event.weights
-            case ev.GroupDropped():
-                for name in event.episodes:
-                    self._played.pop(name, None)
-            case ev.PoolCleared():
-                self._played = {name: member for name, member in self._played.items() if self._waits(name)}
 
-    def _waits(self, episode: str) -> bool:
+    def _in_pool(self, episode: str) -> bool:
         return any(episode in engine.pool for engine in self._hive.engines.values())
 
     def _run_of(self, event: ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
-        """One that began before the base of a compacted log is made when it is first heard of."""
+        """Return the run of an event; one that started before the base of a compacted log is added when it first
+        appears."""
+        return self._runs.setdefault((event.engine, event.run), self._new_run(event))
+
+    def _new_run(self, event: ev.EngineStarted | ev.BatchReady | ev.StepCompleted | ev.WeightsReady) -> Lineage:
         active = self._hive.engines[event.engine].active
-        fresh = Lineage(engine=event.engine, run=event.run, model=active.model if active else "", steps=[])
-        return self._runs.setdefault((event.engine, event.run), fresh)
+        return Lineage(engine=event.engine, run=event.run, model=active.model if active else "", steps=[])
 
     def _steps(self, event: ev.StepCompleted | ev.WeightsReady, number: int) -> list[Step]:
-        """The step of this number; none for version 0, or when its batch was sealed before a compacted log's base."""
+        """Return the step of this number: none for version 0, or when its batch was sealed before a compacted log's
+        base."""
         return [step for step in self._run_of(event).steps[-1:] if step.step == number]
 
     def _sealed(self, event: ev.BatchReady, seq: int) -> Step:
         groups = tuple(
-            Group(task=group.task, episodes=tuple(self._take(member) for member in group.episodes))
+            LineageGroup(task=group.task, episodes=tuple(self._member_of(member) for member in group.episodes))
             for group in event.groups
         )
         return Step(step=event.step, batch_event=seq, groups=groups, config_digest=event.config_digest)
 
-    def _take(self, member: ev.BatchEpisode) -> Member:
-        """What was played; of an episode that ended before the base of a compacted log, what its batch says."""
-        return self._played.pop(member.episode, None) or Member(
+    def _member_of(self, member: ev.BatchEpisode) -> Member:
+        """Return an episode of a batch. If it ended before the base of a compacted log, only what its batch says is
+        known."""
+        return self._ended.pop(member.episode, None) or Member(
             episode=member.episode,
             client="",
             reward=member.reward,
@@ -147,11 +161,11 @@ class _Tracer:
         ]
         holding = [lineage for lineage in runs if any(step.step == self._step for step in lineage.steps)]
         if not holding:
-            known = ", ".join(
+            steps = ", ".join(
                 f"engine {each.engine} run {each.run} has {each.steps[0].step} to {each.steps[-1].step}"
                 for each in runs
             )
-            raise NotOnLog(f"there is no step {self._step} on this log; {known or 'no batch was sealed'}")
+            raise NotOnLog(f"there is no step {self._step} on this log; {steps or 'no batch was sealed'}")
         newest = holding[-1]
         newest.steps = [step for step in newest.steps if step.step <= self._step]
         return newest
@@ -175,15 +189,15 @@ def _member(outcome: Outcome, client: str, calls: list[NotedCall]) -> Member:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
     parser.add_argument(
-        "step", type=int, metavar="STEP", help="the optimizer step that made the version of that number"
+        "step", type=int, metavar="STEP", help="the optimizer step, which made the version of the same number"
     )
-    parser.add_argument("--engine", default="", metavar="NAME", help="needed on a hive that has several")
+    parser.add_argument("--engine", default="", metavar="NAME", help="required when the hive has several")
     parser.add_argument(
         "--run", type=int, default=0, metavar="R", help="which run of the engine (default: the last that has this step)"
     )
     parser.add_argument("--episodes", action="store_true", help="list every episode of the step")
     parser.add_argument(
-        "--json", action="store_true", help="print all steps up to this one as JSON, with everything that is known"
+        "--json", action="store_true", help="print all steps up to this one as JSON, with all that is known of them"
     )
 
 
@@ -200,7 +214,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
-    """Lines for a person; with `episodes`, every episode of the last step."""
+    """Yield lines for a person; with `episodes`, every episode of the last step."""
     *before, last = lineage.steps
     yield f"policy version {last.step} of engine {lineage.engine}, run {lineage.run}"
     if last.weights is not None:

@@ -1,4 +1,4 @@
-"""Moments as a person gives them: a date, a time of the log's last day, so long before its end or after its start."""
+"""Times as a person writes them: a date, a time on the log's last day, or an offset from its end or its start."""
 
 import re
 import time
@@ -14,9 +14,11 @@ _CLOCK = re.compile(r"\d{1,2}:\d\d(:\d\d(\.\d+)?)?")
 
 
 def moment(text: str, start_ns: int, end_ns: int) -> int:
-    """Nanoseconds since the epoch: `-10m` before the end, `+30s` after the start, `14:03:20` on the last day, or ISO.
+    """Return nanoseconds since the epoch for `-10m` (before the end), `+30s` (after the start), `14:03:20` (on the last
+    day) or an ISO time.
 
-    `10m` is `-10m`, which a command line would take for an option. Times without a zone are local. Raises `BadUsage`.
+    `10m` means `-10m`, which a command line would take for an option. Times without a zone are local.
+    Raises `BadUsage`.
     """
     relative = _RELATIVE.fullmatch(text)
     if relative:
@@ -29,7 +31,7 @@ def moment(text: str, start_ns: int, end_ns: int) -> int:
         return _ns(datetime.fromisoformat(text))
     except ValueError:
         raise BadUsage(
-            f"{text!r} is no moment: use 2026-01-31T14:03:20, 14:03:20 (of the log's last day), 10m (before its end) "
+            f"{text!r} is not a time: use 2026-01-31T14:03:20, 14:03:20 (on the log's last day), 10m (before its end) "
             "or +30s (after its start)"
         ) from None
 
@@ -39,15 +41,15 @@ def _ns(moment: datetime) -> int:
 
 
 def clock(at_ns: int) -> str:
-    """`14:03:20.125`, local."""
+    """Format a time as `14:03:20.125`, local."""
     return f"{_local(at_ns // SECOND)[11:]}.{at_ns % SECOND // 1_000_000:03d}"
 
 
 def date(at_ns: int) -> str:
-    """`2026-01-31`, local."""
+    """Format a time as `2026-01-31`, local."""
     return _local(at_ns // SECOND)[:10]
 
 
-@lru_cache(maxsize=64)  # a log has thousands of events in a second
+@lru_cache(maxsize=64)  # a log may have thousands of events in one second
 def _local(seconds: int) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

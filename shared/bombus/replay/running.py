@@ -1,4 +1,4 @@
-"""What the subcommands of `bombus replay` share: a log is opened, work is done on it, trouble is told in a sentence."""
+"""How the subcommands of `bombus replay` run: they open a log, work on it, and report an error in one sentence."""
 
 import argparse
 import asyncio
@@ -7,31 +7,35 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from bombus.errors import BombusError
-from bombus.replay.source import Source, open_source
+from bombus.replay.opening import open_source
+from bombus.replay.source import Source
 
-Work = Callable[[Source, argparse.Namespace], Awaitable[None]]
+SourceCommand = Callable[[Source, argparse.Namespace], Awaitable[None]]
 
 
 class BadUsage(ValueError):
-    """The command line makes no sense; the sentence says what would."""
+    """Raised for a command line that makes no sense; the sentence says what would."""
 
 
-def run_on_source(command: str, work: Work, arguments: argparse.Namespace) -> int:
-    """The exit code: 0, 1 when something is not there or cannot be read, 2 for bad usage."""
+def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespace) -> int:
+    """Run a command on the log that its arguments name, and return the exit code.
+
+    The code is 0, 1 when something does not exist or cannot be read, or 2 for bad usage. `prog` begins error messages.
+    """
 
     async def on_source() -> None:
         async with open_source(arguments) as source:
-            await work(source, arguments)
+            await command(source, arguments)
 
     try:
         asyncio.run(on_source())
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader of our output (`head`) has enough; nothing more is to be said to it
+    except BrokenPipeError:  # the reader of our output (`head`) has closed it; do not write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BadUsage as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 2
     except (BombusError, OSError, ValueError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,13 +5,14 @@ import json
 
 from bombus.hive.status import render_status, status_dict
 from bombus.replay.moments import clock, date
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
-from bombus.replay.source import Source, add_source_arguments, state_at
+from bombus.replay.source import Source, state_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("--at", type=int, metavar="SEQ", help="after this event (default: the last)")
+    parser.add_argument("--at", type=int, metavar="SEQ", help="the state after this event (default: the last)")
     parser.add_argument("--engine", default="", metavar="NAME", help="only this engine (default: all)")
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 

@@ -1,4 +1,4 @@
-"""Which episodes a log has, in a few words: for answers about one that it has not."""
+"""The episodes that a log has, summarised for the error that names one which it does not have."""
 
 from bombus.hive.events import AnyEvent, EpisodeClaimed
 from bombus.replay.source import NotOnLog
@@ -7,11 +7,11 @@ RUNS_NAMED = 6
 
 
 class EpisodesSeen:
-    """The numbers of the first and last episode of each run (ids count, so those between are there too)."""
+    """The numbers of the first and last episode of each run. Numbers are consecutive, so those in between exist too."""
 
-    def __init__(self, begins_behind: int = 0) -> None:
-        self._compacted = f" (what was before event {begins_behind} was compacted)" if begins_behind else ""
-        self._numbers: dict[str, tuple[int, int]] = {}  # by engine and run, as the stem of an id
+    def __init__(self, base: int = 0) -> None:
+        self._compacted = f" (what was before event {base} was compacted)" if base else ""
+        self._numbers: dict[str, tuple[int, int]] = {}  # by the stem of an id, which is its engine and run
 
     def note(self, event: AnyEvent) -> None:
         if isinstance(event, EpisodeClaimed):
@@ -21,7 +21,7 @@ class EpisodesSeen:
                 self._numbers[stem] = (first, max(last, int(number)))
 
     def check(self, episode: str) -> None:
-        """Raises `NotOnLog`, naming the episodes that there are, when this one is not among them."""
+        """Raise `NotOnLog`, naming the episodes that there are, when this one is not among them."""
         if not self._numbers:
             raise NotOnLog(f"there is no episode {episode}: no episode was claimed on this log{self._compacted}")
         stem, _, number = episode.rpartition("-")

@@ -1,4 +1,4 @@
-"""`bombus replay timeline`: what happened, one line an event."""
+"""`bombus replay timeline`: what happened, one line for each event."""
 
 import argparse
 import json
@@ -13,15 +13,16 @@ from bombus.hive import events as ev
 from bombus.hive.describe import line_of
 from bombus.hive.events import AnyEvent, kind_of
 from bombus.replay.moments import clock, date, moment
+from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
-from bombus.replay.source import Logged, Source, add_source_arguments
+from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 
 KINDS = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)))
 
 
 class Filter(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of a log. Empty means all; times are nanoseconds on the server's clock."""
+    """Which events to show. Empty means all of them; times are nanoseconds on the server's clock."""
 
     engine: str = ""
     episode: str = ""
@@ -30,8 +31,8 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
     until_ns: int = 1 << 63
     after: int = 0
 
-    def wanted(self, entry: Logged) -> AnyEvent | None:
-        """The event, or the part of it that is about the episode; None when it is not wanted."""
+    def apply(self, entry: Logged) -> AnyEvent | None:
+        """Return the event, or the part of it that is about the episode; None when it is filtered out."""
         event = entry.event
         if not self.since_ns <= entry.time_ns <= self.until_ns:
             return None
@@ -43,7 +44,7 @@ class Filter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def about(event: AnyEvent, episode: str) -> AnyEvent | None:
-    """The part of an event that is about one episode, None when nothing is."""
+    """Return the part of an event that is about one episode, None when no part is."""
     match event:
         case ev.EpisodeClaimed() if episode in event.episodes:
             return msgspec.structs.replace(event, episodes=(episode,))
@@ -63,23 +64,23 @@ def about(event: AnyEvent, episode: str) -> AnyEvent | None:
             return None
 
 
-async def select(source: Source, wanted: Filter) -> AsyncGenerator[tuple[Logged, AnyEvent], None]:
-    """The wanted events, one by one. Raises `NotOnLog` when the log knows no such episode."""
+async def select(source: Source, chosen: Filter) -> AsyncGenerator[tuple[Logged, AnyEvent], None]:
+    """Yield the chosen events, one by one. Raises `NotOnLog` when the log has no such episode."""
     seen = EpisodesSeen((await source.base())[1])
     found = False
-    async with aclosing(source.events(0 if wanted.episode else wanted.after)) as entries:
+    async with aclosing(source.events(0 if chosen.episode else chosen.after)) as entries:
         async for entry in entries:
             seen.note(entry.event)
-            if entry.seq <= wanted.after:
+            if entry.seq <= chosen.after:
                 continue
-            if entry.time_ns > wanted.until_ns:
+            if entry.time_ns > chosen.until_ns:
                 break
-            event = wanted.wanted(entry)
+            event = chosen.apply(entry)
             if event is not None:
                 found = True
                 yield entry, event
-    if wanted.episode and not found:
-        seen.check(wanted.episode)
+    if chosen.episode and not found:
+        seen.check(chosen.episode)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------
@@ -87,22 +88,25 @@ async def select(source: Source, wanted: Filter) -> AsyncGenerator[tuple[Logged,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_source_arguments(parser)
-    parser.add_argument("--engine", default="", metavar="NAME", help="only of this engine (and of the hive)")
-    parser.add_argument("--episode", default="", metavar="ID", help="only what is about this episode")
+    parser.add_argument("--engine", default="", metavar="NAME", help="only events of this engine (and of the hive)")
+    parser.add_argument("--episode", default="", metavar="ID", help="only events about this episode")
     parser.add_argument(
-        "--kind", nargs="+", default=[], choices=KINDS, metavar="KIND", help=f"only of these kinds: {', '.join(KINDS)}"
+        "--kind",
+        nargs="+",
+        default=[],
+        choices=KINDS,
+        metavar="KIND",
+        help=f"only events of these kinds: {', '.join(KINDS)}",
     )
     parser.add_argument(
         "--since",
         metavar="T",
-        help="such as 2026-01-31T14:03, 14:03:20 (of the last day), 10m (before the end), +30s (after the start)",
+        help="such as 2026-01-31T14:03, 14:03:20 (on the last day), 10m (before the end), +30s (after the start)",
     )
-    parser.add_argument("--until", metavar="T", help="the same (--until=-10m is 10m too)")
-    parser.add_argument(
-        "--after", type=int, default=0, metavar="SEQ", help="only what comes behind this event (default: all)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="at most so many lines (default: all)")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is in it")
+    parser.add_argument("--until", metavar="T", help="like --since (--until=-10m means 10m too)")
+    parser.add_argument("--after", type=int, default=0, metavar="SEQ", help="only events after this one (default: all)")
+    parser.add_argument("--limit", type=int, metavar="N", help="print at most N events (default: all)")
+    parser.add_argument("--json", action="store_true", help="print each event whole, as one JSON object on a line")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -111,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     if arguments.limit is not None and arguments.limit < 1:
-        raise BadUsage("--limit is at least 1")
+        raise BadUsage("--limit must be at least 1")
     left = arguments.limit
     day = ""
     shown = False
@@ -135,13 +139,13 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
 
 
 async def _last(source: Source) -> str:
-    """Which event a log ends with, in words."""
+    """Say which event a log ends with."""
     end = await source.end()
     async with aclosing(source.events(end.seq - 1)) as entries:
         async for entry in entries:
             at = f"{date(entry.time_ns)} {clock(entry.time_ns)}"
-            return f"the last event of {source.title} is {entry.seq}, {kind_of(entry.event)}, of {at}"
-    return f"{source.title} holds no event behind {end.seq}"
+            return f"the last event of {source.title} is {entry.seq}, {kind_of(entry.event)}, at {at}"
+    return f"{source.title} has no event after {end.seq}"
 
 
 async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
@@ -162,7 +166,7 @@ async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
 
 
 async def _span(source: Source) -> tuple[int, int]:
-    """When the first and the last event that are kept were written."""
+    """Return when the first and the last event that are kept were written."""
     end = await source.end()
     async with aclosing(source.events()) as entries:
         async for entry in entries:

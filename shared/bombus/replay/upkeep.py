@@ -1,6 +1,4 @@
-"""`bombus log verify` and `bombus log compact`: is the log what it should be, and what of it may go."""
-
-from collections.abc import Callable
+"""The work of `bombus log verify` and `bombus log compact`: checking a log, and removing its oldest events."""
 
 import msgspec
 
@@ -8,15 +6,17 @@ from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
-from bombus.hive.records import CallRef, decode_record
+from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive, evolve
+from bombus.replay.export import calls_held_by
+from bombus.replay.source import ReadProgress
 
 CALLS_AT_ONCE = 1_000
-Progress = Callable[[int, int], None]  # the position that was reached, and the log's end
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """Events `first` to `last` were folded. `agreed` and `other_fold` are positions of snapshots on the way."""
+    """Events `first` to `last` were folded. `agreed` has the positions of the snapshots that agree with the fold,
+    `other_fold` of those that another version made, which were not compared."""
 
     first: int
     last: int
@@ -26,12 +26,12 @@ class Verified(msgspec.Struct, frozen=True):
     calls: int
 
 
-async def verify(bus: Bus, progress: Progress = lambda position, end: None) -> Verified:
-    """Fold from the first event that is kept, compare with each snapshot on the way, read the calls still needed.
+async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) -> Verified:
+    """Fold from the first event that is kept, compare each snapshot on the way, and read the calls still needed.
 
-    Raises `LogCorrupted` at the first thing that is wrong: an event that cannot be read, a gap, an epoch or an inbox
-    position that goes backwards, a snapshot that cannot be read or is not the fold of what is before it, a call of an
-    open episode, of the pool or of the outstanding batch that is not what its reference says.
+    Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
+    goes backwards, a snapshot that cannot be read or is not the fold of the events before it, or a call of an open
+    episode, the pool or the outstanding batch that does not match its reference.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
@@ -47,7 +47,7 @@ async def verify(bus: Bus, progress: Progress = lambda position, end: None) -> V
                 if stored.seq in waiting:
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
-    refs = sorted(_needed(check.hive), key=lambda ref: ref.seq)
+    refs = sorted(set(calls_held_by(check.hive)), key=lambda ref: ref.seq)
     for start in range(0, len(refs), CALLS_AT_ONCE):
         some = refs[start : start + CALLS_AT_ONCE]
         for ref, stored in zip(some, await bus.get_many(bus.subjects.calls_stream, [ref.seq for ref in some])):
@@ -55,17 +55,6 @@ async def verify(bus: Bus, progress: Progress = lambda position, end: None) -> V
     other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
     agreed = tuple(position for position in waiting if position not in other)
     return Verified(first, end, check.epochs, agreed, other, len(refs))
-
-
-def _needed(hive: Hive) -> set[CallRef]:
-    """The calls that are still to be trained, or may be."""
-    refs: set[CallRef] = set()
-    for engine in hive.engines.values():
-        refs.update(call.ref for episode in engine.open.values() for call in episode.calls)
-        refs.update(ref for completed in engine.pool.values() for ref in completed.calls)
-        if engine.batch is not None:
-            refs.update(ref for group in engine.batch.groups for episode in group.episodes for ref in episode.calls)
-    return refs
 
 
 class _Check:
@@ -78,7 +67,7 @@ class _Check:
 
     def take(self, stored: Stored) -> None:
         if stored.seq != self.position + 1:
-            raise LogCorrupted(f"event {self.position + 1} is missing: the log goes on at {stored.seq}")
+            raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
         evolve(self.hive, event)
         self.position = stored.seq
@@ -103,22 +92,22 @@ async def _load(bus: Bus, position: int) -> Snapshot:
 
 
 async def compact(bus: Bus) -> int:
-    """Remove the events before the older of the two newest snapshots; returns how many those were.
+    """Remove the events before the older of the two newest snapshots, and return how many they were.
 
-    What is left can be verified from there, and survives the loss of the newer snapshot. Raises `Refused` when there
-    are not two good ones yet, `LogCorrupted` when one is damaged.
+    The rest can be verified from there, and survives the loss of the newer snapshot. Raises `Refused` when there are
+    not two good snapshots yet, `LogCorrupted` when one is damaged.
     """
     found = (await snapshots.positions(bus))[-KEPT:]
     if len(found) < KEPT:
         raise Refused(
             Code.NO_SNAPSHOT,
-            f"nothing was removed: {len(found)} of {KEPT} snapshots are there. A coordinator leaves one when it stops "
-            "in order, and after every 20,000 events",
+            f"nothing was removed: only {len(found)} of {KEPT} snapshots exist. A coordinator writes one when it "
+            "stops in order, and after every 20,000 events",
         )
     for position in found:
         if (await _load(bus, position)).fold != FOLD:
             raise Refused(
                 Code.NO_SNAPSHOT,
-                f"the snapshot at event {position} is another version's: compact once this one has left two of its own",
+                f"another version wrote the snapshot at event {position}: compact once this one has written two",
             )
     return await bus.purge_below(bus.subjects.events_stream, found[0])

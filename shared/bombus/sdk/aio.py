@@ -1,4 +1,4 @@
-"""`AsyncSwarmClient`: the same client for asyncio. Each method is that of `SwarmClient`, which documents it."""
+"""`AsyncSwarmClient`: the same client for asyncio. `SwarmClient` documents the methods, which are the same."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ import httpx
 
 from bombus import telemetry
 from bombus.sdk import running, transport
-from bombus.sdk.core import Core, EpisodeEnd, Lost, Plan, Reply, Send
+from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
-from bombus.sdk.progress import Progress
+from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
 
 log = logging.getLogger("bombus")
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 
 class AsyncSwarmClient:
-    """`SwarmClient` with `await`; many tasks of one event loop may share it."""
+    """`SwarmClient` with `await`. Tasks of one event loop may share it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a client
         self,
         server_url: str,
         verbose: bool = True,
@@ -40,7 +40,7 @@ class AsyncSwarmClient:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = Core(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.AsyncClient(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
 
@@ -57,26 +57,26 @@ class AsyncSwarmClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _run(self, plan: Plan[T]) -> T:
-        came: Reply | Lost | None = None
+    async def _run(self, operation: ClientOperation[T]) -> T:
+        result: ServerReply | NoReply | None = None
         while True:
             try:
-                wanted = plan.send(came)
+                step = operation.send(result)
             except StopIteration as done:
-                result: T = done.value
-                return result
-            if isinstance(wanted, Send):
-                came = await self._send(wanted)
+                value: T = done.value
+                return value
+            if isinstance(step, ServerRequest):
+                result = await self._send(step)
             else:
-                await self._sleep(wanted.seconds)
-                came = None
+                await self._sleep(step.seconds)
+                result = None
 
-    async def _send(self, send: Send) -> Reply | Lost:
-        with telemetry.span("sdk.request", path=send.path):
+    async def _send(self, request: ServerRequest) -> ServerReply | NoReply:
+        with telemetry.span("sdk.request", path=request.path):
             try:
-                response = await self._http.request(**transport.request_options(send))
+                response = await self._http.request(**transport.request_options(request))
             except httpx.TransportError as error:
-                return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+                return NoReply(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ class AsyncSwarmClient:
             )
         )
 
-    async def begin_episodes(
+    async def begin_episodes(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         n: int,
         discard_episode_timeout: float = 240.0,
@@ -113,7 +113,7 @@ class AsyncSwarmClient:
     async def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
         await self._run(self._core.end_episodes([(task, episode_uuid, workflow_output)]))
 
-    async def end_episodes(self, ends: Sequence[EpisodeEnd]) -> None:
+    async def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
         await self._run(self._core.end_episodes(ends))
 
     async def abort_episode(self, episode_uuid: str, *, infra: bool = False, detail: str = "") -> None:
@@ -136,13 +136,13 @@ class AsyncSwarmClient:
                 try:
                     await self.touch_episodes(episode_uuids)
                 except SwarmError as error:
-                    log.warning("a sign of life was not heard: %s", error)
+                    log.warning("could not keep the episodes alive: %s", error)
 
-        beating = asyncio.create_task(beat())
+        heartbeat = asyncio.create_task(beat())
         try:
             yield
         finally:
-            beating.cancel()
+            heartbeat.cancel()
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
@@ -189,25 +189,25 @@ class AsyncSwarmClient:
     ) -> list[T | None]:
         results: list[T | None] = [None] * len(tasks)
         failures: dict[int, Exception] = {}
-        room = asyncio.Semaphore(running.workers_for(len(tasks), max_workers))
+        slots = asyncio.Semaphore(running.workers_for(len(tasks), max_workers))
 
         async def attempt(index: int) -> None:
             delays = running.retry_delays(auto_retry)
-            async with room:
+            async with slots:
                 while True:
                     try:
                         results[index] = await func(tasks[index])
                         break
                     except Exception as error:  # the caller's code: whatever it raises must not stop the others
                         delay = next(delays, None)
-                        log.warning("task %s failed%s: %r", tasks[index].task_id, running.again(delay), error)
+                        log.warning("task %s failed%s: %r", tasks[index].task_id, running.retry_note(delay), error)
                         if delay is None:
                             failures[index] = error
                             break
                     await self._sleep(delay)
             progress.step(failed=index in failures)
 
-        with Progress(len(tasks), "episodes", shown=None if self.verbose else False) as progress:
+        with ProgressBar(len(tasks), "episodes", shown=None if self.verbose else False) as progress:
             async with asyncio.TaskGroup() as group:
                 for index in range(len(tasks)):
                     group.create_task(attempt(index))
@@ -227,7 +227,7 @@ class AsyncSwarmClient:
 
         async def attempt(index: int) -> None:
             try:
-                outcome.scored(index, await func(task, claimed[index]))
+                outcome.succeeded(index, await func(task, claimed[index]))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 outcome.failed(index, error)
 

@@ -1,4 +1,4 @@
-"""`SwarmClient`: a hive's client for code with threads."""
+"""`SwarmClient`: the client of a hive for threaded code."""
 
 import logging
 import random
@@ -13,10 +13,10 @@ import httpx
 
 from bombus import telemetry
 from bombus.sdk import running, transport
-from bombus.sdk.core import Core, EpisodeEnd, Lost, Plan, Reply, Send
+from bombus.sdk.core import ClientCore, ClientOperation, EpisodeReport, NoReply, ServerReply, ServerRequest
 from bombus.sdk.errors import SwarmError
 from bombus.sdk.job import JobLike, job_document
-from bombus.sdk.progress import Progress
+from bombus.sdk.progress import ProgressBar
 from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, ThrottlePolicy, WorkflowOutput
 
 log = logging.getLogger("bombus")
@@ -25,16 +25,16 @@ T = TypeVar("T")
 
 
 class SwarmClient:
-    """One client of one engine. Threads may share it.
+    """A client of one engine. Threads may share it.
 
-    `retry_s` is how long a request is tried again while the server is away or busy. `engine` is for hives that train
-    several models. `api_key` is for hives that ask for one: their client key, or their admin key to start and stop
+    `retry_s` is how long a request is retried while the server is away or busy. `engine` is for hives that train
+    several models. `api_key` is for hives that require one: their client key, or their admin key to start and stop
     engines too. It may be part of the address (`http://host:10086/k/<key>`), or come from `$BOMBUS_ADMIN_KEY` or
     `$BOMBUS_CLIENT_KEY`.
-    `transport` and `sleep` are for tests. What can go wrong is in `bombus.sdk.errors`.
+    `transport_` and `sleep` are for tests. The errors that methods raise are in `bombus.sdk.errors`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options of a client
         self,
         server_url: str,
         verbose: bool = True,
@@ -48,7 +48,7 @@ class SwarmClient:
         telemetry.configure("client")
         self.server_url, key = transport.address(server_url, api_key)
         self.verbose = verbose
-        self._core = Core(self.server_url, time.monotonic, random.random, retry_s=retry_s)
+        self._core = ClientCore(self.server_url, time.monotonic, random.random, retry_s=retry_s)
         self._http = httpx.Client(transport=transport_, **transport.client_options(self.server_url, engine, key))
         self._sleep = sleep
 
@@ -65,26 +65,26 @@ class SwarmClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, plan: Plan[T]) -> T:
-        came: Reply | Lost | None = None
+    def _run(self, operation: ClientOperation[T]) -> T:
+        result: ServerReply | NoReply | None = None
         while True:
             try:
-                wanted = plan.send(came)
+                step = operation.send(result)
             except StopIteration as done:
-                result: T = done.value
-                return result
-            if isinstance(wanted, Send):
-                came = self._send(wanted)
+                value: T = done.value
+                return value
+            if isinstance(step, ServerRequest):
+                result = self._send(step)
             else:
-                self._sleep(wanted.seconds)
-                came = None
+                self._sleep(step.seconds)
+                result = None
 
-    def _send(self, send: Send) -> Reply | Lost:
-        with telemetry.span("sdk.request", path=send.path):
+    def _send(self, request: ServerRequest) -> ServerReply | NoReply:
+        with telemetry.span("sdk.request", path=request.path):
             try:
-                response = self._http.request(**transport.request_options(send))
+                response = self._http.request(**transport.request_options(request))
             except httpx.TransportError as error:
-                return Lost(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
+                return NoReply(f"no answer from {self._http.base_url} ({type(error).__name__}: {error})")
         return transport.reply_of(response)
 
     # ---- episodes ---------------------------------------------------------------------------------------------
@@ -98,10 +98,11 @@ class SwarmClient:
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
     ) -> tuple[str, Credentials]:
-        """Claim an episode, waiting until there is one; returns its id and what a harness needs.
+        """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
-        The server takes it away when no call and no touch has come for `discard_episode_timeout` seconds. After
-        `max_episode_time` (twice that) `end_episode` aborts it. Raises `EngineOffline`, `NoEpisode`.
+        The server aborts it after `discard_episode_timeout` seconds without a call or a touch. After
+        `max_episode_time` seconds (default: twice that) `end_episode` aborts it instead of ending it. Raises
+        `EngineOffline`, and `NoEpisode` after `max_wait_s`.
         """
         return self._run(
             self._core.begin_episode(
@@ -109,7 +110,7 @@ class SwarmClient:
             )
         )
 
-    def begin_episodes(
+    def begin_episodes(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         n: int,
         discard_episode_timeout: float = 240.0,
@@ -119,37 +120,37 @@ class SwarmClient:
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
     ) -> list[Credentials]:
-        """Claim `n` episodes in one request, all or none. As `begin_episode`."""
+        """Claim `n` episodes in one request, all or none. See `begin_episode`."""
         return self._run(
             self._core.begin_episodes(n, discard_episode_timeout, episode_type, task_id, max_wait_s, max_episode_time)
         )
 
     def end_episode(self, task: Task, episode_uuid: str, workflow_output: WorkflowOutput) -> None:
-        """Report how an episode went. The same report again is harmless; another one raises `OtherOutcome`."""
+        """Report how an episode went. Repeating a report is harmless; a different one raises `OtherOutcome`."""
         self._run(self._core.end_episodes([(task, episode_uuid, workflow_output)]))
 
-    def end_episodes(self, ends: Sequence[EpisodeEnd]) -> None:
+    def end_episodes(self, ends: Sequence[EpisodeReport]) -> None:
         """Report (task, episode id, output) of several episodes in one request, all or none."""
         self._run(self._core.end_episodes(ends))
 
     def abort_episode(self, episode_uuid: str, *, infra: bool = False, detail: str = "") -> None:
-        """Give an episode up. `infra` says that no model is to blame."""
+        """Abort an episode. `infra` says that the model is not to blame."""
         self._run(self._core.abort_episodes([episode_uuid], infra, detail))
 
     def abort_episodes(self, episode_uuids: Sequence[str], *, infra: bool = False, detail: str = "") -> None:
         self._run(self._core.abort_episodes(episode_uuids, infra, detail))
 
     def can_continue_episode(self, episode_uuid: str) -> bool:
-        """Whether the episode is still ours."""
+        """Return whether this client still holds the episode."""
         return self._run(self._core.can_continue_episode(episode_uuid))
 
     def touch_episodes(self, episode_uuids: Sequence[str]) -> list[str]:
-        """Say that these episodes live; returns those that are over."""
+        """Keep these episodes from going idle. Returns those that are over."""
         return self._run(self._core.touch_episodes(episode_uuids))
 
     @contextmanager
     def keep_alive(self, *episode_uuids: str, every_s: float = 30.0) -> Iterator[None]:
-        """While the block runs the episodes do not go idle: for tools that take their time."""
+        """Keep episodes from going idle while the block runs: for tools that take long."""
         over = threading.Event()
 
         def beat() -> None:
@@ -157,7 +158,7 @@ class SwarmClient:
                 try:
                     self.touch_episodes(episode_uuids)
                 except SwarmError as error:
-                    log.warning("a sign of life was not heard: %s", error)
+                    log.warning("could not keep the episodes alive: %s", error)
 
         thread = threading.Thread(target=beat, name="bombus-keep-alive", daemon=True)
         thread.start()
@@ -169,19 +170,19 @@ class SwarmClient:
     # ---- the engine -------------------------------------------------------------------------------------------
 
     def get_engine_status(self) -> tuple[str, dict[str, Any]]:
-        """The phase and details of it; ("ENGINE.CANNOT_CONNECT", ...) when the server does not answer."""
+        """Return the phase and its details; ("ENGINE.CANNOT_CONNECT", ...) when the server does not reply."""
         return self._run(self._core.get_engine_status())
 
     def get_global_step(self) -> int:
-        """How many optimizer steps the engine has made."""
+        """Return how many optimizer steps the engine has made."""
         return int(self._run(self._core.get_json("/get_engine_status"))["global_step"])
 
     def get_rollout_stat(self) -> PoolInformation:
-        """How far the next batch is."""
+        """Return the progress of the next batch."""
         return self._run(self._core.get_rollout_stat())
 
     def sync_train_config(self, agent_jet_job: JobLike) -> None:
-        """Give the engine its job while it is OFFLINE. Raises `BadConfig`, `WrongPhase`."""
+        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`."""
         self._run(self._core.sync_train_config(job_document(agent_jet_job)))
 
     def start_engine(self) -> None:
@@ -195,8 +196,8 @@ class SwarmClient:
     def auto_sync_train_config_and_start_engine(self, agent_jet_job: JobLike, force_restart: bool = False) -> None:
         """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the job that it runs.
 
-        A job that runs and differs is a warning, and `OtherModel` when it trains another model. `force_restart` stops
-        it, and starts this one.
+        If the job that runs differs, this logs a warning, or raises `OtherModel` when it trains another model.
+        `force_restart` stops it and starts this one.
         """
         self._run(self._core.auto_start(job_document(agent_jet_job), force_restart))
         if self.verbose:
@@ -210,11 +211,11 @@ class SwarmClient:
         self._run(self._core.agree_sync_weight())
 
     def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """`{input, output}` of the newest complete call, of one episode or of all."""
+        """Return `{input, output}` of the newest complete call, of one episode or of all."""
         return self._run(self._core.post_json("/replay_latest_llm_call", {"episode_uuid": episode_uuid}))
 
     def push_verbose_log(self, tag: str, message: str) -> bool:
-        """Put a line into the server's log; False when it had enough of them for this second."""
+        """Write a line to the server's log. Returns False when it was dropped: too many came within a second."""
         return bool(self._run(self._core.post_json("/push_verbose_log", {"tag": tag, "message": message}))["success"])
 
     # ---- running many ------------------------------------------------------------------------------------------
@@ -226,10 +227,10 @@ class SwarmClient:
         max_workers: int | None = None,
         auto_retry: bool = True,
     ) -> list[T | None]:
-        """`func(task)` for every task, many at once; the results in the order of the tasks.
+        """Call `func(task)` for every task, many at once, and return the results in the order of the tasks.
 
-        `func` begins and ends its own episode. With `auto_retry` one that raises is run again, up to twice, after
-        a while. Raises `EpisodesFailed` when all are through and some failed for good.
+        `func` begins and ends its own episode. With `auto_retry`, a call that raises is repeated up to twice, after a
+        pause. Raises `EpisodesFailed` once all are done, if some failed for good.
         """
         results: list[T | None] = [None] * len(tasks)
         failures: dict[int, Exception] = {}
@@ -242,18 +243,18 @@ class SwarmClient:
                     break
                 except Exception as error:  # the caller's code: whatever it raises must not stop the others
                     delay = next(delays, None)
-                    log.warning("task %s failed%s: %r", tasks[index].task_id, running.again(delay), error)
+                    log.warning("task %s failed%s: %r", tasks[index].task_id, running.retry_note(delay), error)
                     if delay is None:
                         failures[index] = error
                         break
                 self._sleep(delay)
             progress.step(failed=index in failures)
 
-        with Progress(len(tasks), "episodes", shown=None if self.verbose else False) as progress:
+        with ProgressBar(len(tasks), "episodes", shown=None if self.verbose else False) as progress:
             self._each(range(len(tasks)), attempt, running.workers_for(len(tasks), max_workers))
         return running.all_or_raise(results, failures)
 
-    def run_group(
+    def run_group(  # noqa: PLR0913 - the public signature
         self,
         task: Task,
         func: running.Agent,
@@ -263,17 +264,18 @@ class SwarmClient:
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
     ) -> list[WorkflowOutput | None]:
-        """Run `n` episodes of one task: claimed in one request, run at once, ended in one request.
+        """Run `n` episodes of one task: claim them in one request, run them at once, and end them in one request.
 
         `func(task, credentials)` returns the outcome or just the reward. An episode whose agent raises is aborted
-        (`InfraError`: without blame) and is None in the result. Raises `EpisodesFailed` when all of them did.
+        (for an `InfraError`, as an infrastructure failure) and is None in the result. Raises `EpisodesFailed` when all
+        of them fail.
         """
         claimed = self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id)
         outcome = running.GroupOutcome(task, claimed)
 
         def attempt(index: int) -> None:
             try:
-                outcome.scored(index, func(task, claimed[index]))
+                outcome.succeeded(index, func(task, claimed[index]))
             except Exception as error:  # the caller's code: the rest of the group goes on
                 outcome.failed(index, error)
 
@@ -292,13 +294,13 @@ class SwarmClient:
             try:
                 for _ in pool.map(attempt, indices):
                     pass
-            except BaseException:  # Ctrl-C: what has not begun does not begin
+            except BaseException:  # Ctrl-C: do not start what has not started
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
 
 def start_engines(pairs: Sequence[tuple[SwarmClient, JobLike]], force_restart: bool = False) -> None:
-    """Bring several engines to ROLLING at the same time. Raises an `ExceptionGroup` of what went wrong."""
+    """Bring several engines to ROLLING at the same time. Raises an `ExceptionGroup` of the errors."""
     with ThreadPoolExecutor(max(1, len(pairs))) as pool:
         started = [
             pool.submit(client.auto_sync_train_config_and_start_engine, job, force_restart) for client, job in pairs

@@ -1,7 +1,7 @@
-"""The client without its I/O: every operation is a plan, a generator that yields what is to be done.
+"""The client without its I/O: every operation is a generator that yields the requests and pauses that it needs.
 
-A driver (`client.py`, `aio.py`) carries out each `Send` and `Sleep` and sends back what came of it, so the logic of
-retries, waiting and deadlines is here once and tests without a network.
+A driver (`client.py`, `aio.py`) carries out each `ServerRequest` and `Sleep` and sends the result back in. So the logic
+of retries, waiting and deadlines exists once, and is tested without a network.
 """
 
 import itertools
@@ -32,14 +32,14 @@ from bombus.sdk.types import Credentials, EpisodeKind, PoolInformation, Task, Th
 
 log = logging.getLogger("bombus")
 
-CLAIM_WAIT_S = 20.0  # how long the server holds one claim
-CLAIM_PAUSE_S = 1.0  # before the next one, where the server did not wait
+CLAIM_WAIT_S = 20.0  # how long the server holds a claim before it answers
+CLAIM_PAUSE_S = 1.0  # before the next claim, if the server did not wait
 THROTTLE_PAUSE_S = 2.0
 POLL_S = 0.5
 GENERAL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 600.0
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.25, 10.0
-LIFETIMES = 2.0  # an episode may last this many times its idle limit, unless told otherwise
+LIFETIMES = 2.0  # by default an episode may last this many times its idle limit
 BEGUN_MAX = 100_000
 
 OFFLINE, BOOTING, ROLLING = "ENGINE.OFFLINE", "ENGINE.BOOTING", "ENGINE.ROLLING"
@@ -49,8 +49,8 @@ MODEL = "model.path"
 DIFFERENCES_SHOWN = 6
 
 
-class Send(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to make. The driver answers it with a `Reply` or a `Lost`."""
+class ServerRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request to send. The driver answers it with an `ServerReply` or a `NoReply`."""
 
     method: str
     path: str
@@ -63,29 +63,28 @@ class Sleep(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class ServerReply(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     body: bytes
     retry_after_s: float = 0.0
 
 
-class Lost(msgspec.Struct, frozen=True):
-    """There was no reply: whether the request was carried out is not known."""
+class NoReply(msgspec.Struct, frozen=True):
+    """The request got no reply: it may or may not have been carried out."""
 
     why: str
 
 
 T = TypeVar("T")
-Plan = Generator[Send | Sleep, Reply | Lost | None, T]
-Json = dict[str, Any]
-EpisodeEnd = tuple[Task, str, WorkflowOutput]
+ClientOperation = Generator[ServerRequest | Sleep, ServerReply | NoReply | None, T]
+EpisodeReport = tuple[Task, str, WorkflowOutput]
 
 
-class Core:
-    """One client's knowledge: who it is, and which episodes it has begun. Safe to use from many threads.
+class ClientCore:
+    """The operations of one client, and the episodes that it has begun. Safe to use from many threads.
 
-    `server_url` is the hive's, without an engine's prefix. `clock` gives seconds that only grow, `jitter` numbers
-    from 0 to 1.
+    `server_url` is the hive's, without an engine's prefix. `clock` returns monotonic seconds, `jitter` numbers from 0
+    to 1.
     """
 
     def __init__(
@@ -103,58 +102,59 @@ class Core:
         self._jitter = jitter
         self._retry_s = retry_s
         self._lock = threading.Lock()
-        self._heard = False  # the server has answered before
-        self._waiting = False  # and does not now
-        self._begun: dict[str, float] = {}  # episode: when its time is over
-        self._started_tasks: list[str] = []  # for throttling: those that this client has begun
+        self._reached = False  # whether the server has ever replied
+        self._waiting = False  # whether it has stopped replying
+        self._begun: dict[str, float] = {}  # by episode: when its time is over
+        self._started_tasks: list[str] = []  # that this client has begun, for throttling
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def _request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = GENERAL_TIMEOUT_S
-    ) -> Plan[Json]:
-        """Send until there is an answer, backing off while there is none. One id for all attempts, so a command
-        whose answer was lost is not carried out twice."""
+    ) -> ClientOperation[dict[str, Any]]:
+        """Send until there is a reply, backing off while there is none. All attempts have one id, so that a command
+        whose reply was lost is not carried out twice."""
         headers = {"Content-Type": "application/json"}
         if method == "POST":
             headers["Idempotency-Key"] = uuid.uuid4().hex
         encoded = msgspec.json.encode(body or {}) if method == "POST" else b""
-        request = Send(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
+        request = ServerRequest(method=method, path=path, body=encoded, headers=headers, timeout_s=timeout_s)
         began = self._clock()
         for attempt in itertools.count():
             reply = yield request
             assert reply is not None
-            if isinstance(reply, Reply):
-                self._heard, self._waiting = True, False
-            if isinstance(reply, Reply) and reply.status < 400:
+            if isinstance(reply, ServerReply):
+                self._reached, self._waiting = True, False
+            if isinstance(reply, ServerReply) and reply.status < 400:
                 return _object(reply)
             error = _error_of(reply, path)
-            if isinstance(reply, Lost):
-                self._say_that_we_wait()
+            if isinstance(reply, NoReply):
+                self._warn_of_waiting()
             if not isinstance(error, ServerBusy | ServerUnreachable):
                 raise error
-            pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, Reply) else 0.0)
+            pause = self._backoff(attempt, reply.retry_after_s if isinstance(reply, ServerReply) else 0.0)
             if self._clock() - began + pause > self._retry_s:
                 raise error
             yield Sleep(pause)
         raise AssertionError("unreachable")
 
-    def _say_that_we_wait(self) -> None:
-        """Once each time that the server goes away: whoever watches must not take waiting for work."""
+    def _warn_of_waiting(self) -> None:
+        """Warn once each time that the server goes away, so that waiting is not mistaken for work."""
         with self._lock:
             waiting, self._waiting = self._waiting, True
         if not waiting:
-            todo = "is it still running?" if self._heard else "start it with `bombus up`"
+            todo = "is it still running?" if self._reached else "start it with `bombus up`"
             log.warning("waiting for %s, up to %g s: %s", self.server_url, self._retry_s, todo)
 
     def _backoff(self, attempt: int, at_least_s: float) -> float:
-        """Twice as long each time, and up to half of it random, so that clients do not come back all at once."""
+        """Return a pause that doubles each time, and is up to half as long again at random, so that clients do not all
+        come back at once."""
         pause: float = min(BACKOFF_FIRST_S * 2 ** min(attempt, 20), BACKOFF_MAX_S)
         return max(pause, at_least_s) * (1 + self._jitter() / 2)
 
     # ---- claiming ---------------------------------------------------------------------------------------------
 
-    def begin_episodes(
+    def begin_episodes(  # noqa: PLR0913 - those of `SwarmClient.begin_episodes`
         self,
         count: int,
         discard_episode_timeout: float = 240.0,
@@ -162,16 +162,16 @@ class Core:
         task_id: str = "",
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
-    ) -> Plan[list[Credentials]]:
-        """Claim `count` episodes, all or none, waiting as long as it takes or `max_wait_s`.
+    ) -> ClientOperation[list[Credentials]]:
+        """Claim `count` episodes, all or none, waiting as long as it takes or for `max_wait_s`.
 
         Raises `EngineOffline` when no engine runs, `NoEpisode` after `max_wait_s`.
         """
         claim_id = uuid.uuid4().hex
         began = self._clock()
         while True:
-            asked = self._clock()
-            left = CLAIM_WAIT_S if max_wait_s is None else began + max_wait_s - asked
+            attempt_at = self._clock()
+            left = CLAIM_WAIT_S if max_wait_s is None else began + max_wait_s - attempt_at
             wait_s = max(0.0, min(CLAIM_WAIT_S, left))
             body = {
                 "client_uuid": self.client_uuid,
@@ -180,7 +180,7 @@ class Core:
                 "episode_type": episode_type,
                 "discard_episode_timeout": float(discard_episode_timeout),
                 "wait_s": wait_s,
-                "waited_s": asked - began,
+                "waited_s": attempt_at - began,
                 "task_id": task_id,
             }
             try:
@@ -188,7 +188,7 @@ class Core:
             except SwarmError as error:
                 if error.code != Code.OTHER_CLAIM:
                     raise
-                claim_id = uuid.uuid4().hex  # its answer was lost for so long that its episodes went back
+                claim_id = uuid.uuid4().hex  # the reply was lost for so long that the server took the episodes back
                 continue
             if reply.get("success"):
                 return self._credentials(reply, max_episode_time or LIFETIMES * discard_episode_timeout)
@@ -198,10 +198,10 @@ class Core:
             now = self._clock()
             if max_wait_s is not None and now >= began + max_wait_s:
                 raise NoEpisode(why, str(reply.get("code", "")), 200)
-            if now - asked < wait_s / 2:
+            if now - attempt_at < wait_s / 2:
                 yield Sleep(CLAIM_PAUSE_S * (1 + self._jitter()))
 
-    def _credentials(self, reply: Json, lifetime_s: float) -> list[Credentials]:
+    def _credentials(self, reply: dict[str, Any], lifetime_s: float) -> list[Credentials]:
         model = str(reply.get("model", ""))
         claimed = [
             Credentials(
@@ -227,7 +227,7 @@ class Core:
         throttle_policy: ThrottlePolicy | None = None,
         max_wait_s: float | None = None,
         max_episode_time: float | None = None,
-    ) -> Plan[tuple[str, Credentials]]:
+    ) -> ClientOperation[tuple[str, Credentials]]:
         task_id = ""
         if throttle_policy is not None and episode_type == "train":
             task_id = throttle_policy.current_task_id
@@ -237,8 +237,8 @@ class Core:
         )
         return claimed[0].episode_uuid, claimed[0]
 
-    def _throttled(self, policy: ThrottlePolicy) -> Plan[None]:
-        """Wait until this client may start the policy's task, and note that it has."""
+    def _throttled(self, policy: ThrottlePolicy) -> ClientOperation[None]:
+        """Wait until this client may start the policy's task, and record that it has started it."""
         while True:
             stat = yield from self.get_rollout_stat()
             with self._lock:
@@ -252,8 +252,8 @@ class Core:
 
     # ---- ending -----------------------------------------------------------------------------------------------
 
-    def end_episodes(self, ends: Sequence[EpisodeEnd]) -> Plan[None]:
-        """End episodes, all or none; those that have lasted too long are aborted instead, with a warning."""
+    def end_episodes(self, ends: Sequence[EpisodeReport]) -> ClientOperation[None]:
+        """End episodes, all or none. Those that have lasted too long are aborted instead, with a warning."""
         late = [episode for _, episode, _ in ends if self._is_late(episode)]
         if late:
             log.warning(
@@ -274,8 +274,8 @@ class Core:
             over_at = self._begun.get(episode)
         return over_at is not None and self._clock() > over_at
 
-    def abort_episodes(self, episodes: Sequence[str], infra: bool = False, detail: str = "") -> Plan[None]:
-        """Give episodes up. Those that are over already stay as they are."""
+    def abort_episodes(self, episodes: Sequence[str], infra: bool = False, detail: str = "") -> ClientOperation[None]:
+        """Abort episodes. Those that are already over stay as they are."""
         if not episodes:
             return
         body = {
@@ -289,50 +289,50 @@ class Core:
             for episode in episodes:
                 self._begun.pop(episode, None)
 
-    def touch_episodes(self, episodes: Sequence[str]) -> Plan[list[str]]:
-        """Signs of life; returns those of them that are over."""
+    def touch_episodes(self, episodes: Sequence[str]) -> ClientOperation[list[str]]:
+        """Keep episodes from going idle. Returns those that are over."""
         body = {"client_uuid": self.client_uuid, "episode_uuids": list(episodes)}
         reply = yield from self._request("POST", "/touch_episodes", body)
         return list(reply["over"])
 
-    def can_continue_episode(self, episode_uuid: str) -> Plan[bool]:
+    def can_continue_episode(self, episode_uuid: str) -> ClientOperation[bool]:
         body = {"client_uuid": self.client_uuid, "episode_uuid": episode_uuid}
         reply = yield from self._request("POST", "/can_continue_episode", body)
         return bool(reply["can_continue"])
 
     # ---- the engine -------------------------------------------------------------------------------------------
 
-    def get_engine_status(self) -> Plan[tuple[str, Json]]:
-        """The phase and the whole reply; `ENGINE.CANNOT_CONNECT` when the server does not answer."""
+    def get_engine_status(self) -> ClientOperation[tuple[str, dict[str, Any]]]:
+        """Return the phase and the whole reply; `ENGINE.CANNOT_CONNECT` when the server does not reply."""
         try:
             reply = yield from self._request("GET", "/get_engine_status", timeout_s=10.0)
         except (ServerUnreachable, ServerBusy) as error:
             return CANNOT_CONNECT, {"engine_status_detail": error.why}
         return str(reply["engine_status"]), reply
 
-    def get_rollout_stat(self) -> Plan[PoolInformation]:
+    def get_rollout_stat(self) -> ClientOperation[PoolInformation]:
         reply = yield from self._request("GET", "/get_current_batch_rollout_pool_information")
         return PoolInformation.model_validate(reply)
 
-    def sync_train_config(self, job: Mapping[str, Any] | str) -> Plan[None]:
-        """Give the engine its job; it must be OFFLINE. Raises `BadConfig`, `WrongPhase`."""
+    def sync_train_config(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:
+        """Configure the engine, which must be OFFLINE, with a job. Raises `BadConfig`, `WrongPhase`."""
         yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
 
-    def start_engine(self, timeout_s: float = 3600.0) -> Plan[None]:
+    def start_engine(self, timeout_s: float = 3600.0) -> ClientOperation[None]:
         """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
         reply = yield from self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("error", "the engine did not start")), str(reply.get("code", "")), 200)
         yield from self.wait_for_status(ROLLING, timeout_s)
 
-    def stop_engine(self) -> Plan[None]:
+    def stop_engine(self) -> ClientOperation[None]:
         reply = yield from self._request("POST", "/stop_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
         yield from self.wait_for_status(OFFLINE)
 
-    def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> Plan[None]:
-        """Wait until the engine is in this phase. Raises `EngineOffline` when it went OFFLINE, `TimeoutError`."""
+    def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> ClientOperation[None]:
+        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`."""
         began = self._clock()
         while True:
             status, reply = yield from self.get_engine_status()
@@ -340,12 +340,12 @@ class Core:
                 return
             if status == OFFLINE:
                 why = reply.get("failure") or "it was stopped"
-                raise EngineOffline(f"The engine went OFFLINE while {wanted} was waited for: {why}")
+                raise EngineOffline(f"The engine went OFFLINE before it was {wanted}: {why}")
             if self._clock() - began > timeout_s:
                 raise TimeoutError(f"The engine was not {wanted} within {timeout_s:g} s; it is {status}.")
             yield Sleep(POLL_S)
 
-    def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> Plan[None]:
+    def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> ClientOperation[None]:
         """See `SwarmClient.auto_sync_train_config_and_start_engine`."""
         if force_restart:
             yield from self.stop_engine()
@@ -360,34 +360,34 @@ class Core:
             except WrongPhase as error:
                 if isinstance(error, EngineOffline):
                     raise
-                # Another client was quicker; its job runs, as it does when it came between our two requests.
+                # Another client was faster, perhaps between our two requests: its job runs.
                 log.info("the engine is being started by another client (%s)", error.why)
         if status not in (ROLLING, ROLLING_POST):
             yield from self.wait_for_status(ROLLING)
         yield from self._join(job)
 
-    def _join(self, job: Mapping[str, Any] | str) -> Plan[None]:
-        """Work for the job that runs. Raises `OtherModel`; any other difference is a warning, because clients of one
-        engine need not agree about what is not theirs, such as the learning rate."""
+    def _join(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:
+        """Join the job that runs. Raises `OtherModel`. Any other difference is only a warning, because the clients of
+        one engine need not agree on settings that are not theirs, such as the learning rate."""
         reply = yield from self._request("POST", "/compare_train_config", {"yaml_as_string": _text(job)})
-        differences: Json = reply["differences"]
+        differences: dict[str, Any] = reply["differences"]
         if not differences:
             return
-        why = _other_job(self.server_url, differences)
+        why = _describe_differences(self.server_url, differences)
         if MODEL in differences:
             raise OtherModel(why, Code.WRONG_PHASE, 200)
         log.warning("%s", why)
 
-    def agree_sync_weight(self) -> Plan[None]:
+    def agree_sync_weight(self) -> ClientOperation[None]:
         """Say that this client has sampled enough for this batch. Raises `WrongPhase`."""
         reply = yield from self._request("POST", "/agree_sync_weight", {"client_uuid": self.client_uuid})
         if not reply.get("success"):
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
 
-    def get_json(self, path: str) -> Plan[Json]:
+    def get_json(self, path: str) -> ClientOperation[dict[str, Any]]:
         return (yield from self._request("GET", path))
 
-    def post_json(self, path: str, body: Mapping[str, Any]) -> Plan[Json]:
+    def post_json(self, path: str, body: Mapping[str, Any]) -> ClientOperation[dict[str, Any]]:
         return (yield from self._request("POST", path, body))
 
 
@@ -395,8 +395,8 @@ def _text(job: Mapping[str, Any] | str) -> str:
     return job if isinstance(job, str) else msgspec.json.encode(job).decode()
 
 
-def _other_job(url: str, differences: Json) -> str:
-    """One sentence on a job that is not the one that runs: what differs, and how to have one's own."""
+def _describe_differences(url: str, differences: dict[str, Any]) -> str:
+    """Say how a job differs from the one that runs, and how to train it instead."""
     first = sorted(differences, key=lambda name: name != MODEL)[:DIFFERENCES_SHOWN]
     shown = [f"{name} is {differences[name]['running']!r}, not {differences[name]['wanted']!r}" for name in first]
     more = f", and {len(differences) - len(first)} more" if len(differences) > len(first) else ""
@@ -406,7 +406,7 @@ def _other_job(url: str, differences: Json) -> str:
     )
 
 
-def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> Json:
+def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> dict[str, Any]:
     if not task.task_id:
         raise ValueError("task.task_id is empty: episodes are compared within a task, so it needs an id")
     dumped = output.model_dump()
@@ -414,18 +414,18 @@ def _end_body(task: Task, episode: str, output: WorkflowOutput | BaseModel) -> J
     return {"episode_uuid": episode, "task_id": task.task_id, "workflow_output": dumped}
 
 
-def _object(reply: Reply) -> Json:
+def _object(reply: ServerReply) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(reply.body, type=Json)
+        return msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError as error:
-        raise ServerFault(f"The server's reply is no JSON object: {error}", "", reply.status) from error
+        raise ServerFault(f"The server's reply is not a JSON object: {error}", "", reply.status) from error
 
 
-def _error_of(reply: Reply | Lost, path: str) -> SwarmError:
-    if isinstance(reply, Lost):
+def _error_of(reply: ServerReply | NoReply, path: str) -> SwarmError:
+    if isinstance(reply, NoReply):
         return ServerUnreachable(f"{path}: {reply.why}")
     try:
-        body = msgspec.json.decode(reply.body, type=Json)
+        body = msgspec.json.decode(reply.body, type=dict[str, Any])
     except msgspec.MsgspecError:
         body = {"detail": reply.body[:300].decode(errors="replace")}
     why = body.get("detail", body)

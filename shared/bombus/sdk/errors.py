@@ -1,23 +1,23 @@
-"""What can go wrong for a client.
+"""The errors of a client.
 
 SwarmError                 every refusal: `code` (stable), `status` (HTTP) and a sentence that says what to do
-├── ServerUnreachable      no answer, for as long as was allowed
-├── ServerBusy             the server asks to come back later, for as long as was allowed
+├── ServerUnreachable      there was no reply for as long as requests are retried
+├── ServerBusy             the server was busy for as long as requests are retried
 ├── BadRequest             the request itself is wrong
-│   ├── BadConfig          ... its job
-│   └── BadReward          ... its reward
-├── Unauthorized           a key that is missing, wrong or out of date
-├── WrongPhase             not while the engine is in this phase
-│   ├── EngineOffline      the engine is not running; when its run failed the sentence says why
-│   └── OtherModel         the engine runs, and trains another model than the job names
+│   ├── BadConfig          the job in it is wrong
+│   └── BadReward          the reward in it is wrong
+├── Unauthorized           the key is missing, wrong or expired
+├── WrongPhase             the engine is not in a phase that allows this
+│   ├── EngineOffline      the engine does not run; if its run failed, the sentence says why
+│   └── OtherModel         the engine runs, but trains another model than the job names
 ├── NoEpisode              no episode became free in time
-├── EpisodeGone            the episode is over, or was never there
+├── EpisodeGone            the episode is over, or never existed
 ├── NotYourEpisode         another client holds it
-├── OtherOutcome           it has ended already, in another way
-└── ServerFault            the server broke; its log has more
+├── OtherOutcome           it has already ended with another outcome
+└── ServerFault            the server failed; its log says more
 
-InfraError                 raised by an agent's code: an environment broke, no model is to blame
-EpisodesFailed             some of many runs failed for good; the others' results are in it
+InfraError                 raised by an agent's code: its environment broke, and the model is not to blame
+EpisodesFailed             some of many runs failed for good; it has the results of the others
 """
 
 from typing import Any
@@ -90,11 +90,11 @@ class ServerFault(SwarmError):
 
 
 class InfraError(BombusError):
-    """Raise it in an agent when its environment broke: the episode is aborted instead of being scored."""
+    """To be raised by an agent whose environment broke: the episode is aborted instead of being scored."""
 
 
 class EpisodesFailed(BombusError):
-    """`results` has None for each run that failed; `failures` maps those places to their errors."""
+    """Raised after many runs. `results` has None for each that failed; `failures` maps their indices to the errors."""
 
     def __init__(self, results: list[Any], failures: dict[int, Exception]) -> None:
         first = next(iter(failures.values()))
@@ -119,7 +119,7 @@ _BY_CODE: dict[str, type[SwarmError]] = {
 
 
 def error_for(status: int, code: str, why: str) -> SwarmError:
-    """The error that a refusal becomes: by its code, else by its status."""
+    """Return the error for a refusal, chosen by its code or else by its status."""
     kind = _BY_CODE.get(code)
     if kind is None:
         kind = ServerBusy if status in (429, 502, 503, 504) else ServerFault if status >= 500 else BadRequest

@@ -1,4 +1,4 @@
-"""`Job`: a run's configuration from keyword arguments, in the words that AgentJet's users know."""
+"""`Job`: the configuration of a run from keyword arguments, with the names that AgentJet's users know."""
 
 import copy
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from bombus.config.documents import (
     to_yaml,
 )
 
-# Keyword -> where it stands below `ajet.`; those that are not in AJET_KEYS are passed on and mean nothing here.
+# Each keyword and its path below `ajet.`; those that are not in AJET_KEYS are passed on and have no effect here.
 KEYWORDS: dict[str, str] = {
     "experiment_dir": "experiment_dir",
     "project_name": "project_name",
@@ -58,13 +58,13 @@ class JobConfig:
 
 
 class Job:
-    """A checked job. Keywords win over `base_yaml_config`, and `bombus` (our own groups) over keywords.
+    """A validated job. Keywords override `base_yaml_config`, and `bombus` (our own groups) overrides keywords.
 
-    Of the four lengths any may be given: the rest follows. `run` is the configuration that the engine will have.
+    Any of the four lengths may be given; the others are derived. `run` is the configuration that the engine will have.
     Raises `Refused(BAD_CONFIG)`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - AgentJet's signature
         self,
         base_yaml_config: str | Path | None = None,
         experiment_dir: str | None = None,
@@ -99,7 +99,7 @@ class Job:
         lengths = {name: given[name] for name in LENGTHS if name in given}
         if lengths:
             given |= derive_lengths(lengths, {name: getattr(base.rollout, name) for name in LENGTHS})
-        # A length in the file's own block would win over the keyword.
+        # A value in the file's own block would otherwise override the keyword.
         own = own_groups(tree)
         for name, value in given.items():
             group, _, field = AJET_KEYS.get(KEYWORDS[name], "").partition(".")
@@ -111,10 +111,10 @@ class Job:
         self.config = JobConfig(_document(run, tree.get("ajet") or {}, given, own))
         self.run: RunConfig = parse_job(self.config.to_dict())
         for name, path in KEYWORDS.items():
-            setattr(self, name, _at(self.config.to_dict()["ajet"], path))
+            setattr(self, name, _get(self.config.to_dict()["ajet"], path))
 
     def dump_job_as_yaml(self, yaml_path: str | Path) -> str:
-        """Write the job to a file, its folders too; returns the path."""
+        """Write the job to a file, creating its folders, and return the path."""
         path = Path(yaml_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(to_yaml(self.config.to_dict()), encoding="utf-8")
@@ -127,7 +127,7 @@ class Job:
 
 @runtime_checkable
 class HasConfig(Protocol):
-    """AgentJet's own job object has this shape too."""
+    """A job object: ours, or AgentJet's, which has the same shape."""
 
     @property
     def config(self) -> Any: ...
@@ -137,7 +137,7 @@ JobLike = HasConfig | RunConfig | Mapping[str, Any] | str
 
 
 def job_document(job: JobLike) -> Tree | str:
-    """What `/sync_train_config` is sent: a document as text or as a mapping."""
+    """Return the document to send to `/sync_train_config`, as text or as a mapping."""
     if isinstance(job, str):
         return job
     if isinstance(job, RunConfig):
@@ -149,30 +149,30 @@ def job_document(job: JobLike) -> Tree | str:
 
 
 def _document(run: RunConfig, ajet: Tree, given: Tree, own: Tree) -> Tree:
-    """Everything spelled out below `ajet`, so that whoever reads only that sees the whole job."""
+    """Spell out everything below `ajet`, so that a reader of that block alone sees the whole job."""
     effective = run.model_dump(mode="json")
     document = _with(ajet, {})
     for path, value in PASSED_ON.items():
-        if _at(document, path) is None:
-            _put(document, path, value)
+        if _get(document, path) is None:
+            _set(document, path, value)
     for path, ours in AJET_KEYS.items():
         group, _, field = ours.partition(".")
-        _put(document, path, effective[group][field])
+        _set(document, path, effective[group][field])
     for name, value in given.items():
         if KEYWORDS[name] not in AJET_KEYS:
-            _put(document, KEYWORDS[name], value)
+            _set(document, KEYWORDS[name], value)
     return {"ajet": document, "bombus": own} if own else {"ajet": document}
 
 
 def _with(tree: Tree, given: Tree) -> Tree:
-    """A copy of AgentJet's block with these keywords put in."""
+    """Return a copy of AgentJet's block with these keywords set."""
     changed = copy.deepcopy(tree)
     for name, value in given.items():
-        _put(changed, KEYWORDS[name], value)
+        _set(changed, KEYWORDS[name], value)
     return changed
 
 
-def _put(tree: Tree, path: str, value: object) -> None:
+def _set(tree: Tree, path: str, value: object) -> None:
     *groups, leaf = path.split(".")
     for group in groups:
         inner = tree.get(group)
@@ -182,7 +182,7 @@ def _put(tree: Tree, path: str, value: object) -> None:
     tree[leaf] = value
 
 
-def _at(tree: Tree, path: str) -> Any:
+def _get(tree: Tree, path: str) -> Any:
     value: Any = tree
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

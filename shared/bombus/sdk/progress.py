@@ -1,4 +1,4 @@
-"""A progress bar on stderr: one line, drawn again at most ten times a second. Silent where nobody watches."""
+"""A progress bar on stderr: one line, redrawn at most ten times a second. Silent unless stderr is a terminal."""
 
 import sys
 import threading
@@ -9,12 +9,12 @@ CELLS = 30
 DRAW_S = 0.1
 
 
-class Progress:
-    """`with Progress(total, "episodes") as progress: progress.step(failed=False)`; safe from many threads."""
+class ProgressBar:
+    """`with ProgressBar(total, "episodes") as progress: progress.step(failed=False)`. Safe to use from many threads."""
 
-    def __init__(self, total: int, what: str, stream: TextIO | None = None, shown: bool | None = None) -> None:
+    def __init__(self, total: int, unit: str, stream: TextIO | None = None, shown: bool | None = None) -> None:
         self._total = total
-        self._what = what
+        self._unit = unit
         self._stream = stream or sys.stderr
         self._shown = self._stream.isatty() if shown is None else shown
         self._done = 0
@@ -38,9 +38,9 @@ class Progress:
         failed = f", {self._failed} failed" if self._failed else ""
         elapsed = time.monotonic() - self._began
         bar = "#" * filled + "." * (CELLS - filled)
-        return f"[{bar}] {self._done}/{self._total} {self._what}{failed}, {elapsed:.0f} s"
+        return f"[{bar}] {self._done}/{self._total} {self._unit}{failed}, {elapsed:.0f} s"
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "ProgressBar":
         return self
 
     def __exit__(self, *_: object) -> None:

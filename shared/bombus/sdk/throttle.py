@@ -1,4 +1,4 @@
-"""Keeping one client's share of a batch when several clients with different tasks feed one engine. Pure."""
+"""Limits one client's share of a batch when several clients with different tasks feed one engine. Pure."""
 
 from collections.abc import Collection
 
@@ -8,9 +8,9 @@ from bombus.sdk.types import PoolInformation, ThrottlePolicy
 def should_throttle(policy: ThrottlePolicy, stat: PoolInformation, client_uuid: str, started: Collection[str]) -> bool:
     """Whether this client must wait before it starts the policy's task.
 
-    A task that is under way anywhere may always go on; a further one may start while this client's tasks (those
-    that nobody else works on too) are fewer than `ratio` x `expected_batch_size`. `started` are those that it began
-    lately. With nothing running and the batch not full nobody waits, or the batch would never fill.
+    A task that is under way anywhere may always continue. Another one may start while the tasks that only this client
+    works on are fewer than `ratio` x `expected_batch_size`. `started` has the tasks that this client began recently.
+    While nothing runs and the batch is not full, no client waits, or the batch would never fill.
     """
     running = stat.running_episode_details or {}
     holders: dict[str, set[str]] = {task: set(clients) for task, clients in stat.completed_tasks_client_uuids.items()}

@@ -1,4 +1,4 @@
-"""What both drivers share: how a `Send` becomes an httpx request, and an httpx response a `Reply`."""
+"""What both drivers share: an `ServerRequest` as an httpx request, and an httpx response as an `ServerReply`."""
 
 import os
 from collections.abc import Mapping
@@ -8,16 +8,16 @@ import httpx
 
 from bombus import telemetry
 from bombus.host.hive_keys import ADMIN_VARIABLE, CLIENT_VARIABLE
-from bombus.sdk.core import Reply, Send
+from bombus.sdk.core import ServerReply, ServerRequest
 
 CONNECTIONS_MAX = 512
 CONNECT_S = 10.0
 
 
 def address(server_url: str, api_key: str | None, environment: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """(the hive's URL, the key that it is asked with; "" for none).
+    """Return the hive's URL and the key to use with it, "" for none.
 
-    A key in the path is taken out of the URL, which gets into logs, errors and the base URLs that agents are given.
+    A key in the path is removed from the URL, because URLs appear in logs, in errors and in the base URLs of agents.
     """
     url, mark, in_path = server_url.rstrip("/").partition("/k/")
     if not url.startswith(("http://", "https://")):
@@ -33,24 +33,30 @@ def address(server_url: str, api_key: str | None, environment: Mapping[str, str]
 
 
 def client_options(server_url: str, engine: str | None, key: str) -> dict[str, Any]:
-    """`engine` leads to its own routes; without one they are those of the hive's first."""
+    """Return httpx's options. `engine` selects that engine's routes; without it, those of the hive's first engine."""
     limits = httpx.Limits(max_connections=CONNECTIONS_MAX, max_keepalive_connections=CONNECTIONS_MAX)
     base_url = f"{server_url}/e/{engine}" if engine else server_url
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return {"base_url": base_url, "limits": limits, "headers": headers}
 
 
-def request_options(send: Send) -> dict[str, Any]:
-    headers = dict(send.headers)
+def request_options(request: ServerRequest) -> dict[str, Any]:
+    headers = dict(request.headers)
     if traceparent := telemetry.current():
         headers[telemetry.HEADER] = traceparent
-    timeout = httpx.Timeout(send.timeout_s, connect=CONNECT_S)
-    return {"method": send.method, "url": send.path, "content": send.body, "headers": headers, "timeout": timeout}
+    return {
+        "method": request.method,
+        "url": request.path,
+        "content": request.body,
+        "headers": headers,
+        "timeout": httpx.Timeout(request.timeout_s, connect=CONNECT_S),
+    }
 
 
-def reply_of(response: httpx.Response) -> Reply:
+def reply_of(response: httpx.Response) -> ServerReply:
     try:
         retry_after_s = float(response.headers.get("retry-after", 0))
     except ValueError:
-        retry_after_s = 0.0  # a date: our own server never sends one
-    return Reply(status=response.status_code, body=response.content, retry_after_s=max(0.0, min(retry_after_s, 60.0)))
+        retry_after_s = 0.0  # a date, which our own server never sends
+    retry_after_s = max(0.0, min(retry_after_s, 60.0))
+    return ServerReply(status=response.status_code, body=response.content, retry_after_s=retry_after_s)

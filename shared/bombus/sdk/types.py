@@ -1,4 +1,4 @@
-"""What a client passes around: tasks, outcomes, and what it gets for an episode."""
+"""The types that a client works with: tasks, outcomes, and the credentials of an episode."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ EpisodeKind = Literal["train", "eval"]
 
 
 class Task(BaseModel):
-    """One thing for an agent to do. Episodes of the same `task_id` are compared with each other."""
+    """One thing for an agent to do. Episodes with the same `task_id` are compared with each other."""
 
     main_query: str = ""
     init_messages: list[dict[str, Any]] = []
@@ -27,7 +27,7 @@ class WorkflowOutput(BaseModel):
 
 
 class Credentials(BaseModel):
-    """What a harness needs to talk to the model in this episode."""
+    """What an agent needs to call the model in this episode."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,8 +38,8 @@ class Credentials(BaseModel):
 
 
 class ThrottlePolicy(BaseModel):
-    """Keeps one client's share of a batch: it starts no further task while `ratio` x `expected_batch_size` of its own
-    tasks are running or done."""
+    """Limits one client's share of a batch: it starts no other task while `ratio` x `expected_batch_size` of its own
+    are running or done."""
 
     ratio: float = Field(default=1.5, gt=0)
     expected_batch_size: int = Field(ge=1)
@@ -48,7 +48,7 @@ class ThrottlePolicy(BaseModel):
 
 
 class PoolInformation(BaseModel):
-    """How far the next batch is."""
+    """The progress of the next batch."""
 
     model_config = ConfigDict(extra="ignore")
 

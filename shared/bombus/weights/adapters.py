@@ -1,4 +1,4 @@
-"""LoRA adapters as files that peft and vLLM read: what a policy version adds to a model that stays as it is (R15)."""
+"""LoRA adapters as files that peft and vLLM read: what a policy version adds to a model that does not change (R15)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 ADAPTER_FORMAT = "safetensors-lora"
 ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"  # a file's name, and in the tensors' metadata its content: the digest covers it
+# A file's name; the tensors' metadata has the file's content under it, so that their digest covers it.
+ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """In peft's words. `r` is the rank, `target_modules` are the last parts of the layers' names."""
+    """peft's configuration. `r` is the rank, and `target_modules` are the last parts of the layers' names."""
 
     r: int
     lora_alpha: float
@@ -36,17 +37,20 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
-    """What A [rank, in] and B [out, rank] of a layer are called in the file."""
+    """Return the names of a layer's A [rank, in] and B [out, rank] in the file."""
     return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
 
 
 def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> "Tensor":
-    """The dense weight W + scale B A [out, in], in float32 (Hu et al. 2021, arXiv:2106.09685)."""
+    """Return the dense weight W + scale B A [out, in], in float32 (Hu et al. 2021, arXiv:2106.09685)."""
     return weight.float() + scale * (low_b.float() @ low_a.float())
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Of the adapter in `folder`, as its digest covers it. Raises `EngineFault`, so when its file differs."""
+    """Return the configuration that the digest of the adapter in `folder` covers.
+
+    Raises `EngineFault` when it cannot be read, or when the configuration file beside it differs.
+    """
     with TensorFile(folder / ADAPTER_FILE) as file:
         text = file.metadata.get(ADAPTER_CONFIG, "")
     try:
@@ -55,5 +59,5 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineFault(f"the adapter in {folder} does not say how it is made: {error}") from error
     if beside != text or config.r < 1:
-        raise EngineFault(f"{folder / ADAPTER_CONFIG} is not that of the adapter beside it")
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not belong to the adapter beside it")
     return config

@@ -1,7 +1,7 @@
-"""What changed between two versions of a model's safetensors file, bit for bit, in a safetensors file of its own (R15).
+"""Deltas: what changed between two versions of a model's safetensors file, bit for bit, as another such file (R15).
 
-Of each changed tensor the new values are stored under its name, and under `gaps:<name>` how many elements lie between
-one of them and the next. Nothing is computed with values here: NaN, -0.0 and denormals are bits like any other.
+The new values of each changed tensor are stored under its name, and the numbers of elements between one of them and the
+next under `gaps:<name>`. Nothing is computed with the values: NaN, -0.0 and denormals are bits like any other.
 """
 
 import shutil
@@ -26,11 +26,11 @@ FULL_FORMAT = "safetensors"
 FULL_FILE = "model.safetensors"
 DELTA_FORMAT = "safetensors-delta"
 DELTA_FILE = "delta.safetensors"
-BASE = "base"  # in a delta's metadata: the version that it changes, as JSON of `Weights`
+BASE = "base"  # key in a delta's metadata: the version that it changes, as JSON of `Weights`
 GAPS = "gaps:"
 HEADER_BYTES_MAX = 256 << 20
 CHAIN_MAX = 1024
-COMPARED = 1 << 22  # elements compared at once: what is changed is known before the whole is compared
+COMPARED = 1 << 22  # elements compared at once, which bounds the memory of a comparison
 
 Bits = NDArray[np.unsignedinteger]
 _WIDTHS = {
@@ -44,10 +44,10 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """New bits for a tensor, seen flat. Without `gaps` they are all of its elements.
+    """New bits for a tensor, as a flat array. Without `gaps` they are all of its elements.
 
-    `gaps` (uint8 or uint16) are counted from the element before: 0 is the next one. Where a gap is wider than its
-    type can say, an element in between is named with the value that it has anyway.
+    `gaps` (uint8 or uint16) are counted from the element before: 0 is the next one. Where a gap is wider than its type
+    can hold, an element in between is stored with the value that it already has.
     """
 
     values: Bits
@@ -58,14 +58,17 @@ class Patch:
         return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
 
     def positions(self) -> NDArray[np.int64]:
-        """Which elements of the flat tensor `values` are, ascending."""
+        """Return the positions of `values` in the flat tensor, ascending."""
         if self.gaps is None:
             return np.arange(len(self.values))
         return np.cumsum(self.gaps.astype(np.int64) + 1) - 1
 
 
 def patch_between(before: Bits, after: Bits) -> Patch | None:
-    """The smallest patch that makes `after` of `before`, flat arrays of one length; None when they are equal."""
+    """Return the smallest patch that turns `before` into `after`, or None when they are equal.
+
+    Both are flat arrays of the same length.
+    """
     found = [
         start + np.flatnonzero(before[start : start + COMPARED] != after[start : start + COMPARED])
         for start in range(0, len(after), COMPARED)
@@ -90,16 +93,16 @@ def patch_between(before: Bits, after: Bits) -> Patch | None:
 
 
 def _fillers(steps: NDArray[np.int64], kind: type[np.unsignedinteger]) -> NDArray[np.int64]:
-    """How many elements have to be named before each that changed, because it is too far from the one before."""
+    """Return how many unchanged elements are stored before each changed one, where its gap is too wide for `kind`."""
     return (steps - 1) // (np.iinfo(kind).max + 1)
 
 
 def apply_patch(patch: Patch, onto: Bits) -> None:
-    """Change a flat tensor in place. Raises `EngineFault` when the patch is not of a tensor of this size."""
+    """Change a flat tensor in place. Raises `EngineFault` when the patch is for a tensor of another size or type."""
     where = patch.positions()
     fits = len(where) == len(patch.values) and (not len(where) or where[-1] < len(onto))
     if not fits or onto.dtype != patch.values.dtype or (patch.gaps is None and len(onto) != len(where)):
-        raise EngineFault(f"a delta changes {len(patch.values)} values of a tensor of {len(onto)}: not this one")
+        raise EngineFault(f"a delta that changes {len(patch.values)} values does not fit a tensor of {len(onto)}")
     onto[where] = patch.values
 
 
@@ -113,7 +116,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 class TensorFile:
-    """A safetensors file open for reading, tensors as flat bits. Raises `EngineFault` for what is none."""
+    """A safetensors file open for reading, its tensors as flat bits.
+
+    Raises `EngineFault` for a file that cannot be read or is not a safetensors file.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -135,14 +141,14 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """In the order in which their values lie in the file."""
+        """The tensors' names, in the order in which their values lie in the file."""
         return sorted(self._entries, key=lambda name: self._entries[name].data_offsets)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def bits(self, name: str) -> Bits:
-        """A tensor's elements, flat, as unsigned integers of their width; the array is the caller's own."""
+        """Return a tensor's elements, flat, as unsigned integers of their width, in an array that the caller owns."""
         entry = self._entries[name]
         start, end = entry.data_offsets
         content = bytearray(end - start)
@@ -169,30 +175,30 @@ class TensorFile:
             entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
         except msgspec.MsgspecError as error:
             raise self._fault(str(error)) from error
-        room = self._path.stat().st_size - len(start) - length
+        size = self._path.stat().st_size - len(start) - length
         for name, entry in entries.items():
             begin, end = entry.data_offsets
             width = _WIDTHS.get(entry.dtype, 0)
-            if not width or not 0 <= begin <= end <= room or end - begin != width * prod(entry.shape):
+            if not width or not 0 <= begin <= end <= size or end - begin != width * prod(entry.shape):
                 raise self._fault(f"{name} is {entry.dtype} {list(entry.shape)} in {end - begin} bytes")
         return start + text, metadata, entries
 
     def _fault(self, why: str) -> EngineFault:
-        return EngineFault(f"{self._path} is no safetensors file: {why}")
+        return EngineFault(f"{self._path} is not a safetensors file: {why}")
 
 
 class DeltaFile(TensorFile):
     """A delta open for reading."""
 
     def base(self) -> Weights:
-        """The version that it changes, as the log had it."""
+        """Return the version that the delta changes, as the log had it. Raises `EngineFault` when it is not named."""
         try:
             return msgspec.json.decode(self.metadata.get(BASE, ""), type=Weights)
         except msgspec.MsgspecError as error:
             raise EngineFault(f"{self._path} does not say what it changes: {error}") from error
 
     def patches(self) -> Iterator[tuple[str, Patch]]:
-        """Each changed tensor's name and patch."""
+        """Yield the name and the patch of each changed tensor."""
         for name in self.names:
             if not name.startswith(GAPS):
                 yield name, self.patch(name)
@@ -202,7 +208,7 @@ class DeltaFile(TensorFile):
 
 
 def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Weights]:
-    """A version and those that it is made of, down to a full copy, newest first. Of deltas only headers are read.
+    """Return a version and those that it builds on, down to a full copy, newest first. Only headers are read.
 
     Raises `EngineFault` when one of the deltas cannot be read.
     """
@@ -211,7 +217,7 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
     links = [weights]
     while links[-1].format == DELTA_FORMAT:
         if len(links) > CHAIN_MAX:
-            raise EngineFault(f"{weights.where} is made of more than {CHAIN_MAX} deltas")
+            raise EngineFault(f"{weights.where} builds on more than {CHAIN_MAX} deltas")
         with DeltaFile(folder_of(links[-1].where) / DELTA_FILE) as delta:
             links.append(delta.base())
     return links
@@ -220,28 +226,28 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
 def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
     """Write the full file that `deltas` (oldest first) make of the full file `base`, and return its sha256.
 
-    One pass, one tensor in memory. A new file, never `base` in place: an engine may have mapped that, and a delta
-    that proves wrong must leave what it was to change.
+    It takes one pass and holds one tensor in memory. `base` is never changed in place: an engine may have mapped it,
+    and a delta that turns out wrong must leave it intact.
     """
-    seal = sha256()
+    digest = sha256()
     with ExitStack() as stack, into.open("wb") as out:
         source = stack.enter_context(TensorFile(base))
         changes = [stack.enter_context(DeltaFile(delta)) for delta in deltas]
         out.write(source.head)
-        seal.update(source.head)
+        digest.update(source.head)
         for name in source.names:
             bits = source.bits(name)
             for delta in changes:
                 if name in delta:
                     apply_patch(delta.patch(name), bits)
             content = bits.view(np.uint8).data
-            seal.update(content)
+            digest.update(content)
             out.write(content)
-    return seal.hexdigest()
+    return digest.hexdigest()
 
 
-def copy_beside(version: Path, into: Path) -> None:
-    """Make folder `into` with all that a version's folder has but its tensors."""
+def copy_companions(version: Path, into: Path) -> None:
+    """Make the folder `into` with copies of all files of a version's folder except its tensors."""
     into.mkdir()
     for file in version.iterdir():
         if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
@@ -249,6 +255,6 @@ def copy_beside(version: Path, into: Path) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """Raises `OSError` when the file cannot be read."""
+    """Return the digest of a file. Raises `OSError` when it cannot be read."""
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""A LoRA adapter becomes part of the weights that it is on, for engines that compute with whole weights only."""
+"""Merges LoRA adapters into the weights of their base, for engines that compute with whole weights only."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus.weights.adapters import ADAPTER_FILE, adapter_names, merged, read_adapter_config
-from bombus.weights.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_beside
+from bombus.weights.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_companions
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 WEIGHT = ".weight"
@@ -18,10 +18,10 @@ CONFIG = "config.json"
 
 
 class Adapter:
-    """The adapter in a folder, to be merged into the tensors of one model, each in its turn."""
+    """The adapter in a folder, for merging into the tensors of one model, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `EngineFault`."""
+        """Read the adapter. Raises `EngineFault` when it cannot be read."""
         self._scale = read_adapter_config(folder).scale
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
@@ -30,35 +30,35 @@ class Adapter:
         self._left = set(self._factors)
 
     def changes(self, name: str) -> bool:
-        """Whether `merge` makes another tensor of the one of this name."""
+        """Return whether the adapter changes the tensor of this name."""
         return name.endswith(WEIGHT) and adapter_names(name.removesuffix(WEIGHT))[0] in self._factors
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
-        """The whole weight, in float32 where the adapter changes it. Raises `EngineFault` when the shapes differ."""
+        """Return the merged weight, in float32 where the adapter changes it. Raises `EngineFault` for other shapes."""
         if not self.changes(name):
             return weight
         names = adapter_names(name.removesuffix(WEIGHT))
         low_a, low_b = (self._factors.get(each, torch.empty(0, 0)).to(weight.device) for each in names)
         if weight.shape != (len(low_b), low_a.shape[-1]) or low_b.shape[-1] != len(low_a):
-            raise EngineFault(f"the adapter's {names[0]} is not of this model's {name}")
+            raise EngineFault(f"the adapter's {names[0]} does not fit this model's {name}")
         self._left.difference_update(names)
         return merged(weight, low_a, low_b, self._scale)
 
-    def check_spent(self) -> None:
-        """Raises `EngineFault` unless all of it was merged."""
+    def check_all_merged(self) -> None:
+        """Raise `EngineFault` unless the whole adapter has been merged."""
         if self._left:
-            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, of which this model has no layer")
+            raise EngineFault(f"the adapter has {sorted(self._left)[0]}, and this model has no such layer")
 
 
 def save_merged(base: Path, adapter: Path, into: Path) -> None:
-    """Write the model in `base` with the adapter in `adapter` as folder `into`, in float32: nothing is rounded away.
+    """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`.
 
-    Raises `EngineFault` when the adapter is not of this model.
+    It is written in float32, so that nothing is rounded away. Raises `EngineFault` when the adapter does not fit.
     """
     added = Adapter(adapter)
     state = {name: added.merge(name, tensor).float() for name, tensor in load_file(base / FULL_FILE).items()}
-    added.check_spent()
-    copy_beside(base, into)
+    added.check_all_merged()
+    copy_companions(base, into)
     config = json.loads((into / CONFIG).read_text())
     (into / CONFIG).write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True))
     save_file(state, into / FULL_FILE, metadata={"format": "pt"})
@@ -67,11 +67,11 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
 def merge_files(base: Path, adapter: Path, into: Path) -> None:
     """Write the model in `base` with the adapter in `adapter` merged into it as folder `into`, one tensor at a time.
 
-    The result has the types of `base`: of what a few steps have added bfloat16 keeps little. Raises `EngineFault` when
-    the adapter is not of this model.
+    The result has the dtypes of `base`; bfloat16 keeps little of what a few steps have added. Raises `EngineFault` when
+    the adapter does not fit.
     """
     added = Adapter(adapter)
-    copy_beside(base, into)
+    copy_companions(base, into)
     with TensorFile(base / FULL_FILE) as source, (into / FULL_FILE).open("wb") as out:
         out.write(source.head)
         for name in source.names:
@@ -82,4 +82,4 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
                 whole = added.merge(name, weight).to(dtype).contiguous()
                 bits = whole.view(-1).view(torch.uint8).numpy().view(UNSIGNED[dtype.itemsize])
             out.write(bits.data)
-    added.check_spent()
+    added.check_all_merged()

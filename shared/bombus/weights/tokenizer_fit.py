@@ -1,7 +1,7 @@
-"""Whether a tokenizer is the model's own, from their files alone: with another one a model trains on noise.
+"""Checks from files alone that a tokenizer is the model's own: with another one a model trains on noise.
 
-What is decisive: no id beyond the model's vocabulary, no vocabulary far above the tokenizer's, ends of sequences that
-are special tokens there, and a chat template whose markers are tokens.
+Four things count: no id is beyond the model's vocabulary, that vocabulary is not far larger than the tokenizer's, the
+ends of sequences are special tokens of the tokenizer, and the markers of its chat template are tokens.
 """
 
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 from bombus.errors import EngineFault
 
-# Models are padded above their tokenizer, to round numbers or with room for more: by 0.3 % (Qwen 2.5), 0.5 % (gpt-oss)
-# or 1.8 % (Phi-2). Another model's tokenizer misses by more, but among tiny ones.
+# A model's vocabulary is padded beyond its tokenizer's, to round numbers or with spare ids: by 0.3 % (Qwen 2.5), 0.5 %
+# (gpt-oss) or 1.8 % (Phi-2). Another model's tokenizer differs by more, except among tiny ones.
 UNUSED_SHARE_MAX = 0.05
 UNUSED_MAX_OF_SMALL = 256
 ROLES = ("eos", "bos", "pad")
@@ -20,9 +20,9 @@ _MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
 
 
 def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
-    """`files` are the tokenizer's, with the model's config.json and generation_config.json.
+    """Raise `EngineFault` with one sentence that says what does not fit, unless the tokenizer is the model's own.
 
-    Raises `EngineFault` with one sentence that names the misfit.
+    `files` are the tokenizer's, with the model's config.json and generation_config.json.
     """
     misfit = _misfit(files)
     if misfit:
@@ -31,13 +31,14 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
 
 
 def _misfit(files: Mapping[str, bytes]) -> str:
+    """Say what does not fit; empty when everything does."""
     described, config = _read(files, "tokenizer.json"), _read(files, "config.json")
     ids = token_ids(described)
     size = config.get("vocab_size") or _inner(config, "text_config").get("vocab_size")
     if not ids:
         return "its tokenizer.json has no tokens"
     if not isinstance(size, int):
-        return ""  # then there is nothing to compare: what the model cannot embed fails when it is loaded
+        return ""  # there is nothing to compare; ids that the model cannot embed fail when it is loaded
     highest = max(ids, key=lambda token: ids[token])
     if ids[highest] >= size:
         return f"its token {highest!r} has the id {ids[highest]}, and the model's ids end at {size - 1}"
@@ -48,7 +49,7 @@ def _misfit(files: Mapping[str, bytes]) -> str:
 
 
 def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
-    """Every token of a tokenizer.json, added ones too, with its id."""
+    """Return every token of a tokenizer.json with its id, added tokens too."""
     vocabulary = _inner(described, "model").get("vocab") or {}
     if isinstance(vocabulary, list):  # Unigram's: pairs of token and score
         vocabulary = {str(entry[0]): index for index, entry in enumerate(vocabulary)}
@@ -57,10 +58,10 @@ def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    """An id that ends, begins or pads for the model has to be a special token, though not always the tokenizer's first.
+    """Say which id that ends, begins or pads sequences for the model is not a special token of the tokenizer.
 
-    Models have several ends, and some well-known ones name another special token in config.json than their tokenizer
-    does. One of a stranger names a piece of a word.
+    The tokenizer may prefer another special token: models have several ends of sequence, and some well-known ones name
+    one in config.json that their tokenizer does not. With another model's tokenizer the id belongs to part of a word.
     """
     text, generation = _read(files, "tokenizer_config.json"), _read(files, "generation_config.json")
     added = _read(files, "tokenizer.json").get("added_tokens") or ()
@@ -71,36 +72,36 @@ def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Map
         if token is None:
             continue
         if token not in ids:
-            return f"its {role}_token {token!r} is none of its tokens"
+            return f"its {role}_token {token!r} is not one of its tokens"
         for source, given in (("config.json", config), ("generation_config.json", generation)):
             for index in _ids_of(given.get(f"{role}_token_id")):
                 if index not in specials and index != ids[token]:
                     what = repr(names[index]) if index in names else "no token"
                     return (
-                        f"the model's {source} has {role}_token_id {index}, which is {what} there, "
-                        f"and its {role}_token is {token!r} ({ids[token]})"
+                        f"the model's {source} has {role}_token_id {index}, which is {what} in the tokenizer, "
+                        f"whose {role}_token is {token!r} ({ids[token]})"
                     )
     return ""
 
 
 def _marker_misfit(files: Mapping[str, bytes], ids: Mapping[str, int]) -> str:
-    """Either all markers of a template are tokens, or none is: some models have learned them as plain text."""
+    """Say which marker of the chat template is not a token, unless none is: some models learned them as plain text."""
     template = files.get("chat_template.jinja", b"").decode("utf-8", "replace")
     template = template or _template_of(_read(files, "tokenizer_config.json").get("chat_template"))
     markers = sorted(set(_MARKER.findall(template)))
     missing = [marker for marker in markers if marker not in ids]
     plain = len(missing) == len(markers) and "<|im_end|>" not in missing
-    return "" if plain or not missing else f"its chat template has {missing[0]!r}, which is none of its tokens"
+    return "" if plain or not missing else f"its chat template has {missing[0]!r}, which is not one of its tokens"
 
 
 def _template_of(value: object) -> str:
-    if isinstance(value, list):  # several, by name
+    if isinstance(value, list):  # several templates, each with a name
         return next((str(one.get("template", "")) for one in value if one.get("name") == "default"), "")
     return value if isinstance(value, str) else ""
 
 
 def _name_of(value: object) -> str | None:
-    if isinstance(value, Mapping):  # an AddedToken, written out
+    if isinstance(value, Mapping):  # an AddedToken as JSON
         value = value.get("content")
     return value if isinstance(value, str) and value else None
 

@@ -1,7 +1,7 @@
-"""A process to be managed in place of vLLM: `python child_process.py SOCKET [dies|deaf|stubborn]`.
+"""A process that is managed in place of vLLM: `python child_process.py SOCKET [dies|deaf|stubborn]`.
 
-It has a child of its own, as vLLM has its engine, and says `/health` on a unix socket. `dies` ends with an exception
-instead, `deaf` never listens, `stubborn` listens and does not end when it is told to.
+It has a child of its own, as vLLM has its engine, and answers `/health` on a unix socket. `dies` ends with an exception
+instead, `deaf` never listens, and `stubborn` listens and ignores SIGTERM.
 """
 
 import http.server

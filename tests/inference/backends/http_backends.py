@@ -1,17 +1,17 @@
-"""What tests of engines that are reached over HTTP share: requests in, answers put together, processes looked at."""
+"""A client for tests of backends: it adds requests, and assembles answers from deliveries."""
 
 import asyncio
 from collections.abc import Callable
 
 from bombus.hive.generation import Fault, FrameReader, Generate
-from bombus_inference.backends.protocol import Backend, Delivery
+from bombus_inference.backends.protocol import Delivery, InferenceBackend
 from tests.inference.backends.small_engines import Answer
 
-PATIENCE_S = 300.0  # vLLM on a CPU that others use too samples a few tokens a second
+PATIENCE_S = 300.0  # on a busy CPU, vLLM samples a few tokens a second
 
 
-class Asker:
-    """Takes a backend's deliveries."""
+class BackendClient:
+    """Takes the deliveries of a backend."""
 
     def __init__(self) -> None:
         self.answers: dict[int, Answer] = {}
@@ -28,7 +28,7 @@ class Asker:
                 self._done.add(delivery.ticket)
         self._changed.set()
 
-    def add(self, backend: Backend, request: Generate) -> int:
+    def add(self, backend: InferenceBackend, request: Generate) -> int:
         ticket = len(self.answers) + 1
         self.answers[ticket] = Answer()
         self._readers[ticket] = FrameReader()
@@ -45,27 +45,27 @@ class Asker:
         await self.until(lambda: ticket in self._done)
         return self.answers[ticket]
 
-    async def ask(self, backend: Backend, request: Generate) -> Answer:
+    async def ask(self, backend: InferenceBackend, request: Generate) -> Answer:
         return await self.finished(self.add(backend, request))
 
-    async def refused(self, backend: Backend, request: Generate) -> Fault:
+    async def refused(self, backend: InferenceBackend, request: Generate) -> Fault:
         fault = (await self.ask(backend, request)).fault
         assert fault is not None
         return fault
 
     def sampled(self, ticket: int) -> int:
-        """How many tokens have come so far."""
+        """Return how many tokens have arrived so far."""
         return sum(len(choice.tokens) for choice in self.answers[ticket].choices.values())
 
 
-async def silent(stage: str) -> None:
-    """Nobody listens to how far a start has come."""
+async def ignore_stage(stage: str) -> None:
+    """A `ReportStage` that does nothing."""
 
 
 async def until_metric(
-    backend: Backend, name: str, holds: Callable[[float], bool], timeout_s: float = PATIENCE_S
+    backend: InferenceBackend, name: str, holds: Callable[[float], bool], timeout_s: float = PATIENCE_S
 ) -> None:
-    """Ask for the metrics until one is as wanted: asking takes its own time."""
+    """Read the metrics until `holds` is true of one; reading them takes time, so there is no pause."""
     async with asyncio.timeout(timeout_s):
         while not holds((await backend.metrics()).get(name, -1.0)):
             await asyncio.sleep(0)

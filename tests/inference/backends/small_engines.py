@@ -1,9 +1,10 @@
-"""What the tests of the inference engine share: small models, requests, and answers put together again."""
+"""Helpers for tests of the inference engine: small models, requests, and answers assembled from frames."""
 
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
@@ -12,7 +13,7 @@ from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens, unpack_logprobs, unpack_tokens
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine, Output
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from tests.small_models import small_llama
 
 VOCABULARY = 60
@@ -20,12 +21,12 @@ CONTEXT = 256
 
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
-    """Grouped query heads, untied embeddings."""
+    """A model with grouped query heads and untied embeddings."""
     return small_llama(seed, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, initializer_range=0.5).eval()
 
 
 def qwen(seed: int = 0) -> Qwen2ForCausalLM:
-    """One key head for each query head, biases, tied embeddings."""
+    """A model with one key head for each query head, biases, and tied embeddings."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -42,7 +43,7 @@ def qwen(seed: int = 0) -> Qwen2ForCausalLM:
 
 
 def paged(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of `model` that attends over the paged cache."""
+    """Return a copy of `model` that attends over the paged cache."""
     attention.register()
     copy = deepcopy(model)
     copy.set_attn_implementation(attention.NAME)
@@ -50,14 +51,14 @@ def paged(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def another(model: PreTrainedModel, seed: int = 9) -> PreTrainedModel:
-    """Of the same shape, with other weights."""
+    """Return a model of the same shape with other weights."""
     torch.manual_seed(seed)
     return type(model)(deepcopy(model.config)).eval()
 
 
-def engine_for(model: PreTrainedModel, **settings: object) -> Engine:
-    defaults: dict[str, object] = {"kv_cache_bytes": 4 << 20, "max_model_len": CONTEXT, "block_tokens": 4}
-    return Engine(paged(model), EngineSettings(**(defaults | settings)), run=1, version=0)
+def engine_for(model: PreTrainedModel, **settings: Any) -> Engine:
+    defaults: dict[str, Any] = {"kv_cache_bytes": 4 << 20, "max_model_len": CONTEXT, "block_tokens": 4}
+    return Engine(paged(model), ComputeSettings(**(defaults | settings)), run=1, version=0)
 
 
 def request(
@@ -66,29 +67,17 @@ def request(
     n: int = 1,
     stream: bool = False,
     run: int = 1,
-    max_tokens: int = 12,
-    temperature: float = 1.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
-    seed: int | None = 0,
     stop: tuple[int, ...] = (),
-    top_logprobs: int = 0,
+    **sampling_fields: Any,
 ) -> Generate:
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop_token_ids=stop,
-        top_logprobs=top_logprobs,
-    )
+    """Return a request of 12 tokens with seed 0, unless the fields of `SamplingParams` that are given say otherwise."""
+    sampling = SamplingParams(stop_token_ids=stop, **({"max_tokens": 12, "seed": 0} | sampling_fields))
     return Generate(id="r", engine="main", run=run, prompt=pack_tokens(prompt), sampling=sampling, n=n, stream=stream)
 
 
 @dataclass
 class Completion:
-    """One choice, put together from its frames."""
+    """One choice, assembled from its frames."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -135,27 +124,27 @@ class Answers(dict[int, Answer]):
 
 
 def finish(engine: Engine, answers: Answers | None = None) -> Answers:
-    """Step until nothing is left to do."""
+    """Step until there is no work left."""
     answers = Answers() if answers is None else answers
     while engine.has_work:
         answers.take(engine.step())
     return answers
 
 
-def answer(engine: Engine, asked: Generate) -> Answer:
-    engine.add(1, asked)
+def answer(engine: Engine, body: Generate) -> Answer:
+    engine.add(1, body)
     return finish(engine)[1]
 
 
 def reference_logprobs(model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]) -> torch.Tensor:
-    """log-softmax over the vocabulary at each completion token, by a plain forward pass: [tokens, vocabulary]."""
+    """Return the log-softmax at each completion token from a plain forward pass: [tokens, vocabulary]."""
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *completion]])).logits[0]
     return torch.log_softmax(logits.float(), dim=-1)[len(prompt) - 1 : -1]
 
 
 def worst_difference(model: PreTrainedModel, prompt: Sequence[int], made: Completion) -> float:
-    """Between the reported logprobs and a plain recompute at temperature 1."""
+    """Return the largest difference between reported logprobs and those of a plain forward pass at temperature 1."""
     expected = reference_logprobs(model, prompt, made.tokens)
     chosen = expected.gather(1, torch.tensor(made.tokens)[:, None]).squeeze(1)
     return float((chosen - torch.tensor(made.logprobs)).abs().max())

@@ -1,11 +1,11 @@
-"""Frames out of portions: what may go out at once, what is held back, and what no engine may say."""
+"""Frames from deltas: what may go out at once, what is held back, and which answers are errors."""
 
 import pytest
 
 from bombus.hive.generation import Finished, Frame, Tokens
 from bombus.hive.records import pack_logprobs, pack_tokens
-from bombus_inference.backends.answers import Answer, Portion, likeliest
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.answers import ChoiceDelta, FrameAssembler, most_likely
+from bombus_inference.backends.http_calls import BackendFailed
 from tests.inference.backends.small_engines import request
 
 
@@ -15,50 +15,50 @@ def tokens(version: int, ids: list[int], choice: int = 0) -> Tokens:
     )
 
 
-def portion(*ids: int, choice: int = 0, finish: str | None = None, versions: list[int] | None = None) -> Portion:
+def delta(*ids: int, choice: int = 0, finish: str | None = None, versions: list[int] | None = None) -> ChoiceDelta:
     logprobs = [-float(one) for one in ids]
-    return Portion(choice=choice, tokens=ids, logprobs=logprobs, finish=finish, versions=versions)
+    return ChoiceDelta(choice=choice, tokens=ids, logprobs=logprobs, finish=finish, versions=versions)
 
 
 class Weights:
-    """Whether they are still those under which a request was asked."""
+    """`same` says whether they are still those that a request was sent to."""
 
-    settled = True
-
-
-def take(answer: Answer, *portions: Portion) -> list[Frame]:
-    return [frame for one in portions for frame in answer.take(one)]
+    same = True
 
 
-def test_a_stream_goes_out_as_it_comes_while_the_weights_stay():
-    answer = Answer(request([1], stream=True), 3, lambda: True)
-    frames = take(answer, portion(5, 6), portion(7), portion(8, finish="stop", versions=[3, 3, 3, 3]))
+def take(answer: FrameAssembler, *deltas: ChoiceDelta) -> list[Frame]:
+    return [frame for one in deltas for frame in answer.take(one)]
+
+
+def test_a_stream_is_passed_on_at_once_while_the_weights_stay_the_same() -> None:
+    answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
+    frames = take(answer, delta(5, 6), delta(7), delta(8, finish="stop", versions=[3, 3, 3, 3]))
     assert frames == [tokens(3, [5, 6]), tokens(3, [7]), tokens(3, [8]), Finished(reason="stop")]
 
 
-def test_what_is_not_streamed_comes_at_the_end_in_one_frame_for_each_version():
-    answer = Answer(request([1]), 3, lambda: False)
-    frames = take(answer, portion(5, 6), portion(7, 8, finish="length", versions=[3, 3, 4, 4]))
+def test_without_streaming_tokens_come_at_the_end_in_one_frame_for_each_version() -> None:
+    answer = FrameAssembler(request([1]), 3, lambda: False)
+    frames = take(answer, delta(5, 6), delta(7, 8, finish="length", versions=[3, 3, 4, 4]))
     assert frames == [tokens(3, [5, 6]), tokens(4, [7, 8]), Finished(reason="length")]
 
 
-def test_after_a_change_of_weights_tokens_wait_until_the_engine_says_which_version_sampled_them():
+def test_after_a_change_of_weights_tokens_wait_until_the_server_reports_which_version_sampled_them() -> None:
     weights = Weights()
-    answer = Answer(request([1], stream=True), 3, lambda: weights.settled)
-    assert take(answer, portion(5)) == [tokens(3, [5])]
-    weights.settled = False
-    assert take(answer, portion(6), portion(7)) == []
-    frames = take(answer, portion(8, finish="length", versions=[3, 3, 4, 4]))
+    answer = FrameAssembler(request([1], stream=True), 3, lambda: weights.same)
+    assert take(answer, delta(5)) == [tokens(3, [5])]
+    weights.same = False
+    assert take(answer, delta(6), delta(7)) == []
+    frames = take(answer, delta(8, finish="length", versions=[3, 3, 4, 4]))
     assert frames == [tokens(3, [6]), tokens(4, [7, 8]), Finished(reason="length")]
 
 
-def test_choices_are_kept_apart():
-    answer = Answer(request([1], n=2, stream=True), 0, lambda: True)
+def test_choices_are_kept_apart() -> None:
+    answer = FrameAssembler(request([1], n=2, stream=True), 0, lambda: True)
     frames = take(
         answer,
-        portion(5, choice=1),
-        portion(6, choice=0, finish="length", versions=[0]),
-        portion(7, choice=1, finish="length", versions=[0, 0]),
+        delta(5, choice=1),
+        delta(6, choice=0, finish="length", versions=[0]),
+        delta(7, choice=1, finish="length", versions=[0, 0]),
     )
     assert frames == [
         tokens(0, [5], choice=1),
@@ -69,42 +69,42 @@ def test_choices_are_kept_apart():
     ]
 
 
-def test_an_engine_that_never_changes_its_weights_under_a_call_need_not_say_versions():
-    assert take(Answer(request([1]), 2, lambda: True), portion(5, finish="stop"))[0] == tokens(2, [5])
-    with pytest.raises(EngineGone, match="does not say"):
-        take(Answer(request([1]), 2, lambda: False), portion(5, finish="stop"))
+def test_a_server_whose_weights_stay_during_a_call_need_not_report_versions() -> None:
+    assert take(FrameAssembler(request([1]), 2, lambda: True), delta(5, finish="stop"))[0] == tokens(2, [5])
+    with pytest.raises(BackendFailed, match="does not say"):
+        take(FrameAssembler(request([1]), 2, lambda: False), delta(5, finish="stop"))
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("deltas", "words"),
     [
-        ([portion(5), portion(6, finish="stop", versions=[4, 4])], "did not sample"),
-        ([portion(5, finish="stop", versions=[3, 3])], "2 of 1 tokens"),
-        ([portion(5, finish="abort", versions=[3])], "gave up in the middle: abort"),
-        ([portion(5, choice=1)], "not asked for"),
-        ([portion(5, finish="stop", versions=[3]), portion(6)], "is over"),
-        ([Portion(choice=0, tokens=[5], logprobs=[])], "1 tokens and 0 logprobs"),
-        ([Portion(choice=0, tokens=[5], logprobs=[float("nan")])], "not finite"),
-        ([Portion(choice=0, tokens=[5], logprobs=[-9999.0])], "not finite"),
+        ([delta(5), delta(6, finish="stop", versions=[4, 4])], "did not sample"),
+        ([delta(5, finish="stop", versions=[3, 3])], "2 of 1 tokens"),
+        ([delta(5, finish="abort", versions=[3])], "gave up in the middle: abort"),
+        ([delta(5, choice=1)], "not asked for"),
+        ([delta(5, finish="stop", versions=[3]), delta(6)], "is over"),
+        ([ChoiceDelta(choice=0, tokens=[5], logprobs=[])], "1 tokens and 0 logprobs"),
+        ([ChoiceDelta(choice=0, tokens=[5], logprobs=[float("nan")])], "not finite"),
+        ([ChoiceDelta(choice=0, tokens=[5], logprobs=[-9999.0])], "not finite"),
     ],
 )
-def test_an_answer_that_cannot_be_right_is_an_error_and_no_guess(said, words):
-    answer = Answer(request([1], stream=True), 3, lambda: True)
-    with pytest.raises(EngineGone, match=words):
-        take(answer, *said)
+def test_an_answer_that_cannot_be_right_is_an_error(deltas: list[ChoiceDelta], words: str) -> None:
+    answer = FrameAssembler(request([1], stream=True), 3, lambda: True)
+    with pytest.raises(BackendFailed, match=words):
+        take(answer, *deltas)
 
 
-def test_alternatives_are_told_when_asked_for_and_must_be_there_for_each_token():
-    answer = Answer(request([1], top_logprobs=1), 0, lambda: True)
+def test_alternatives_are_reported_if_requested_and_required_for_each_token() -> None:
+    answer = FrameAssembler(request([1], top_logprobs=1), 0, lambda: True)
     (frame, _) = take(
-        answer, Portion(choice=0, tokens=[5], logprobs=[-1.0], tops=[((6, -0.5),)], finish="stop", versions=[0])
+        answer, ChoiceDelta(choice=0, tokens=[5], logprobs=[-1.0], tops=[((6, -0.5),)], finish="stop", versions=[0])
     )
     assert isinstance(frame, Tokens)
     assert frame.top == (((6, -0.5),),)
-    with pytest.raises(EngineGone, match="0 of 1"):
-        take(Answer(request([1], top_logprobs=1), 0, lambda: True), portion(5))
+    with pytest.raises(BackendFailed, match="0 of 1"):
+        take(FrameAssembler(request([1], top_logprobs=1), 0, lambda: True), delta(5))
 
 
-def test_the_likeliest_are_in_order_and_what_cannot_be_sampled_is_left_out():
-    assert likeliest([(9, -3.0), (4, -1.0), (7, -9999.0), (2, -2.0)], 2) == ((4, -1.0), (2, -2.0))
-    assert likeliest([(9, -3.0), (7, -9999.0)], 3) == ((9, -3.0),)
+def test_the_most_likely_are_in_order_and_what_cannot_be_sampled_is_left_out() -> None:
+    assert most_likely([(9, -3.0), (4, -1.0), (7, -9999.0), (2, -2.0)], 2) == ((4, -1.0), (2, -2.0))
+    assert most_likely([(9, -3.0), (7, -9999.0)], 3) == ((9, -3.0),)

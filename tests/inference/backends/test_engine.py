@@ -1,14 +1,16 @@
-"""The engine against plain transformers: same distributions, same tokens, whatever shares its batch and its cache."""
+"""The engine gives the distributions and tokens of plain transformers, whatever shares its batch and its cache."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
+from bombus.hive.generation import Generate
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import (
     CONTEXT,
     VOCABULARY,
@@ -34,7 +36,7 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
-    """Of mixed lengths; two thirds begin alike."""
+    """Return prompts of mixed lengths, of which two thirds begin alike."""
     numbers = random.Random(seed)
     common = [numbers.randrange(VOCABULARY) for _ in range(longest)]
     made = []
@@ -44,20 +46,20 @@ def prompts(count: int, seed: int = 0, longest: int = 70) -> list[list[int]]:
     return made
 
 
-def test_logprobs_agree_with_a_plain_forward_pass_for_mixed_lengths_and_shared_prefixes(model):
+def test_logprobs_agree_with_a_plain_forward_pass_for_mixed_lengths_and_shared_prefixes(model: PreTrainedModel) -> None:
     engine = engine_for(model)
-    asked = prompts(24)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(24)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, seed=ticket, max_tokens=30))
     answers = finish(engine)
     assert engine.stats.cached_tokens > 0
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         made = answers[ticket].only
         assert len(made.tokens) == 30
         assert worst_difference(model, prompt, made) < 1e-4
 
 
-def test_a_conversation_that_goes_on_finds_its_earlier_turns_in_the_cache(model):
+def test_a_conversation_that_goes_on_finds_its_earlier_turns_in_the_cache(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     first = list(range(10, 40))
     turn = answer(engine, request(first, max_tokens=9)).only
@@ -67,13 +69,13 @@ def test_a_conversation_that_goes_on_finds_its_earlier_turns_in_the_cache(model)
     assert worst_difference(model, longer, again) < 1e-4
 
 
-def test_greedy_gives_what_transformers_generates(model):
+def test_greedy_gives_what_transformers_generates(model: PreTrainedModel) -> None:
     engine = engine_for(model)
-    asked = prompts(9, seed=1)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(9, seed=1)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, temperature=0.0, max_tokens=20))
     answers = finish(engine)
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         ids = torch.tensor([prompt])
         expected = model.generate(
             ids,
@@ -87,20 +89,20 @@ def test_greedy_gives_what_transformers_generates(model):
         assert worst_difference(model, prompt, answers[ticket].only) < 1e-4
 
 
-def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(model):
-    asked = request(list(range(20)), seed=7, max_tokens=25)
-    alone = answer(engine_for(model), asked).only
+def test_the_same_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(model: PreTrainedModel) -> None:
+    body = request(list(range(20)), seed=7, max_tokens=25)
+    alone = answer(engine_for(model), body).only
     engine = engine_for(model)
     for ticket, prompt in enumerate(prompts(15), start=100):
         engine.add(ticket, request(prompt, seed=None, temperature=0.7, max_tokens=ticket % 30 + 1))
     engine.step()
-    engine.add(1, asked)
+    engine.add(1, body)
     among = finish(engine)[1].only
     assert among.tokens == alone.tokens
     assert among.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
 
 
-def test_the_choices_of_a_request_differ_and_prefill_their_prompt_once(model):
+def test_the_choices_of_a_request_differ_and_prefill_their_prompt_once(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     prompt = list(range(41))
     made = answer(engine, request(prompt, n=6, max_tokens=10))
@@ -110,7 +112,7 @@ def test_the_choices_of_a_request_differ_and_prefill_their_prompt_once(model):
         assert worst_difference(model, prompt, choice) < 1e-4
 
 
-def test_requests_with_the_same_prompt_in_one_batch_prefill_it_once(model):
+def test_requests_with_the_same_prompt_in_one_batch_prefill_it_once(model: PreTrainedModel) -> None:
     engine = engine_for(model, prefill_tokens_max=16)
     prompt = list(range(49))
     for ticket in range(5):
@@ -120,7 +122,7 @@ def test_requests_with_the_same_prompt_in_one_batch_prefill_it_once(model):
     assert all(worst_difference(model, prompt, made.only) < 1e-4 for made in answers.values())
 
 
-def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model):
+def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model: PreTrainedModel) -> None:
     prompt = [5, 6, 7]
     made = answer(engine_for(model), request(prompt, temperature=0.6, max_tokens=20)).only
     expected = torch.log_softmax(reference_logprobs(model, prompt, made.tokens) / 0.6, dim=-1)
@@ -128,7 +130,7 @@ def test_a_temperature_gives_the_logprobs_of_the_tempered_distribution(model):
     assert made.logprobs == pytest.approx(chosen.tolist(), abs=1e-4)
 
 
-def test_alternatives_are_the_likeliest_tokens_of_each_position(model):
+def test_alternatives_are_the_most_likely_tokens_of_each_position(model: PreTrainedModel) -> None:
     prompt = [5, 6, 7]
     made = answer(engine_for(model), request(prompt, top_logprobs=4, max_tokens=6)).only
     values, tokens = reference_logprobs(model, prompt, made.tokens).topk(4)
@@ -136,7 +138,7 @@ def test_alternatives_are_the_likeliest_tokens_of_each_position(model):
     assert [value for row in made.top for _, value in row] == pytest.approx(values.flatten().tolist(), abs=1e-4)
 
 
-def test_a_stop_token_ends_a_completion_and_is_its_last_token(model):
+def test_a_stop_token_ends_a_completion_and_is_its_last_token(model: PreTrainedModel) -> None:
     prompt = [1, 2, 3]
     free = answer(engine_for(model), request(prompt, max_tokens=20)).only
     stop = free.tokens[6]
@@ -146,21 +148,21 @@ def test_a_stop_token_ends_a_completion_and_is_its_last_token(model):
     assert free.finish == "length"
 
 
-def test_a_completion_ends_where_the_model_does(model):
+def test_a_completion_ends_where_the_model_does(model: PreTrainedModel) -> None:
     made = answer(engine_for(model), request([1] * (CONTEXT - 5), max_tokens=0)).only
     assert (len(made.tokens), made.finish) == (5, "length")
 
 
-def test_streaming_gives_a_frame_a_token_and_the_rest_comes_in_one(model):
+def test_streaming_gives_one_frame_per_token_and_otherwise_there_is_one_frame(model: PreTrainedModel) -> None:
     streamed = answer(engine_for(model), request([1, 2], stream=True)).only
-    whole = answer(engine_for(model), request([1, 2], stream=False)).only
-    assert (streamed.frames, whole.frames) == (12, 1)
-    assert streamed.tokens == whole.tokens
-    assert streamed.logprobs == pytest.approx(whole.logprobs, abs=1e-6)
+    unstreamed = answer(engine_for(model), request([1, 2], stream=False)).only
+    assert (streamed.frames, unstreamed.frames) == (12, 1)
+    assert streamed.tokens == unstreamed.tokens
+    assert streamed.logprobs == pytest.approx(unstreamed.logprobs, abs=1e-6)
 
 
 @pytest.mark.parametrize(
-    ("asked", "code"),
+    ("body", "code"),
     [
         (request([1] * CONTEXT), Code.PROMPT_TOO_LONG),
         (request([]), Code.MALFORMED),
@@ -174,15 +176,15 @@ def test_streaming_gives_a_frame_a_token_and_the_rest_comes_in_one(model):
         (request([1], run=2), Code.WRONG_PHASE),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_a_code(asked, code):
+def test_what_cannot_be_served_is_refused_with_a_code(body: Generate, code: Code) -> None:
     engine = engine_for(llama())
     with pytest.raises(Refused) as refusal:
-        engine.add(1, asked)
+        engine.add(1, body)
     assert refusal.value.code == code
     assert not engine.has_work
 
 
-def test_a_full_queue_refuses():
+def test_a_full_queue_refuses_requests() -> None:
     engine = engine_for(llama(), max_waiting=4)
     engine.add(1, request([1], n=4))
     with pytest.raises(Refused) as refusal:
@@ -190,15 +192,17 @@ def test_a_full_queue_refuses():
     assert refusal.value.code == Code.OVERLOADED
 
 
-def test_a_cache_that_holds_not_one_sequence_is_refused_at_birth():
+def test_a_cache_that_cannot_hold_one_sequence_is_refused_when_the_engine_is_made() -> None:
     with pytest.raises(EngineFault, match="kv_cache_bytes"):
         engine_for(llama(), kv_cache_bytes=1 << 16)
 
 
-def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
+def test_a_job_with_longer_sequences_than_the_cache_holds_is_served_up_to_that_length(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = llama()
     blocks = 20
-    some = EngineSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
+    some = ComputeSettings(kv_cache_bytes=2 * blocks * _block_bytes(model), block_tokens=4)
     engine = Engine(paged(model), some, run=1, version=0, job_tokens=CONTEXT)
     assert engine.max_model_len == blocks * 4 - 1
     assert f"sequences end at 79 tokens and not at the job's {CONTEXT}" in caplog.text
@@ -211,19 +215,19 @@ def test_a_job_longer_than_the_cache_is_served_as_far_as_that_reaches(caplog):
     assert caught.value.code == Code.PROMPT_TOO_LONG
 
 
-def test_the_jobs_length_holds_where_no_other_is_set():
-    def longest(job_tokens: int | None, **settings: int) -> int:
-        chosen = EngineSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
+def test_the_least_of_the_length_limits_applies() -> None:
+    def longest(job_tokens: int | None, **settings: Any) -> int:
+        chosen = ComputeSettings(kv_cache_bytes=4 << 20, block_tokens=4, **settings)
         return Engine(paged(llama()), chosen, run=1, version=0, job_tokens=job_tokens).max_model_len
 
     assert longest(100) == 100
     assert longest(None) == CONTEXT
-    assert longest(1 << 20) == CONTEXT, "the model's own"
+    assert longest(1 << 20) == CONTEXT, "the model's own limit"
     assert longest(100, max_model_len=60) == 60
     assert longest(100, max_model_len=120) == 100
 
 
-def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):
+def test_an_aborted_request_frees_its_blocks_and_gets_no_more_frames(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     engine.add(1, request(list(range(50)), n=3, stream=True, max_tokens=100))
     engine.add(2, request([4, 5, 6]))
@@ -234,9 +238,9 @@ def test_an_aborted_request_frees_its_blocks_and_says_nothing_more(model):
     assert engine.stats.blocks_held == 0
 
 
-def test_a_tiny_cache_makes_sequences_wait_or_begin_again_with_the_same_result(model):
-    asked = prompts(10, seed=3)
-    requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(asked)]
+def test_a_tiny_cache_makes_sequences_wait_or_restart_with_the_same_result(model: PreTrainedModel) -> None:
+    inputs = prompts(10, seed=3)
+    requests = [request(prompt, seed=ticket, max_tokens=40) for ticket, prompt in enumerate(inputs)]
 
     def run(**settings: object) -> tuple[Answers, int]:
         engine = engine_for(model, **settings)
@@ -247,11 +251,11 @@ def test_a_tiny_cache_makes_sequences_wait_or_begin_again_with_the_same_result(m
         return answers, engine.stats.preemptions
 
     roomy, none = run()
-    # 116 tokens: one sequence at its longest and a little more. The other half of the bytes is for rows.
+    # Room for 116 tokens, a little more than the longest sequence. The other half of the bytes is for rows.
     tight, some = run(kv_cache_bytes=2 * 116 // 4 * _block_bytes(model), max_model_len=112, prefill_tokens_max=24)
     assert none == 0
     assert some > 0
-    for ticket, prompt in enumerate(asked):
+    for ticket, prompt in enumerate(inputs):
         assert tight[ticket].only.tokens == roomy[ticket].only.tokens
         assert worst_difference(model, prompt, tight[ticket].only) < 1e-4
 
@@ -260,7 +264,7 @@ def _block_bytes(model: PreTrainedModel) -> int:
     return engine_for(model)._pool.block_bytes(model.config, 4, torch.float32)
 
 
-def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model):
+def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     prompt = list(range(30))
     engine.add(1, request(prompt, max_tokens=20))
@@ -275,7 +279,7 @@ def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model):
     assert engine.stats.blocks_held == 0
 
 
-def test_after_a_swap_new_requests_use_new_keys_and_values_only(model):
+def test_after_a_swap_new_requests_use_new_keys_and_values_only(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     prompt = list(range(30))
     engine.add(1, request(prompt, max_tokens=30))
@@ -292,7 +296,7 @@ def test_after_a_swap_new_requests_use_new_keys_and_values_only(model):
     assert worst_difference(newer, [*prompt, *answers[1].only.tokens, 3], again) < 1e-4
 
 
-def test_a_prompt_that_is_half_way_through_at_a_swap_begins_again(model):
+def test_a_prompt_that_is_partly_computed_at_a_swap_restarts(model: PreTrainedModel) -> None:
     engine = engine_for(model, prefill_tokens_max=16)
     prompt = list(range(50))
     engine.add(1, request(prompt))
@@ -304,7 +308,7 @@ def test_a_prompt_that_is_half_way_through_at_a_swap_begins_again(model):
     assert worst_difference(newer, prompt, made) < 1e-4
 
 
-def test_weights_of_another_shape_are_refused_and_change_nothing():
+def test_weights_of_another_shape_are_refused_and_change_nothing() -> None:
     engine = engine_for(llama())
     before = answer(engine, request([1, 2])).only
     state = dict(llama(seed=1).state_dict())
@@ -314,7 +318,7 @@ def test_weights_of_another_shape_are_refused_and_change_nothing():
     assert answer(engine, request([1, 2])).only == before
 
 
-def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine():
+def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine() -> None:
     engine = engine_for(llama())
     good = dict(llama().state_dict())
     bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}
@@ -327,27 +331,27 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine():
     assert worst_difference(llama(), [1, 2], answer(engine, request([1, 2])).only) < 1e-4
 
 
-def test_sequences_of_very_different_lengths_decode_side_by_side(model):
-    """Rows of several capacities, some outgrown on the way, and more of them than memory for rows."""
+def test_sequences_of_very_different_lengths_decode_side_by_side(model: PreTrainedModel) -> None:
+    """There are rows of several capacities, some are outgrown, and not all of them fit in memory."""
     numbers = random.Random(5)
-    asked = [
+    inputs = [
         [numbers.randrange(VOCABULARY) for _ in range(length)] for length in (1, 5, 30, 50, 60, 100, 110, 126, 200)
     ]
     for budget in (4 << 20, 600 << 10):
         engine = engine_for(model, kv_cache_bytes=budget)
-        for ticket, prompt in enumerate(asked):
+        for ticket, prompt in enumerate(inputs):
             engine.add(ticket, request(prompt, seed=ticket, max_tokens=50 if ticket % 2 else 7))
         answers = finish(engine)
-        for ticket, prompt in enumerate(asked):
+        for ticket, prompt in enumerate(inputs):
             assert worst_difference(model, prompt, answers[ticket].only) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_half_precision_stays_near_the_plain_model(dtype):
+def test_half_precision_stays_near_the_plain_model(dtype: torch.dtype) -> None:
     model = llama().to(dtype)
     engine = engine_for(model)
-    asked = prompts(6)
-    for ticket, prompt in enumerate(asked):
+    inputs = prompts(6)
+    for ticket, prompt in enumerate(inputs):
         engine.add(ticket, request(prompt, seed=ticket))
     for ticket, made in finish(engine).items():
-        assert worst_difference(model, asked[ticket], made.only) < 0.2
+        assert worst_difference(model, inputs[ticket], made.only) < 0.2

@@ -1,10 +1,11 @@
-"""Servers elsewhere as a replica's engine: both dialects, what they may lack, and how their weights change."""
+"""The openai backend: both kinds of servers, what they may lack, and how their weights change."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,13 @@ from bombus.errors import EngineFault
 from bombus.weights.models import build_tiny, load_model
 from bombus_inference.backends.openai.backend import OpenAIBackend
 from bombus_inference.backends.protocol import Policy
-from bombus_inference.settings import EngineSettings, OpenAISettings
-from tests.inference.backends.foreign_servers import KEY, Foreign, ForeignCompletions, ForeignSglang, serving
-from tests.inference.backends.http_backends import Asker, silent
+from bombus_inference.settings import ComputeSettings, OpenAISettings
+from tests.inference.backends.foreign_servers import KEY, ExternalCompletions, ExternalServer, ExternalSglang, serving
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import request, worst_difference
 
-KINDS = [ForeignCompletions, ForeignSglang]
-ENGINE = EngineSettings(max_model_len=256, max_running=8)
+KINDS = [ExternalCompletions, ExternalSglang]
+COMPUTE = ComputeSettings(max_model_len=256, max_running=8)
 CONTEXT = 256
 
 
@@ -37,66 +38,66 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def backend_of(server: Foreign, **settings: float | str) -> AsyncIterator[tuple[OpenAIBackend, Asker]]:
-    asker = Asker()
+async def backend_of(server: ExternalServer, **settings: Any) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
+    client = BackendClient()
     async with serving(server) as url:
         chosen = OpenAISettings(url=url, api_key_env="SERVER_KEY", **settings)
-        backend = OpenAIBackend(ENGINE, chosen, asker.deliver)
+        backend = OpenAIBackend(COMPUTE, chosen, client.deliver)
         try:
-            yield backend, asker
+            yield backend, client
         finally:
             await backend.stop()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_its_tokens_come_through_with_their_logprobs(kind: type[Foreign], folders: list[Path]) -> None:
+async def test_its_tokens_come_through_with_their_logprobs(kind: type[ExternalServer], folders: list[Path]) -> None:
     server = kind(folders[0])
-    async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
-        answer = await asker.ask(backend, request([5, 6, 7], n=2, top_logprobs=2, stream=True))
+    async with backend_of(server) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
+        answer = await client.ask(backend, request([5, 6, 7], n=2, top_logprobs=2, stream=True))
         assert sorted(answer.choices) == [0, 1]
         for made in answer.choices.values():
             assert made.versions == [0] * 12
             assert made.finish == "length"
             assert worst_difference(load_model(folders[0]), [5, 6, 7], made) < 1e-4
             assert all(len(row) == 2 for row in made.top)
-        whole = (await asker.ask(backend, request([5, 6, 7]))).only
-        stop = (await asker.ask(backend, request([5, 6, 7], temperature=0.0, stop=tuple(range(44))))).only
-        assert len(whole.tokens) == 12
+        unstreamed = (await client.ask(backend, request([5, 6, 7]))).only
+        stop = (await client.ask(backend, request([5, 6, 7], temperature=0.0, stop=tuple(range(44))))).only
+        assert len(unstreamed.tokens) == 12
         assert (len(stop.tokens), stop.finish) == (1, "stop")
 
 
-async def test_a_server_with_a_shorter_context_than_the_jobs_is_told_once_for_a_run(
+async def test_a_shorter_context_than_the_jobs_is_warned_about_once_per_run(
     folders: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with backend_of(ForeignCompletions(folders[0])) as (backend, _):
+    async with backend_of(ExternalCompletions(folders[0])) as (backend, _):
         for version in (0, 1):
-            await backend.bring_in(Policy(folders[version], 1, version, CONTEXT), silent)
-    said = [message for message in caplog.messages if "sequences end" in message]
-    assert [message.partition(":")[0] for message in said] == [
+            await backend.load(Policy(folders[version], 1, version, CONTEXT), ignore_stage)
+    warnings = [message for message in caplog.messages if "sequences end" in message]
+    assert [message.partition(":")[0] for message in warnings] == [
         f"sequences end at 200 tokens and not at the job's {CONTEXT}"
     ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_new_weights_go_in_by_its_own_route_and_no_answer_mixes_versions(
-    kind: type[Foreign], folders: list[Path]
+async def test_new_weights_are_loaded_by_its_own_route_and_no_answer_mixes_versions(
+    kind: type[ExternalServer], folders: list[Path]
 ) -> None:
     server = kind(folders[0])
-    async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+    async with backend_of(server) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         server.hold.clear()
         server.holding.clear()
-        ticket = asker.add(backend, request([5]))
+        ticket = client.add(backend, request([5]))
         await server.holding.wait()
-        changing = asyncio.create_task(backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent))
+        changing = asyncio.create_task(backend.load(Policy(folders[1], 1, 1, CONTEXT), ignore_stage))
         async with asyncio.timeout(10):
             while backend.version >= 0:
                 await asyncio.sleep(0)
-        assert (await asker.refused(backend, request([5]))).retry, "it takes nothing new in meanwhile"
+        assert (await client.refused(backend, request([5]))).retry, "no new requests are taken meanwhile"
         server.hold.set()
         await changing
-        old, new = (await asker.finished(ticket)).only, (await asker.ask(backend, request([5]))).only
+        old, new = (await client.finished(ticket)).only, (await client.ask(backend, request([5]))).only
         assert (set(old.versions), set(new.versions)) == ({0}, {1})
         assert worst_difference(load_model(folders[0]), [5], old) < 1e-4
         assert worst_difference(load_model(folders[1]), [5], new) < 1e-4
@@ -104,111 +105,113 @@ async def test_new_weights_go_in_by_its_own_route_and_no_answer_mixes_versions(
 
 
 async def test_a_call_that_takes_too_long_is_ended_before_the_weights_change(folders: list[Path]) -> None:
-    server = ForeignCompletions(folders[0])
-    async with backend_of(server, drain_s=0.0) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+    server = ExternalCompletions(folders[0])
+    async with backend_of(server, drain_s=0.0) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         server.hold.clear()
         server.holding.clear()
-        ticket = asker.add(backend, request([5]))
+        ticket = client.add(backend, request([5]))
         await server.holding.wait()
-        await backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent)
-        fault = (await asker.finished(ticket)).fault
+        await backend.load(Policy(folders[1], 1, 1, CONTEXT), ignore_stage)
+        fault = (await client.finished(ticket)).fault
         assert fault is not None
         assert fault.retry
         server.hold.set()
 
 
-async def test_a_request_whose_client_hangs_up_is_hung_up_there_as_well(folders: list[Path]) -> None:
-    server = ForeignCompletions(folders[0])
-    async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+async def test_an_aborted_request_disconnects_from_the_server(folders: list[Path]) -> None:
+    server = ExternalCompletions(folders[0])
+    async with backend_of(server) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         server.hold.clear()
         server.holding.clear()
-        ticket = asker.add(backend, request([5]))
+        ticket = client.add(backend, request([5]))
         await server.holding.wait()
         backend.abort(ticket)
         async with asyncio.timeout(10):
-            await server.hung_up.wait()
+            await server.disconnected.wait()
         server.hold.set()
 
 
 @pytest.mark.parametrize(
     ("kind", "lacks", "words"),
     [
-        (ForeignCompletions, "ids", "it returns no token ids"),
-        (ForeignCompletions, "logprobs", "it returns no logprobs"),
-        (ForeignCompletions, "prompts", r"does not continue a prompt of token ids .*must be a string"),
-        (ForeignSglang, "logprobs", "it returns no token ids; it returns no logprobs"),
-        (ForeignSglang, "update", "could not load .*: it did not load the weights: Failed to load"),
+        (ExternalCompletions, "ids", "it returns no token ids"),
+        (ExternalCompletions, "logprobs", "it returns no logprobs"),
+        (ExternalCompletions, "prompts", r"does not continue a prompt of token ids .*must be a string"),
+        (ExternalSglang, "logprobs", "it returns no token ids; it returns no logprobs"),
+        (ExternalSglang, "update", "could not load .*: it did not load the weights: Failed to load"),
     ],
 )
-async def test_what_it_lacks_is_said_in_one_sentence(
-    kind: type[Foreign], lacks: str, words: str, folders: list[Path]
+async def test_what_the_server_lacks_is_reported_in_one_sentence(
+    kind: type[ExternalServer], lacks: str, words: str, folders: list[Path]
 ) -> None:
-    async with backend_of(kind(folders[0], lacks=frozenset({lacks}))) as (backend, asker):
+    async with backend_of(kind(folders[0], lacks=frozenset({lacks}))) as (backend, client):
         with pytest.raises(EngineFault, match=words):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         assert backend.version == -1
-        assert (await asker.refused(backend, request([5]))).code == "no_replica"
+        assert (await client.refused(backend, request([5]))).code == "no_replica"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_logprobs_of_another_distribution_than_the_sampled_one_are_found_out(
-    kind: type[Foreign], folders: list[Path]
+async def test_logprobs_of_another_distribution_than_the_sampled_one_are_detected(
+    kind: type[ExternalServer], folders: list[Path]
 ) -> None:
     async with backend_of(kind(folders[0], raw=True)) as (backend, _):
         with pytest.raises(EngineFault, match="not of the one that it samples from"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
 
 
-async def test_another_vocabulary_is_found_out(folders: list[Path], tmp_path: Path) -> None:
+async def test_another_vocabulary_is_detected(folders: list[Path], tmp_path: Path) -> None:
     other = (folders[0] / "tokenizer.json").read_text()
     for letter in ascii_lowercase:
         other = other.replace(f'"{letter}":', f'"{letter.upper()}":')
     (tmp_path / "tokenizer.json").write_text(other)
-    server = ForeignCompletions(folders[0], tokenizer_of=tmp_path)
+    server = ExternalCompletions(folders[0], tokenizer_of=tmp_path)
     async with backend_of(server) as (backend, _):
         with pytest.raises(EngineFault, match="its vocabulary is not that of the run's model"):
-            await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+            await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
 
 
-async def test_a_server_that_cannot_load_weights_serves_version_0_alone(folders: list[Path]) -> None:
-    async with backend_of(ForeignCompletions(folders[0], lacks=frozenset({"update"}))) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
-        assert (await asker.ask(backend, request([5]))).only.versions == [0] * 12
+async def test_a_server_that_cannot_load_weights_serves_only_version_0(folders: list[Path]) -> None:
+    async with backend_of(ExternalCompletions(folders[0], lacks=frozenset({"update"}))) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
+        assert (await client.ask(backend, request([5]))).only.versions == [0] * 12
         with pytest.raises(EngineFault, match="no way to load new weights, so it can serve version 0 alone"):
-            await backend.bring_in(Policy(folders[1], 1, 1, CONTEXT), silent)
+            await backend.load(Policy(folders[1], 1, 1, CONTEXT), ignore_stage)
 
 
 async def test_weights_that_somebody_else_changed_are_not_passed_off_as_ours(folders: list[Path]) -> None:
-    server = ForeignSglang(folders[0])
-    async with backend_of(server) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
+    server = ExternalSglang(folders[0])
+    async with backend_of(server) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
         server.label = "theirs"
-        fault = await asker.refused(backend, request([5]))
+        fault = await client.refused(backend, request([5]))
         assert fault.retry
         assert "somebody else changed" in fault.why
 
 
-async def test_its_own_limit_is_ours(folders: list[Path]) -> None:
-    async with backend_of(ForeignCompletions(folders[0])) as (backend, asker):
-        await backend.bring_in(Policy(folders[0], 1, 0, CONTEXT), silent)
-        assert (await asker.refused(backend, request([5] * 200))).code == "prompt_too_long"
+async def test_the_servers_own_length_limit_applies(folders: list[Path]) -> None:
+    async with backend_of(ExternalCompletions(folders[0])) as (backend, client):
+        await backend.load(Policy(folders[0], 1, 0, CONTEXT), ignore_stage)
+        assert (await client.refused(backend, request([5] * 200))).code == "prompt_too_long"
 
 
-async def test_a_wrong_key_a_wrong_model_and_nobody_at_all_are_said(folders: list[Path], monkeypatch) -> None:
+async def test_a_wrong_key_a_wrong_model_and_an_absent_server_are_reported(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = Policy(folders[0], 1, 0, CONTEXT)
-    async with backend_of(ForeignCompletions(folders[0]), model="other") as (backend, _):
+    async with backend_of(ExternalCompletions(folders[0]), model="other") as (backend, _):
         with pytest.raises(EngineFault, match="serves m, not 'other'"):
-            await backend.bring_in(policy, silent)
+            await backend.load(policy, ignore_stage)
     monkeypatch.setenv("SERVER_KEY", "wrong")
-    async with backend_of(ForeignCompletions(folders[0])) as (backend, _):
+    async with backend_of(ExternalCompletions(folders[0])) as (backend, _):
         with pytest.raises(EngineFault, match=r"401.*wants a key"):
-            await backend.bring_in(policy, silent)
-    nobody = OpenAIBackend(ENGINE, OpenAISettings(url="http://127.0.0.1:9"), Asker().deliver)
+            await backend.load(policy, ignore_stage)
+    nobody = OpenAIBackend(COMPUTE, OpenAISettings(url="http://127.0.0.1:9"), BackendClient().deliver)
     with pytest.raises(EngineFault, match="no server can be used at"):
-        await nobody.bring_in(policy, silent)
+        await nobody.load(policy, ignore_stage)
     await nobody.stop()
     monkeypatch.delenv("SERVER_KEY")
     with pytest.raises(EngineFault, match="SERVER_KEY is not set"):
-        OpenAIBackend(ENGINE, OpenAISettings(url="http://x", api_key_env="SERVER_KEY"), Asker().deliver)
+        OpenAIBackend(COMPUTE, OpenAISettings(url="http://x", api_key_env="SERVER_KEY"), BackendClient().deliver)

@@ -1,6 +1,6 @@
-"""vLLM's backend with a double of its process: what it does when weights change, break off, and when the child dies.
+"""The vllm backend with a double of vLLM's process: changes of weights, failing ones too, and a child that dies.
 
-tests/vllm has the same with vLLM itself.
+tests/vllm has the same tests with vLLM itself.
 """
 
 import asyncio
@@ -19,22 +19,22 @@ from bombus.hive.events import EngineStopped
 from bombus.hive.inbox import ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
-from bombus_inference.settings import EngineSettings, VllmSettings
-from tests.inference.backends.http_backends import Asker, silent
+from bombus_inference.settings import ComputeSettings, VllmSettings
+from tests.inference.backends.http_backends import BackendClient, ignore_stage
 from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_choice import replica
-from tests.inference.test_service import Hive, ask, play, ready, started, weights
+from tests.inference.test_service import FakeCoordinator, ask, coordinator, ready, started, weights
 
-__all__ = ["play"]
+__all__ = ["coordinator"]
 
 CONTEXT = 256
-ENGINE = EngineSettings(max_model_len=CONTEXT, max_running=8)
+COMPUTE = ComputeSettings(max_model_len=CONTEXT, max_running=8)
 
 
 @dataclass
 class Stage:
     backend: VllmBackend
-    asker: Asker
+    client: BackendClient
     folder: Path
 
     def policy(self, version: int, name: str = "good", run: int = 1) -> Policy:
@@ -44,13 +44,13 @@ class Stage:
         return Policy(folder, run, version, CONTEXT)
 
     async def serves(self, version: int, run: int = 1) -> bool:
-        made = (await self.asker.ask(self.backend, request([5], run=run))).only
+        made = (await self.client.ask(self.backend, request([5], run=run))).only
         return made.tokens == list(range(1, 13)) and made.versions == [version] * 12
 
 
 @pytest.fixture
 def vllm(tmp_path: Path) -> VllmSettings:
-    """Settings by which the double is started for vLLM."""
+    """Settings that start the double in place of vLLM."""
     shim = tmp_path / "python"
     shim.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("vllm_double.py")} "$@"\n')
     shim.chmod(0o755)
@@ -59,21 +59,21 @@ def vllm(tmp_path: Path) -> VllmSettings:
 
 @pytest.fixture
 async def stage(vllm: VllmSettings, tmp_path: Path) -> AsyncIterator[Stage]:
-    asker = Asker()
-    stage = Stage(VllmBackend(ENGINE, vllm, asker.deliver), asker, tmp_path)
-    await stage.backend.bring_in(stage.policy(0), silent)
+    client = BackendClient()
+    stage = Stage(VllmBackend(COMPUTE, vllm, client.deliver), client, tmp_path)
+    await stage.backend.load(stage.policy(0), ignore_stage)
     yield stage
     await stage.backend.stop()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_that_lives_through_a_change_of_weights_has_two_spans(stage: Stage, stream: bool) -> None:
+async def test_an_answer_that_is_open_during_a_change_of_weights_has_two_spans(stage: Stage, stream: bool) -> None:
     pid = stage.backend.pid
-    ticket = stage.asker.add(stage.backend, request([7], stream=stream))
+    ticket = stage.client.add(stage.backend, request([7], stream=stream))
     if stream:
-        await stage.asker.until(lambda: stage.asker.sampled(ticket) == 6)
-    await stage.backend.bring_in(stage.policy(1), silent)
-    made = (await stage.asker.finished(ticket)).only
+        await stage.client.until(lambda: stage.client.sampled(ticket) == 6)
+    await stage.backend.load(stage.policy(1), ignore_stage)
+    made = (await stage.client.finished(ticket)).only
     assert made.tokens == list(range(1, 13))
     if stream:
         assert made.versions == [0] * 6 + [1] * 6
@@ -81,48 +81,48 @@ async def test_an_answer_that_lives_through_a_change_of_weights_has_two_spans(st
     assert stage.backend.pid == pid
 
 
-async def test_weights_that_break_off_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:
+async def test_weights_that_fail_to_load_end_the_child_and_the_next_ones_start_another(stage: Stage) -> None:
     pid = stage.backend.pid
     with pytest.raises(EngineFault, match=r"could not change to version 1 in place.*the file breaks off"):
-        await stage.backend.bring_in(stage.policy(1, "broken"), silent)
+        await stage.backend.load(stage.policy(1, "broken"), ignore_stage)
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
-    assert (await stage.asker.refused(stage.backend, request([5]))).retry
-    await stage.backend.bring_in(stage.policy(2), silent)
+    assert (await stage.client.refused(stage.backend, request([5]))).retry
+    await stage.backend.load(stage.policy(2), ignore_stage)
     assert await stage.serves(2)
     assert stage.backend.pid != pid
 
 
 async def test_a_server_that_lives_on_without_its_engine_is_ended(stage: Stage) -> None:
-    await stage.backend.bring_in(stage.policy(1, "sick"), silent)
+    await stage.backend.load(stage.policy(1, "sick"), ignore_stage)
     async with asyncio.timeout(30):
         await stage.backend.lost.wait()
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
 
 
 async def test_a_call_that_is_open_when_the_child_is_ended_may_be_tried_elsewhere(stage: Stage) -> None:
-    ticket = stage.asker.add(stage.backend, request([7], stream=True))
-    await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)
+    ticket = stage.client.add(stage.backend, request([7], stream=True))
+    await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
     with pytest.raises(EngineFault):
-        await stage.backend.bring_in(stage.policy(1, "broken"), silent)
-    fault = (await stage.asker.finished(ticket)).fault
+        await stage.backend.load(stage.policy(1, "broken"), ignore_stage)
+    fault = (await stage.client.finished(ticket)).fault
     assert fault is not None
     assert fault.retry
 
 
 async def test_a_run_gets_a_child_of_its_own_and_unloading_ends_it(stage: Stage) -> None:
     pid = stage.backend.pid
-    await stage.backend.bring_in(stage.policy(0, run=2), silent)
+    await stage.backend.load(stage.policy(0, run=2), ignore_stage)
     assert stage.backend.pid != pid
     assert await stage.serves(0, run=2)
-    assert (await stage.asker.refused(stage.backend, request([5], run=1))).code == "wrong_phase"
+    assert (await stage.client.refused(stage.backend, request([5], run=1))).code == "wrong_phase"
     await stage.backend.unload()
     assert stage.backend.pid is None
-    assert (await stage.asker.refused(stage.backend, request([5], run=2))).code == "no_replica"
+    assert (await stage.client.refused(stage.backend, request([5], run=2))).code == "no_replica"
 
 
-async def test_a_child_that_does_not_start_is_the_fault_of_the_weights(stage: Stage) -> None:
+async def test_a_child_that_does_not_start_is_an_engine_fault(stage: Stage) -> None:
     with pytest.raises(EngineFault, match="vLLM did not start; its last words: RuntimeError: no such model"):
-        await stage.backend.bring_in(stage.policy(0, "dead", run=2), silent)
+        await stage.backend.load(stage.policy(0, "dead", run=2), ignore_stage)
     assert stage.backend.pid is None
 
 
@@ -137,64 +137,64 @@ async def test_a_child_that_does_not_start_is_the_fault_of_the_weights(stage: St
 )
 async def test_a_vllm_that_lacks_what_a_trainer_needs_is_refused_and_ended(stage: Stage, lacks: str, what: str) -> None:
     with pytest.raises(EngineFault) as caught:
-        await stage.backend.bring_in(stage.policy(0, f"without_{lacks}", run=2), silent)
+        await stage.backend.load(stage.policy(0, f"without_{lacks}", run=2), ignore_stage)
     assert str(caught.value) == (
         "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the tokens "
         f"that it samples ({what}; its last words: nothing): run `bombus install vllm` for one that does"
     )
     assert (stage.backend.version, stage.backend.pid) == (-1, None)
-    assert (await stage.asker.refused(stage.backend, request([5], run=2))).code == "no_replica"
-    await stage.backend.bring_in(stage.policy(0, run=3), silent)
+    assert (await stage.client.refused(stage.backend, request([5], run=2))).code == "no_replica"
+    await stage.backend.load(stage.policy(0, run=3), ignore_stage)
     assert await stage.serves(0, run=3)
 
 
-async def test_its_metrics_come_through(stage: Stage) -> None:
-    ticket = stage.asker.add(stage.backend, request([7], stream=True))
-    await stage.asker.until(lambda: stage.asker.sampled(ticket) > 0)
+async def test_its_metrics_are_reported(stage: Stage) -> None:
+    ticket = stage.client.add(stage.backend, request([7], stream=True))
+    await stage.client.until(lambda: stage.client.sampled(ticket) > 0)
     metrics = await stage.backend.metrics()
     assert (metrics["running"], metrics["engine_starts_total"], metrics["swaps_total"]) == (1.0, 1.0, 0.0)
 
 
 async def test_a_replica_whose_vllm_is_killed_leaves_and_comes_back_with_the_newest_weights(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
 ) -> None:
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=vllm):
-        await play.hears(WeightsLoadedFact)
-        await play.say(ready(1, 1, weights(tmp_path / "v1", llama(1))))
-        first = await play.hears(WeightsLoadedFact)
+        await coordinator.receive(WeightsLoadedFact)
+        await coordinator.write(ready(1, 1, weights(tmp_path / "v1", llama(1))))
+        first = await coordinator.receive(WeightsLoadedFact)
         assert first.version == 1
         (keeper,) = (one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline()))
         os.kill(keeper.children()[0].pid, signal.SIGKILL)
-        assert (await play.hears(ReplicaLeaves)).replica == "r1"
-        again = await play.hears(WeightsLoadedFact)
+        assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
+        again = await coordinator.receive(WeightsLoadedFact)
         assert (again.version, again.id != first.id) == (1, True)
-        alive = await play.hears(ReplicaAlive, lambda message: message.version == 1)
+        alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 1)
         assert (await ask(alive.url, 1, [5])).only.versions == [1] * 12
 
 
 async def test_a_replica_whose_change_of_weights_fails_leaves_until_it_has_the_newest(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, vllm: VllmSettings
 ) -> None:
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=vllm):
-        await play.hears(WeightsLoadedFact)
-        await play.say(ready(1, 1, weights(tmp_path / "broken", llama(1))))
-        await play.hears(ReplicaLeaves)
-        assert (await play.hears(WeightsLoadedFact)).version == 1, "a fresh child begins with them"
+        await coordinator.receive(WeightsLoadedFact)
+        await coordinator.write(ready(1, 1, weights(tmp_path / "broken", llama(1))))
+        await coordinator.receive(ReplicaLeaves)
+        assert (await coordinator.receive(WeightsLoadedFact)).version == 1, "a new child starts with them"
 
 
 async def test_a_run_that_ends_while_vllm_starts_ends_the_start(
-    play: Hive, nats_url: str, hive: str, tmp_path: Path
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
 ) -> None:
     deaf = tmp_path / "python"
     deaf.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import signal; signal.pause()'\n")
     deaf.chmod(0o755)
-    await play.say(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
+    await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm", vllm=VllmSettings(python=deaf)):
-        assert (await play.hears(StageReached)).stage == "starting vLLM"
+        assert (await coordinator.receive(StageReached)).stage == "starting vLLM"
         keepers = [one for one in psutil.Process().children() if "vllm/keeper.py" in " ".join(one.cmdline())]
         assert keepers
-        await play.say(EngineStopped(engine="main", run=1))
+        await coordinator.write(EngineStopped(engine="main", run=1))
         _, left = await asyncio.to_thread(psutil.wait_procs, keepers, 30)
         assert left == []

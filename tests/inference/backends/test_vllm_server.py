@@ -1,4 +1,4 @@
-"""The manager of vLLM's process, with a process that is no vLLM: starting, watching, ending, leaving nothing."""
+"""The manager of vLLM's process, with another process in its place: it starts, watches and ends all of it."""
 
 import asyncio
 import os
@@ -13,10 +13,11 @@ import pytest
 
 from bombus.errors import EngineFault
 from bombus.host.environments import environment_python
+from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm import keeper
-from bombus_inference.backends.vllm.server import VllmServer, vllm_command, vllm_environment
-from bombus_inference.settings import EngineSettings, VllmSettings
-from tests.inference.backends.http_backends import silent
+from bombus_inference.backends.vllm.server import VllmServer, vllm_arguments, vllm_environment
+from bombus_inference.settings import ComputeSettings, VllmSettings
+from tests.inference.backends.http_backends import ignore_stage
 
 CHILD = Path(__file__).with_name("child_process.py")
 START_S = 60.0
@@ -35,27 +36,27 @@ def command(server: VllmServer, how: str = "") -> list[str]:
 
 async def start(server: VllmServer, how: str = "", start_s: float = START_S) -> list[psutil.Process]:
     """The child and its own child."""
-    await server.start(command(server, how), vllm_environment(EngineSettings(), VllmSettings()), start_s, silent)
+    await server.start(command(server, how), vllm_environment(ComputeSettings(), VllmSettings()), start_s, ignore_stage)
     return psutil.Process(server.pid).children(recursive=True)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that are still there once the kernel has had its time to bury them."""
+    """Return the processes that are still there, after giving the kernel time to remove them."""
     _, left = psutil.wait_procs(processes, timeout=30)
     return [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
 
 
-async def test_it_is_ready_once_it_answers_and_stopping_leaves_nothing_of_it(server: VllmServer) -> None:
+async def test_it_is_ready_once_it_answers_and_stopping_leaves_no_process(server: VllmServer) -> None:
     processes = await start(server)
     assert len(processes) == 2
-    assert server.socket.parent.stat().st_mode & 0o777 == 0o700, "nobody else can enter"
+    assert server.socket.parent.stat().st_mode & 0o777 == 0o700, "no other user can enter"
     await server.stop()
     assert server.ended.is_set()
     assert alive(processes) == []
     assert not server.socket.parent.exists()
 
 
-async def test_what_it_says_when_it_does_not_start_is_the_reason(server: VllmServer) -> None:
+async def test_its_last_words_are_the_reason_why_it_did_not_start(server: VllmServer) -> None:
     with pytest.raises(EngineFault, match="did not start; its last words: RuntimeError: no such model: nowhere"):
         await start(server, "dies")
     assert server.ended.is_set()
@@ -67,10 +68,10 @@ async def test_a_start_that_takes_too_long_is_given_up(server: VllmServer) -> No
     assert server.ended.is_set()
 
 
-async def test_a_start_that_nobody_waits_for_any_more_is_ended(server: VllmServer) -> None:
-    told: asyncio.Queue[str] = asyncio.Queue()
-    starting = asyncio.create_task(server.start(command(server, "deaf"), os.environ, START_S, told.put))
-    assert await told.get() == "starting vLLM"
+async def test_cancelling_a_start_ends_the_process(server: VllmServer) -> None:
+    stages: asyncio.Queue[str] = asyncio.Queue()
+    starting = asyncio.create_task(server.start(command(server, "deaf"), os.environ, START_S, stages.put))
+    assert await stages.get() == "starting vLLM"
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -79,7 +80,7 @@ async def test_a_start_that_nobody_waits_for_any_more_is_ended(server: VllmServe
 
 @pytest.mark.parametrize("whom", ["keeper", "child"])
 async def test_when_one_of_them_is_killed_all_end(server: VllmServer, whom: str) -> None:
-    """A vLLM that is killed leaves its engine behind, with all of its memory."""
+    """When a vLLM is killed, its engine stays, with all of its memory."""
     processes = await start(server)
     os.kill(server.pid if whom == "keeper" else processes[0].pid, signal.SIGKILL)
     async with asyncio.timeout(30):
@@ -88,7 +89,7 @@ async def test_when_one_of_them_is_killed_all_end(server: VllmServer, whom: str)
 
 
 def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """Even when that is killed, and even when the child does not want to."""
+    """Even if that process is killed, and even if the child ignores SIGTERM."""
     started = (
         "import os, subprocess, sys; "
         f"subprocess.Popen([sys.executable, '-I', {keeper.__file__!r}, str(os.getpid()), *sys.argv[1:]],"
@@ -106,9 +107,13 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     assert alive(family) == []
 
 
-def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tmp_path: Path) -> None:
-    engine = EngineSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
-    words = vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, VllmSettings(tensor_parallel=4), 512)
+def policy(folder: Path) -> Policy:
+    return Policy(folder, run=1, version=0, max_model_len=512)
+
+
+def test_vllm_gets_the_options_that_a_trainer_needs_and_a_private_socket(tmp_path: Path) -> None:
+    compute = ComputeSettings(dtype="bfloat16", max_running=32, kv_cache_bytes=1 << 30)
+    words = vllm_arguments(policy(tmp_path), tmp_path / "s", compute, VllmSettings(tensor_parallel=4), 512)
     for name, value in {
         "--uds": str(tmp_path / "s"), "--logprobs-mode": "processed_logprobs", "--max-num-seqs": "32",
         "--max-model-len": "512", "--dtype": "bfloat16", "--kv-cache-memory-bytes": str(1 << 30),
@@ -119,10 +124,10 @@ def test_vllm_is_asked_for_what_a_trainer_needs_at_a_place_that_is_ours_alone(tm
     assert "--enforce-eager" not in words
 
 
-def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) -> None:
+def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_a_size_is_set(tmp_path: Path) -> None:
     def words(vllm: VllmSettings, device: str, kv_cache_bytes: int | None = None) -> list[str]:
-        engine = EngineSettings(device=device, kv_cache_bytes=kv_cache_bytes)
-        return vllm_command(Path("python"), tmp_path, tmp_path / "s", engine, vllm, 512)
+        compute = ComputeSettings(device=device, kv_cache_bytes=kv_cache_bytes)
+        return vllm_arguments(policy(tmp_path), tmp_path / "s", compute, vllm, 512)
 
     cache, share = "--kv-cache-memory-bytes", "--gpu-memory-utilization"
     assert not {cache, share} & set(words(VllmSettings(), "cuda"))
@@ -133,9 +138,9 @@ def test_on_a_gpu_vllm_sizes_its_cache_itself_unless_it_is_told(tmp_path: Path) 
     assert shared[shared.index(share) + 1] == "0.4"
 
 
-def test_a_model_on_several_gpus_has_those_from_its_device_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_several_gpus_gets_its_device_and_the_following_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = EngineSettings(device="cuda:2"), VllmSettings(tensor_parallel=2)
+    settings = ComputeSettings(device="cuda:2"), VllmSettings(tensor_parallel=2)
     assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert vllm_environment(*settings)["CUDA_VISIBLE_DEVICES"] == "6,7"
@@ -144,17 +149,19 @@ def test_a_model_on_several_gpus_has_those_from_its_device_on(monkeypatch: pytes
         vllm_environment(*settings)
 
 
-def test_its_variables_are_ours_without_our_keys_and_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_environment_is_ours_without_keys_and_python_paths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMBUS_ADMIN_KEY", "s")
     monkeypatch.setenv("PYTHONPATH", "here")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    cpu = vllm_environment(EngineSettings(threads=3), VllmSettings())
+    cpu = vllm_environment(ComputeSettings(threads=3), VllmSettings())
     assert not {"BOMBUS_ADMIN_KEY", "PYTHONPATH"} & cpu.keys()
     assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_HOST_IP"]) == ("3", "127.0.0.1")
-    assert vllm_environment(EngineSettings(device="cuda:2"), VllmSettings())["CUDA_VISIBLE_DEVICES"] == "2"
+    assert vllm_environment(ComputeSettings(device="cuda:2"), VllmSettings())["CUDA_VISIBLE_DEVICES"] == "2"
 
 
-def test_an_environment_that_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path))
     with pytest.raises(EngineFault, match="run `bombus install vllm` first"):
         environment_python("vllm")

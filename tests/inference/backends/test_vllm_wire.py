@@ -1,17 +1,24 @@
-"""vLLM's words, as one of its servers said them (version 0.32)."""
+"""vLLM's wire format, with answers as recorded from version 0.32."""
 
 import json
+from typing import Any
 
 import pytest
 
-from bombus_inference.backends.answers import Portion
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.answers import ChoiceDelta
+from bombus_inference.backends.http_calls import BackendFailed
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
-from bombus_inference.backends.vllm.wire import Label, VersionSpan, portions, request_body, versions_of
+from bombus_inference.backends.vllm.wire import VersionSpan, parse_deltas, request_body, versions_of
+from bombus_inference.backends.wire import WeightLabel
 from tests.inference.backends.small_engines import request
 
-ENTRY = {"token_id": 30, "logprob": -3.75, "rank": 20, "top_logprobs": [{"token_id": 30, "logprob": -3.75, "rank": 20}]}
-CHUNK = {
+ENTRY: dict[str, Any] = {
+    "token_id": 30,
+    "logprob": -3.75,
+    "rank": 20,
+    "top_logprobs": [{"token_id": 30, "logprob": -3.75, "rank": 20}],
+}
+CHUNK: dict[str, Any] = {
     "request_id": "generate-tokens-1", "usage": None, "output_mode": "tokens",
     "choices": [
         {
@@ -23,38 +30,38 @@ CHUNK = {
 }  # fmt: skip
 
 
-def test_a_chunk_becomes_a_portion_with_a_version_for_each_token_so_far():
-    assert portions(json.dumps(CHUNK).encode(), 7, 0) == [
-        Portion(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
+def test_a_chunk_becomes_a_delta_with_a_version_for_each_token_so_far() -> None:
+    assert parse_deltas(json.dumps(CHUNK).encode(), 7, 0) == [
+        ChoiceDelta(choice=1, tokens=[30], logprobs=[-3.75], tops=[], finish="stop", versions=[3, 3])
     ]
 
 
-def test_alternatives_leave_out_the_sampled_token_where_it_is_none_of_the_likeliest():
+def test_alternatives_leave_out_the_sampled_token_if_it_is_not_among_the_most_likely() -> None:
     tops = [{"token_id": 30, "logprob": -3.75, "rank": 20}, {"token_id": 8, "logprob": -3.25, "rank": 1}]
     chunk = {"choices": [{**CHUNK["choices"][0], "logprobs": {"content": [{**ENTRY, "top_logprobs": tops}]}}]}
-    assert portions(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
+    assert parse_deltas(json.dumps(chunk).encode(), 7, 1)[0].tops == [((8, -3.25),)]
 
 
-def test_cached_prompt_tokens_are_in_the_usage():
+def test_cached_prompt_tokens_are_in_the_usage() -> None:
     chunk = {**CHUNK, "usage": {"prompt_tokens": 500, "prompt_tokens_details": {"cached_tokens": 384}}}
-    assert portions(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
+    assert parse_deltas(json.dumps(chunk).encode(), 7, 0)[0].cached_prompt_tokens == 384
 
 
-def test_an_error_in_a_stream_is_one():
-    with pytest.raises(EngineGone, match="out of memory"):
-        portions(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
+def test_an_error_in_a_stream_is_raised() -> None:
+    with pytest.raises(BackendFailed, match="out of memory"):
+        parse_deltas(b'{"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}}', 7, 0)
 
 
-def test_logprobs_of_other_tokens_are_an_error():
+def test_logprobs_of_other_tokens_are_an_error() -> None:
     chunk = {"choices": [{**CHUNK["choices"][0], "token_ids": [31]}]}
-    with pytest.raises(EngineGone, match="not those of the tokens"):
-        portions(json.dumps(chunk).encode(), 7, 0)
+    with pytest.raises(BackendFailed, match="not those of the tokens"):
+        parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 
-def test_an_end_without_versions_is_an_error():
+def test_an_end_without_versions_is_an_error() -> None:
     chunk = {"choices": [{**CHUNK["choices"][0], "weight_versions": None}]}
-    with pytest.raises(EngineGone, match="does not say which weights"):
-        portions(json.dumps(chunk).encode(), 7, 0)
+    with pytest.raises(BackendFailed, match="does not say which weights"):
+        parse_deltas(json.dumps(chunk).encode(), 7, 0)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +72,19 @@ def test_an_end_without_versions_is_an_error():
         ([("7/3", 0, 2), ("7/4", 3, 4)], "leave out tokens"),
     ],
 )
-def test_weights_of_another_run_or_without_a_label_of_ours_are_never_passed_off(spans, words):
-    with pytest.raises(EngineGone, match=words):
+def test_tokens_of_another_run_or_without_our_label_are_refused(spans: list[tuple[str, int, int]], words: str) -> None:
+    with pytest.raises(BackendFailed, match=words):
         versions_of([VersionSpan(*span) for span in spans], 7)
 
 
-def test_spans_are_one_version_for_each_token():
-    assert str(Label(7, 3)) == "7/3"
+def test_spans_are_one_version_for_each_token() -> None:
+    assert str(WeightLabel(7, 3)) == "7/3"
     assert versions_of([VersionSpan("7/3", 0, 2), VersionSpan("7/4", 2, 3)], 7) == [3, 3, 4]
 
 
-def test_a_request_asks_for_exactly_what_is_sampled():
-    asked = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
-    body = json.loads(request_body(asked, [4, 5], 8, "adapter"))
+def test_a_request_sets_every_sampling_parameter() -> None:
+    generate = request([4, 5], n=2, max_tokens=9, seed=1, top_k=3, stop=(7,), top_logprobs=2, stream=True)
+    body = json.loads(request_body(generate, [4, 5], 8, "adapter"))
     assert body["token_ids"] == [4, 5]
     assert body["model"] == "adapter"
     assert body["stream"]
@@ -94,7 +101,7 @@ def test_a_request_asks_for_exactly_what_is_sampled():
     assert "seed" not in json.loads(request_body(request([4], seed=None), [4], 8, "policy"))["sampling_params"]
 
 
-def test_its_metrics_get_our_names_summed_over_its_engines():
+def test_its_metrics_get_our_names_summed_over_its_engines() -> None:
     text = (
         "# HELP vllm:num_requests_running Number of requests in model execution batches.\n"
         'vllm:num_requests_running{engine="0",model_name="policy"} 2.0\n'

@@ -1,8 +1,8 @@
-"""A double of vLLM's server process, standard library alone: its words on a unix socket, canned tokens, true versions.
+"""A double of vLLM's server process: vLLM's API on a unix socket, with fixed tokens and true versions.
 
-It samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until the weights have changed. Weights in a
-folder whose name begins with `broken` fail while they are loaded; with one that begins with `dead` it does not start;
-one that begins with `sick` loads, and kills the engine behind the server. With one that begins with `without_ids`,
+It uses the standard library alone, and samples 1, 2, 3, ... A request whose prompt begins with 7 stops half-way until
+the weights have changed. The name of the weights' folder selects a failure: with `broken...` loading fails, with
+`dead...` the process does not start, with `sick...` the weights load and the engine dies, and with `without_ids`,
 `without_logprobs`, `without_versions` or `without_routes` it is a vLLM that lacks these.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 
 
 class Weights:
-    """What it serves, and what was asked of it."""
+    """The state of the server."""
 
     def __init__(self) -> None:
         self.label = "default"
         self.paused = False
         self.running = 0
-        self.well = True
+        self.healthy = True
         self.lacks = ""
         self.changed = threading.Condition()
 
@@ -39,52 +39,52 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *arguments: object) -> None: ...
 
     def do_GET(self) -> None:
-        known = f'vllm:num_requests_running{{engine="0"}} {WEIGHTS.running}\n'
-        well = WEIGHTS.well or self.path != "/health"
-        self._answer(200 if well else 503, known.encode())
+        metrics = f'vllm:num_requests_running{{engine="0"}} {WEIGHTS.running}\n'
+        healthy = WEIGHTS.healthy or self.path != "/health"
+        self._answer(200 if healthy else 503, metrics.encode())
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        given: dict[str, Any] = json.loads(body) if body else {}
+        content = self.rfile.read(int(self.headers.get("content-length", 0)))
+        body: dict[str, Any] = json.loads(content) if content else {}
         path = self.path.partition("?")[0]
         if WEIGHTS.lacks == "routes":
             self._answer(404, b'{"detail":"Not Found"}')
             return
         if path == "/inference/v1/generate":
-            self._generate(given)
+            self._generate(body)
             return
         with WEIGHTS.changed:
-            if path == "/collective_rpc" and Path(given["kwargs"]["weights_path"]).name.startswith("broken"):
+            if path == "/collective_rpc" and Path(body["kwargs"]["weights_path"]).name.startswith("broken"):
                 self._answer(500, b'{"error": {"message": "the file breaks off"}}')
                 return
             if path == "/collective_rpc":
-                WEIGHTS.well = not Path(given["kwargs"]["weights_path"]).name.startswith("sick")
+                WEIGHTS.healthy = not Path(body["kwargs"]["weights_path"]).name.startswith("sick")
             if path in ("/pause", "/resume"):
                 WEIGHTS.paused = path == "/pause"
             elif path == "/update_weight_version":
-                WEIGHTS.label = given["new_version"]
+                WEIGHTS.label = body["new_version"]
             WEIGHTS.changed.notify_all()
         self._answer(200, b'{"success":true}')
 
-    def _generate(self, given: dict[str, Any]) -> None:
-        count = given["sampling_params"]["max_tokens"]
+    def _generate(self, body: dict[str, Any]) -> None:
+        count = body["sampling_params"]["max_tokens"]
         began = WEIGHTS.label
         WEIGHTS.running += 1
-        if given.get("stream"):
+        if body.get("stream"):
             self.send_response(200)
             self.send_header("connection", "close")
             self.end_headers()
         labels: list[str] = []
         for at in range(count):
-            if given["token_ids"][0] == 7 and at == count // 2:
+            if body["token_ids"][0] == 7 and at == count // 2:
                 with WEIGHTS.changed:
                     WEIGHTS.changed.wait_for(lambda: WEIGHTS.label != began and not WEIGHTS.paused)
             labels.append(WEIGHTS.label)
-            if given.get("stream"):
+            if body.get("stream"):
                 event = {"choices": [choice(range(at, at + 1), labels, at + 1 == count)]}
                 self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         WEIGHTS.running -= 1
-        if given.get("stream"):
+        if body.get("stream"):
             self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
         else:

@@ -1,1 +1,1 @@
-"""One model call, whatever door it came through: admission, the replica's answer, and its record."""
+"""Model calls, whatever door they come through: admission, the replica's answer, and the record."""

@@ -1,18 +1,108 @@
-"""What a request must hold to before anything is done for it: its key, its episode, its job's limits. Pure."""
+"""What must hold before a call is made: the key, its episode, room in the log, and the limits of the job."""
 
+from dataclasses import dataclass
+
+from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType
 from bombus.hive.records import SamplingParams
 from bombus.hive.state import EngineState, Hive, Phase
+from bombus_gateway.call.models import EngineModels
+from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField
 from bombus_gateway.keys import KeyClaims
-from bombus_gateway.openai.request import Ask, BadParameter
 from bombus_gateway.text.rendering import TextModel
 
+EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
 _CLAIM = "claim another one"
 
 
-def check_episode(engine: EngineState, claims: KeyClaims) -> None:
+@dataclass(frozen=True)
+class Admitted:
+    """What a call works with: its engine, the engine's job, and the job's text model."""
+
+    engine: EngineState
+    job: RunConfig
+    model: TextModel
+
+    def sampling(self, request: CompletionRequest, prompt_tokens: int, is_first: bool) -> SamplingParams:
+        """Return how the request's tokens are drawn; what may be sampled is cut to what fits. Pure.
+
+        The job's max_prompt_length limits what comes before any answer (`is_first`). Later turns hold answers too, and
+        only the model's length limits them. Raises `InvalidField` PROMPT_TOO_LONG.
+        """
+        rollout = self.job.rollout
+        limit = min(rollout.max_model_len, self.model.context_tokens)
+        if is_first and prompt_tokens > rollout.max_prompt_length:
+            raise InvalidField(
+                Code.PROMPT_TOO_LONG,
+                request.input_field,
+                f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
+            )
+        room = limit - prompt_tokens
+        if room < 1:
+            raise InvalidField(
+                Code.PROMPT_TOO_LONG,
+                request.input_field,
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+                f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+            )
+        in_one_turn = rollout.max_response_length_in_one_turn
+        return SamplingParams(
+            max_tokens=min(request.max_tokens or in_one_turn, in_one_turn, room),
+            temperature=rollout.temperature if request.temperature is None else request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            stop_token_ids=self.model.renderer.stop_token_ids,
+            top_logprobs=request.top_logprobs,
+        )
+
+
+class Admission:
+    """Decides on requests by the folded log: `check_episode` before a body is read, `admit` with the whole request."""
+
+    def __init__(self, follower: Follower, models: EngineModels) -> None:
+        self._follower = follower
+        self._models = models
+
+    def check_episode(self, claims: KeyClaims) -> None:
+        """Raise `Refused` EPISODE_OVER when a key's episode is known to be over."""
+        check_not_over(self._follower.hive.engine(claims.engine), claims)
+
+    async def admit(self, request: CallRequest) -> Admitted:
+        """Raise `Refused` unless a call may be made for this request now."""
+        claims = request.claims
+        check_storage(self._follower.hive)
+        engine = await self._engine(claims)
+        job = self._models.job(engine)
+        check_unbiased(request.completion, job, engine.open[claims.episode].type)
+        return Admitted(engine, job, await self._models.text_model(engine))
+
+    async def _engine(self, claims: KeyClaims) -> EngineState:
+        """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""
+        state = self._follower.hive.engine(claims.engine)
+        check_not_over(state, claims)
+        if claims.episode in state.open:
+            return state
+        try:
+            await self._follower.wait_for(lambda hive: is_known(hive.engine(claims.engine), claims), EPISODE_NEWS_S)
+        except TimeoutError:
+            raise Refused(
+                Code.BUS_DOWN, f"This gateway has not heard of episode {claims.episode} yet; try again in a moment."
+            ) from None
+        state = self._follower.hive.engine(claims.engine)
+        check_not_over(state, claims)
+        return state
+
+
+def check_storage(hive: Hive) -> None:
+    """Raise `Refused` STORAGE_FULL while the space that is left is kept for what has begun."""
+    if hive.refusing:
+        raise Refused(Code.STORAGE_FULL, f"{hive.refusing} Try again when there is room.")
+
+
+def check_not_over(engine: EngineState, claims: KeyClaims) -> None:
     """Raise `Refused` EPISODE_OVER when a key's episode is known to be over (R18: the log is the fence, not this)."""
     if engine.run > claims.run or (engine.run == claims.run and engine.phase == Phase.OFFLINE):
         raise Refused(
@@ -25,34 +115,18 @@ def check_episode(engine: EngineState, claims: KeyClaims) -> None:
         raise Refused(Code.EPISODE_OVER, f"Episode {claims.episode} {how}; {_CLAIM}.")
 
 
-def check_storage(hive: Hive) -> None:
-    """Raise `Refused` STORAGE_FULL while what is left is kept for what is under way."""
-    if hive.refusing:
-        raise Refused(Code.STORAGE_FULL, f"{hive.refusing} Try again when there is room.")
-
-
-def heard_of(engine: EngineState, claims: KeyClaims) -> bool:
-    """Whether this fold knows what became of a key's episode: it is open, or over."""
-    return engine.run > claims.run or (engine.run == claims.run and engine.next_episode > _number(engine, claims))
-
-
-def _number(engine: EngineState, claims: KeyClaims) -> int:
-    number = engine.episode_number(claims.episode)
-    return 0 if number is None else number
-
-
-def check_sampling(ask: Ask, job: RunConfig, episode: EpisodeType) -> None:
-    """Refuse by name what would bias the gradient, in training episodes, unless the job allows it."""
+def check_unbiased(request: CompletionRequest, job: RunConfig, episode: EpisodeType) -> None:
+    """Raise `InvalidField` for what would bias the gradient, in training episodes, unless the job allows it."""
     if episode != EpisodeType.TRAIN or job.rollout.allow_biased_sampling:
         return
-    temperature = job.rollout.temperature if ask.temperature is None else ask.temperature
+    temperature = job.rollout.temperature if request.temperature is None else request.temperature
     for name, biased in (
-        ("top_p", ask.top_p < 1),
-        ("top_k", ask.top_k > 0),
+        ("top_p", request.top_p < 1),
+        ("top_k", request.top_k > 0),
         ("temperature", temperature == 0),
     ):
         if biased:
-            raise BadParameter(
+            raise InvalidField(
                 Code.UNSUPPORTED,
                 name,
                 f"{name} is refused in a training episode: tokens would not be drawn from the policy that is trained, "
@@ -61,35 +135,8 @@ def check_sampling(ask: Ask, job: RunConfig, episode: EpisodeType) -> None:
             )
 
 
-def sampling_of(ask: Ask, job: RunConfig, model: TextModel, prompt_tokens: int, is_first: bool) -> SamplingParams:
-    """How this request's tokens are drawn. Raises `Refused` PROMPT_TOO_LONG.
-
-    The job's max_prompt_length is for what comes before any answer (`is_first`); later turns hold answers too, and
-    only the model's length limits them. What may be sampled is cut to what fits.
-    """
-    rollout = job.rollout
-    limit = min(rollout.max_model_len, model.context_tokens)
-    if is_first and prompt_tokens > rollout.max_prompt_length:
-        raise BadParameter(
-            Code.PROMPT_TOO_LONG,
-            "messages" if ask.chat else "prompt",
-            f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
-        )
-    room = limit - prompt_tokens
-    if room < 1:
-        raise BadParameter(
-            Code.PROMPT_TOO_LONG,
-            "messages" if ask.chat else "prompt",
-            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages.",
-        )
-    wanted = min(ask.max_tokens or rollout.max_response_length_in_one_turn, rollout.max_response_length_in_one_turn)
-    return SamplingParams(
-        max_tokens=min(wanted, room),
-        temperature=rollout.temperature if ask.temperature is None else ask.temperature,
-        top_p=ask.top_p,
-        top_k=ask.top_k,
-        seed=ask.seed,
-        stop_token_ids=model.renderer.stop_token_ids,
-        top_logprobs=ask.top_logprobs,
-    )
+def is_known(engine: EngineState, claims: KeyClaims) -> bool:
+    """Whether the fold has the claim of a key's episode: it is open, or over."""
+    if engine.run != claims.run:
+        return engine.run > claims.run
+    return engine.next_episode > (engine.episode_number(claims.episode) or 0)

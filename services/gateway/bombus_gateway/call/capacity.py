@@ -1,4 +1,4 @@
-"""Room for calls: how many are open, and whether their records will fit into the log (R9, R20)."""
+"""Capacity for calls: how many are open, and whether their records will fit into the log (R9, R20)."""
 
 import asyncio
 import logging
@@ -11,17 +11,18 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
+FILL_PERIOD_S = 2.0
 _BYTES_PER_SAMPLED_TOKEN = 8  # an id and a logprob
 _RECORD_BYTES = 2048  # everything else of fixed size
 
 
 def record_bytes(body_bytes: int, new_tokens: int, sampled_tokens: int) -> int:
-    """The most that a call's record can take: its request's text, its new prompt tokens, what may be sampled."""
+    """Return the most that a call's record can take: the request's text, new prompt tokens, what may be sampled."""
     return _RECORD_BYTES + 2 * body_bytes + 4 * new_tokens + (_BYTES_PER_SAMPLED_TOKEN + 8) * sampled_tokens
 
 
-class Room:
-    """Knows the fill of the `calls` stream as of the last look, and what open calls may still add to it."""
+class CallCapacity:
+    """Tracks the fill of the `calls` stream as it was last read, and what open calls may still add to it."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self._bus = bus
@@ -32,26 +33,26 @@ class Room:
         self.open_calls = 0
 
     async def run(self) -> None:
-        """Look at the stream from time to time, until cancelled."""
+        """Read the fill of the stream from time to time, until cancelled."""
         while True:
             try:
-                await self.look()
-            except BombusError as error:  # the calls themselves will say what is wrong
+                await self.refresh()
+            except BombusError as error:  # a call that cannot be recorded is refused anyway
                 log.warning("the fill of the call log is not known", extra={"why": str(error)})
-            await asyncio.sleep(self._settings.fill_period_s)
+            await asyncio.sleep(FILL_PERIOD_S)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         state = await self._bus.state(self._bus.subjects.calls_stream)
         self._used, self._size = state.bytes, max(0, state.max_bytes)
 
     @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Room for one call of `size` bytes, until its record is stored. Raises `Refused` OVERLOADED."""
+    def reserve(self, size: int) -> Iterator[None]:
+        """Reserve room for one call of `size` bytes while the block runs. Raises `Refused` OVERLOADED."""
         if self.open_calls >= self._settings.open_calls_max:
             raise Refused(
                 Code.OVERLOADED, f"This gateway has {self.open_calls} calls open, its limit; try again in a moment."
             )
-        limit = self._settings.calls_fill_max * self._size
+        limit = self._settings.log_fill_max * self._size
         if self._size and self._used + self.reserved + size > limit:
             share = self._used / self._size
             raise Refused(
@@ -64,5 +65,5 @@ class Room:
             yield
         finally:
             self.reserved -= size
-            self._used += size  # until the next look
+            self._used += size  # until it is read again
             self.open_calls -= 1

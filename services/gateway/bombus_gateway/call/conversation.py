@@ -1,7 +1,7 @@
-"""An episode as a tree of messages: which stored conversation does a request extend? Pure.
+"""An episode as a tree of messages, to find the stored conversation that a request extends. Pure.
 
-A conversation is named by a chain of digests, one for each prefix of its messages, so the longest stored prefix of a
-request is found by looking its digests up from the end.
+A conversation is named by a chain of digests, one for each prefix of its messages. The longest stored prefix of a
+request is found by looking up its digests from the last to the first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,17 +11,16 @@ from typing import Any
 import msgspec
 
 from bombus.hive.records import DIGEST_BYTES, CallRecord, CallRef, CallStatus
-
-Message = dict[str, Any]
+from bombus_gateway.text.message import ChatMessage
 
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
 
 class Node(msgspec.Struct, frozen=True, gc=False):
-    """A conversation that ends with a message that was sampled.
+    """A conversation that ends with a sampled message.
 
-    `tokens` (int32) are its prompt and, from token number `completion_at` on, its completion.
+    `tokens` (int32) has its prompt and, from token number `completion_at` on, its completion.
     """
 
     ref: CallRef
@@ -32,28 +31,28 @@ class Node(msgspec.Struct, frozen=True, gc=False):
 
 
 def root_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Where a conversation's chain begins: the tools that it may use."""
+    """Return the digest that a conversation's chain begins with: that of its tools."""
     return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
 
 
-def next_digest(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation that is longer by `message`.
+def next_digest(before: bytes, message: ChatMessage) -> bytes:
+    """Return the digest of a conversation that is longer by `message`.
 
-    What says the same is the same: ids of tool calls and the spelling of their arguments do not count (harnesses make
-    their own), and neither does reasoning (harnesses leave it out).
+    Ids of tool calls, the formatting of their arguments, and reasoning do not change the digest: harnesses make their
+    own ids and formatting, and leave reasoning out.
     """
     calls = message.get("tool_calls") or ()
-    said = (
+    content = (
         message["role"],
         message.get("content") or "",
         message.get("name") or "",
-        [(call["function"]["name"], _plain(call["function"]["arguments"])) for call in calls],
+        [(call["function"]["name"], _normalized(call["function"]["arguments"])) for call in calls],
     )
-    return blake2b(before + _encode(said), digest_size=DIGEST_BYTES).digest()
+    return blake2b(before + _encode(content), digest_size=DIGEST_BYTES).digest()
 
 
-def prefix_digests(root: bytes, messages: Sequence[Message]) -> list[bytes]:
-    """Digest k is that of the first k + 1 messages."""
+def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
+    """Return a digest for each message; digest k is that of the first k + 1 messages."""
     digests: list[bytes] = []
     for message in messages:
         root = next_digest(root, message)
@@ -61,7 +60,7 @@ def prefix_digests(root: bytes, messages: Sequence[Message]) -> list[bytes]:
     return digests
 
 
-def _plain(arguments: str) -> bytes | str:
+def _normalized(arguments: str) -> bytes | str:
     try:
         return _encode_sorted(msgspec.json.decode(arguments))
     except msgspec.DecodeError:
@@ -69,12 +68,12 @@ def _plain(arguments: str) -> bytes | str:
 
 
 class Conversation:
-    """The calls of one episode that this gateway knows."""
+    """The calls of one episode, as far as this gateway knows them."""
 
     def __init__(self) -> None:
-        self.bytes = 1000  # roughly what it takes: one with no calls yet counts too
-        self.answers: dict[bytes, CallRef] = {}  # by request digest, the latest: that is what a retry asks for again
-        self.not_ours: set[bytes] = set()  # histories that the log does not have: a harness wrote them
+        self.bytes = 1000  # roughly the memory that it takes, without calls too
+        self.answers: dict[bytes, CallRef] = {}  # by request digest; the latest, which is the one that a retry repeats
+        self.not_ours: set[bytes] = set()  # digests that the log does not have: the harness wrote these messages
         self._nodes: dict[bytes, Node] = {}
         self._plain: list[Node] = []
         self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
@@ -83,12 +82,12 @@ class Conversation:
         return (ref.seq, -1) in self._by_call or (ref.seq, 0) in self._by_call
 
     def prompt_of(self, ref: CallRef) -> bytes:
-        """The whole prompt (int32) of a call that is known here."""
+        """Return the whole prompt (int32) of a call that is known here."""
         node = self._by_call[ref.seq, 0]
         return node.tokens[: 4 * node.completion_at]
 
     def longest(self, digests: Sequence[bytes]) -> tuple[int, Node] | None:
-        """The stored conversation that the most messages of a request continue, and how many those are."""
+        """Return the longest stored prefix of a request: how many of its messages, and the node they end with."""
         nodes = self._nodes
         for count in range(len(digests), 0, -1):
             node = nodes.get(digests[count - 1])
@@ -97,18 +96,18 @@ class Conversation:
         return None
 
     def longest_tokens(self, prompt: bytes) -> Node | None:
-        """The stored completion whose tokens are the longest prefix of `prompt` (int32): for plain completions."""
+        """Return the plain completion whose tokens are the longest stored prefix of `prompt` (int32)."""
         fitting = [node for node in self._plain if prompt.startswith(node.tokens)]
         return max(fitting, key=lambda node: len(node.tokens), default=None)
 
     def add(self, ref: CallRef, record: CallRecord, prompt: bytes, before: bytes) -> None:
-        """Remember a recorded call: the whole `prompt` (int32) and the digest of all messages `before` its answer.
+        """Add a recorded call with its whole `prompt` (int32) and the digest of all messages `before` its answer.
 
-        Of two answers that say the same the first one stays: whoever rebuilds this from the log agrees.
+        Of two equal answers the first one is kept, so that a conversation that is rebuilt from the log is the same.
         """
         if self.knows(ref):
             return
-        # A call that was cut off has no answer that anybody could continue.
+        # A call that was cut off has no answer to continue.
         complete = record.status == CallStatus.COMPLETE
         for index, choice in enumerate(record.choices if complete else ()):
             tokens = prompt + choice.tokens
@@ -126,10 +125,7 @@ class Conversation:
             self.answers[record.request_digest] = ref
 
     def add_stored(self, ref: CallRef, record: CallRecord) -> None:
-        """Remember a call as it was read from the log, its parent having been added before.
-
-        Raises `KeyError` when the parent is not known.
-        """
+        """Add a call that was read from the log. Raises `KeyError` unless its parent was added before."""
         if record.parent is None:
             before, tokens = root_digest(record.tools), b""
         else:

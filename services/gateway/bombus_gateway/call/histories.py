@@ -1,4 +1,4 @@
-"""The conversations of open episodes: cached here, read again from the log where another gateway served them (R10)."""
+"""The conversations of open episodes: cached, and read from the log where another gateway served them (R10)."""
 
 import logging
 import uuid
@@ -18,52 +18,54 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
+LOOKUP_S_MAX = 10.0
 NOT_OURS_MAX = 4096  # for each episode
 
 
 class Match(msgspec.Struct, frozen=True):
-    """`count` messages of a request are those of `node`; without a node there is nothing to extend."""
+    """The first `count` messages of a request are those of `node`. Without a node there is nothing to extend."""
 
     count: int = 0
     node: Node | None = None
 
 
 class Histories:
-    """Least recently used conversations go when there are too many bytes of them: the log has them all."""
+    """A cache of conversations. The least recently used are dropped when they take too much memory: the log has all."""
 
     def __init__(self, bus: Bus, settings: GatewaySettings) -> None:
         self._bus = bus
-        self._settings = settings
-        self._known: OrderedDict[tuple[str, int, str], Conversation] = OrderedDict()
+        self._bytes_max = settings.history_mb_max << 20
+        self._lookup_s_max = min(LOOKUP_S_MAX, settings.bus_timeout_s)
+        self._conversations: OrderedDict[tuple[str, int, str], Conversation] = OrderedDict()
         self._bytes = 0
 
-    def of(self, claims: KeyClaims) -> Conversation:
-        """The conversation of a key's episode, as far as it is known here."""
+    def conversation(self, claims: KeyClaims) -> Conversation:
+        """Return the conversation of a key's episode, as far as it is known here."""
         key = (claims.engine, claims.run, claims.episode)
-        found = self._known.get(key)
+        found = self._conversations.get(key)
         if found is None:
-            found = self._known[key] = Conversation()
+            found = self._conversations[key] = Conversation()
             self._bytes += found.bytes
         else:
-            self._known.move_to_end(key)
+            self._conversations.move_to_end(key)
         return found
 
-    def grown(self, before: int, conversation: Conversation) -> None:
-        """Account for a conversation that had `before` bytes."""
+    def account_for(self, before: int, conversation: Conversation) -> None:
+        """Account for the growth of a conversation that had `before` bytes."""
         self._bytes += conversation.bytes - before
-        while self._bytes > self._settings.history_bytes_max and len(self._known) > 1:
-            _, oldest = self._known.popitem(last=False)
+        while self._bytes > self._bytes_max and len(self._conversations) > 1:
+            _, oldest = self._conversations.popitem(last=False)
             self._bytes -= oldest.bytes
 
     async def match(
         self, claims: KeyClaims, roles: Sequence[str], digests: Sequence[bytes], traceparent: str = ""
     ) -> Match:
-        """What a request with these messages extends.
+        """Find what a request with these messages extends.
 
-        Where it has an assistant's message that no conversation here ends with, the log is asked before the message is
-        taken for the harness's own. Raises `Refused` BUS_DOWN when the log cannot be asked.
+        An assistant's message that is not known here may be one that another gateway sampled: the log is read before it
+        counts as the harness's own. Raises `Refused` BUS_DOWN when the log cannot be read.
         """
-        conversation = self.of(claims)
+        conversation = self.conversation(claims)
         match = _longest(conversation, digests)
         beyond = [index for index in range(match.count, len(roles)) if roles[index] == "assistant"]
         if not beyond or digests[beyond[-1]] in conversation.not_ours:
@@ -75,8 +77,8 @@ class Histories:
         return match
 
     async def read_log(self, claims: KeyClaims, traceparent: str = "") -> None:
-        """Bring the conversation up to what the log has. Raises `Refused`."""
-        conversation = self.of(claims)
+        """Add the calls that the log has and this conversation has not. Raises `Refused`."""
+        conversation = self.conversation(claims)
         before = conversation.bytes
         try:
             calls = await self._calls_of(claims, traceparent)
@@ -88,24 +90,27 @@ class Histories:
                 Code.BUS_DOWN, f"A call of this episode continues one that is not in the log: {error}"
             ) from error
         finally:
-            self.grown(before, conversation)
+            self.account_for(before, conversation)
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
-        """The records at these places, checked. Raises `Refused` BUS_DOWN: rendering anew would be drift."""
+        """Return the records at these places, checked against their digests.
+
+        Raises `Refused` BUS_DOWN: earlier turns are never rendered again, since the tokens could differ.
+        """
         if not refs:
             return []
         try:
             stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
             return [decode_record(found.data, ref) for found, ref in zip(stored, refs)]
         except BombusError as error:
-            raise _cannot(error) from error
+            raise _unreadable(error) from error
 
     async def _calls_of(self, claims: KeyClaims, traceparent: str) -> tuple[NotedCall, ...]:
         lookup = Lookup(id=uuid.uuid4().hex, engine=claims.engine, episode=claims.episode)
         try:
-            found = await self._bus.ask(lookup, self._settings.lookup_s_max, traceparent=traceparent)
+            found = await self._bus.ask(lookup, self._lookup_s_max, traceparent=traceparent)
         except BusUnavailable as error:
-            raise _cannot(error) from error
+            raise _unreadable(error) from error
         if not isinstance(found, Found):
             raise Refused(Code.INTERNAL, f"The coordinator answered a look-up with {type(found).__name__}.")
         if found.run != claims.run or not found.open:
@@ -118,7 +123,7 @@ def _longest(conversation: Conversation, digests: Sequence[bytes]) -> Match:
     return Match(*found) if found is not None else Match()
 
 
-def _cannot(error: BombusError) -> Refused:
+def _unreadable(error: BombusError) -> Refused:
     log.warning("the earlier turns of an episode cannot be read", extra={"why": str(error)})
     return Refused(
         Code.BUS_DOWN, f"The earlier turns of this episode cannot be read from the log just now; try again. ({error})"

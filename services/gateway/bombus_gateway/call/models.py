@@ -1,4 +1,4 @@
-"""What the gateway knows of each engine's running job: its configuration and its text model, each read once."""
+"""The configuration and the text model of each engine's running job, each read once."""
 
 import asyncio
 import logging
@@ -19,8 +19,8 @@ KEPT_MAX = 8
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
-class Models:
-    """By the digest of a configuration, and by the name of a tokenizer's blob."""
+class EngineModels:
+    """Keeps configurations by their digest, and text models by the name of their tokenizer's blob."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -29,7 +29,7 @@ class Models:
         self._loading = asyncio.Lock()
 
     def job(self, engine: EngineState) -> RunConfig:
-        """The configuration of the run. Raises `Refused` when there is none."""
+        """Return the configuration of the run. Raises `Refused` NO_CONFIG when there is none."""
         active = engine.active
         if active is None:
             raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
@@ -40,14 +40,17 @@ class Models:
         return job
 
     async def text_model(self, engine: EngineState) -> TextModel:
-        """The tokenizer and renderer of the run. Raises `Refused` while there is none, `EngineFault` for a bad one."""
+        """Return the tokenizer and renderer of the run.
+
+        Raises `Refused` while the model is loading, `EngineFault` when its files cannot be used.
+        """
         weights = engine.weights
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
         blob = weights.weights.tokenizer
         model = self._models.get(blob)
         if model is None:
-            async with self._loading:  # the first calls of an engine come together: one of them loads for all
+            async with self._loading:  # an engine's first calls come together: one of them loads for all
                 model = self._models.get(blob) or await self._load(blob, engine.active.model if engine.active else "")
                 self._models[blob] = model
                 _trim(self._models)

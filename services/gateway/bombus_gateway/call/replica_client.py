@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client for one kind of request: `POST /generate` at a replica, frames coming back.
+"""A small HTTP/1.1 client for one kind of request: `POST /generate` at a replica, answered by a stream of frames.
 
-Connections are kept open and used again. A general client costs more than everything else a call does here.
+Connections are kept open and reused. A general HTTP client would cost more than everything else in a call.
 """
 
 import asyncio
@@ -17,16 +17,17 @@ from bombus.hive.generation import Fault, Frame, FrameReader, Generate, encode_r
 
 IDLE_CONNECTIONS_MAX = 256  # for each replica
 ERROR_BYTES_MAX = 4096
+CONNECT_S_MAX = 3.0
 
 Address = tuple[str, int]
 
 
 class ReplicaGone(BombusError):
-    """The replica cannot be reached, broke off in the middle, or refused: another one may do better."""
+    """The replica cannot be reached, broke off in the middle, or refused: another replica may be able to answer."""
 
 
 class Generation:
-    """An answer that is coming. Read it to its end, or `abort` it."""
+    """One request and the frames of its answer. Read it to its end, or `abort` it."""
 
     def __init__(self, client: "ReplicaClient", address: Address, message: bytes) -> None:
         self._client = client
@@ -36,56 +37,56 @@ class Generation:
         self._reader = FrameReader()
         self._frames: list[Frame] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._heard = False  # anything at all of the answer
+        self._received = False  # any part of the answer
         self._complete = False
         self._failure = ""
-        self._may_try_again = False
+        self._may_retry = False
 
     async def send(self) -> None:
-        """On a connection that lay idle, or else a new one. Raises `ReplicaGone`."""
+        """Send the request on an idle connection, or else on a new one. Raises `ReplicaGone`."""
         connection = self._client.idle_connection(self._address)
-        self._may_try_again = connection is not None
+        self._may_retry = connection is not None
         self._connection = connection or await self._client.connect(self._address)
         self._connection.carry(self, self._message)
 
     async def frames(self) -> list[Frame]:
-        """All frames that have arrived, at least one; none when the answer is complete.
+        """Return the frames that have arrived, at least one; none when the answer is complete.
 
-        Raises `ReplicaGone`, or `Refused` for what any replica would refuse.
+        Raises `ReplicaGone`, or `Refused` for what every replica would refuse.
         """
         while not self._frames and not self._complete:
             if self._failure:
-                await self._try_again()
+                await self._retry()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         frames, self._frames = self._frames, []
         for frame in frames:
             if isinstance(frame, Fault):
                 self.abort(frame.why)
-                raise _meaning(frame)
+                raise _error_of(frame)
         return frames
 
     def abort(self, why: str) -> None:
-        """Give up: a replica stops generating when its connection goes."""
+        """Close the connection, at which the replica stops generating."""
         if not self._complete:
-            self._may_try_again = False
+            self._may_retry = False
             if self._connection is not None:
                 self._connection.close()
             self.failed(why)
 
-    async def _try_again(self) -> None:
-        """A connection that lay idle may have been closed by the other side: a fresh one is tried, once."""
-        if not self._may_try_again or self._heard:
+    async def _retry(self) -> None:
+        """Send again on a new connection, once: the replica may have closed an idle one in the meantime."""
+        if not self._may_retry or self._received:
             raise ReplicaGone(self._failure)
-        self._may_try_again = False
+        self._may_retry = False
         self._failure = ""
         self._connection = await self._client.connect(self._address)
         self._connection.carry(self, self._message)
 
-    # ---- told by the connection ---------------------------------------------------------------------------------
+    # ---- called by the connection -------------------------------------------------------------------------------
 
-    def heard(self, body: bytes) -> None:
-        self._heard = True
+    def received(self, body: bytes) -> None:
+        self._received = True
         self._frames.extend(self._reader.feed(body))
         self._wake()
 
@@ -103,8 +104,8 @@ class Generation:
             self._waiter.set_result(None)
 
 
-def _meaning(fault: Fault) -> Refused | ReplicaGone:
-    """A fault that any replica would have is a refusal of the request."""
+def _error_of(fault: Fault) -> Refused | ReplicaGone:
+    """Return a `Refused` for a fault that every replica would have."""
     code = next((code for code in Code if code == fault.code), Code.INTERNAL)
     if fault.retry or code == Code.INTERNAL:
         return ReplicaGone(f"the replica failed: {fault.why}")
@@ -142,7 +143,7 @@ class _Connection(asyncio.Protocol):
     # ---- called by asyncio and the parser -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by its class
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass of it
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed = True
@@ -161,7 +162,7 @@ class _Connection(asyncio.Protocol):
         if self._parser.get_status_code() != 200:
             self._refusal += body[: ERROR_BYTES_MAX - len(self._refusal)]
         elif self._generation is not None:
-            self._generation.heard(body)
+            self._generation.received(body)
 
     def on_message_complete(self) -> None:
         generation, self._generation = self._generation, None
@@ -175,16 +176,15 @@ class _Connection(asyncio.Protocol):
         if status == 200:
             generation.completed()
             return
-        with suppress(ValueError, msgspec.MsgspecError):  # whoever answers for it may not speak of faults in frames
-            generation.heard(bytes(self._refusal))
+        with suppress(ValueError, msgspec.MsgspecError):  # a proxy in between may answer with something else
+            generation.received(bytes(self._refusal))
         generation.failed(f"the replica answered {status}")
 
 
 class ReplicaClient:
-    """Connections to every replica that was ever used."""
+    """Keeps connections to all replicas that were used."""
 
-    def __init__(self, connect_s_max: float) -> None:
-        self._connect_s_max = connect_s_max
+    def __init__(self) -> None:
         self._idle: defaultdict[Address, list[_Connection]] = defaultdict(list)
 
     async def generate(self, url: str, request: Generate) -> Generation:
@@ -210,7 +210,7 @@ class ReplicaClient:
     async def connect(self, address: Address) -> _Connection:
         idle = self._idle[address]
         try:
-            async with asyncio.timeout(self._connect_s_max):
+            async with asyncio.timeout(CONNECT_S_MAX):
                 _, connection = await asyncio.get_running_loop().create_connection(lambda: _Connection(idle), *address)
         except (OSError, TimeoutError) as error:
             raise ReplicaGone(f"no connection to the replica at {address[0]}:{address[1]}: {error}") from error

@@ -1,4 +1,4 @@
-"""Which replica answers a call: one with the right weights, and the one that knows the episode unless it is busy."""
+"""Chooses a call's replica: one with the right weights, the one that has the episode cached unless it is busy."""
 
 import asyncio
 import logging
@@ -16,46 +16,46 @@ from bombus_gateway.call.replica_client import Generation, ReplicaClient, Replic
 log = logging.getLogger(__name__)
 
 ATTEMPTS_MAX = 3
-AVOID_S = 2.0  # a replica that could not be reached is not asked first for this long
-LEFT_S = 20.0  # a replica that is stopped in order has finished its calls by then
+REPLICA_WAIT_S = 5.0  # for a replica with the right weights
+AVOID_S = 2.0  # for this long a replica that failed is used only when there is no other
+LEFT_S = 20.0  # a replica that leaves the hive in good order has finished its calls by then
 CHECK_S = 1.0
-BUSIER_BY = 8  # calls that the episode's own replica may have more than the least busy one
+BUSIER_BY = 8  # how many more calls the episode's home may have than the least busy replica
 
 
 class Upstream:
-    """Sends generations to replicas and counts those that run."""
+    """Sends generations to replicas, and counts those that run."""
 
-    def __init__(self, follower: Follower, client: ReplicaClient, wait_s: float) -> None:
+    def __init__(self, follower: Follower, client: ReplicaClient) -> None:
         self._follower = follower
         self._client = client
-        self._wait_s = wait_s
         self._running: Counter[str] = Counter()
         self._avoid: dict[str, float] = {}
-        self._open: dict[Generation, tuple[str, str]] = {}  # with engine and replica
-        self._left: dict[tuple[str, str], float] = {}  # when it was first missed
+        self._open: dict[Generation, tuple[str, str]] = {}  # (engine, replica)
+        self._missing_since: dict[tuple[str, str], float] = {}  # since when a replica with open calls is missing
 
     async def run(self) -> None:
-        """Until cancelled: give up the calls of replicas that have left the hive, hung ones for instance.
+        """Abort the calls of replicas that have left the hive, until cancelled.
 
-        A connection to a process that is stopped, or to a machine that has lost its network, is silent for ever.
+        A connection to a process that hangs, or to a machine that has lost its network, stays open and silent.
         """
         while True:
             await asyncio.sleep(CHECK_S)
-            self.give_up_orphans(time.monotonic())
+            self.abort_orphans(time.monotonic())
 
-    def give_up_orphans(self, now: float) -> None:
-        """As of `now`, in seconds: abort what has been open for `LEFT_S` at a replica that is no longer there."""
+    def abort_orphans(self, now: float) -> None:
+        """Abort the calls at replicas that have been missing for `LEFT_S`; `now` is the time in seconds."""
         places = set(self._open.values())
         gone = {place for place in places if place[1] not in self._follower.hive.engine(place[0]).replicas}
-        self._left = {place: self._left.get(place, now) for place in gone}
+        self._missing_since = {place: self._missing_since.get(place, now) for place in gone}
         for generation, place in list(self._open.items()):
-            if now - self._left.get(place, now) > LEFT_S:
+            if now - self._missing_since.get(place, now) > LEFT_S:
                 generation.abort(f"replica {place[1]} has left the hive")
 
     async def start(self, request: Generate) -> tuple[Generation, str]:
-        """Begin at the best replica; returns the answer that is coming and the replica's name.
+        """Start generating at the best replica; return the generation and the replica's name.
 
-        Whoever calls this says `finished(generation)` later. Raises `Refused` NO_REPLICA when none can be had.
+        The caller must call `finished(generation)` later. Raises `Refused` NO_REPLICA when no replica can be reached.
         """
         why = "no inference replica serves this engine's weights just now"
         for _ in range(ATTEMPTS_MAX):
@@ -65,20 +65,20 @@ class Upstream:
                 generation = await self._client.generate(replica.url, request)
             except ReplicaGone as error:
                 why = str(error)
-                self._less(name)
+                self._discount(name)
                 self.failed(name, why)
                 continue
             except BaseException:
-                self._less(name)
+                self._discount(name)
                 raise
             self._open[generation] = (request.engine, name)
             return generation, name
         raise Refused(Code.NO_REPLICA, f"{why}; try again in a moment")
 
     def finished(self, generation: Generation) -> None:
-        self._less(self._open.pop(generation)[1])
+        self._discount(self._open.pop(generation)[1])
 
-    def _less(self, name: str) -> None:
+    def _discount(self, name: str) -> None:
         self._running[name] -= 1
         if self._running[name] <= 0:
             del self._running[name]
@@ -96,7 +96,7 @@ class Upstream:
         candidates = fitting(state, episode)
         if not candidates:
             try:
-                await self._follower.wait_for(serves, self._wait_s)
+                await self._follower.wait_for(serves, REPLICA_WAIT_S)
             except TimeoutError:
                 pass
             state = self._follower.hive.engine(engine)
@@ -107,16 +107,16 @@ class Upstream:
                 f"No inference replica serves version {state.version} of engine {engine} just now; try again.",
             )
         now = time.monotonic()
-        good = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
-        return best(good or candidates, self._running, episode)
+        reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}
+        return best(reachable or candidates, self._running, episode)
 
 
 def best(candidates: dict[str, Replica], running: Counter[str], episode: str) -> tuple[str, Replica]:
-    """The episode's own replica by rendezvous hashing; the least busy one when that is full or much busier."""
+    """Return the episode's home by rendezvous hashing, or the least busy replica when that is full or much busier."""
     home = max(candidates, key=lambda name: _affinity(name, episode))
-    idlest = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
+    least_busy = min(candidates, key=lambda name: running[name] / max(1, candidates[name].capacity))
     full = running[home] >= candidates[home].capacity
-    name = idlest if full or running[home] > running[idlest] + BUSIER_BY else home
+    name = least_busy if full or running[home] > running[least_busy] + BUSIER_BY else home
     return name, candidates[name]
 
 

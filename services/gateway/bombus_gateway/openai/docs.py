@@ -1,4 +1,4 @@
-"""The OpenAI routes in Swagger. They are answered outside FastAPI, so they are described by hand."""
+"""The OpenAPI description of the OpenAI routes, written by hand because they are answered outside FastAPI."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ _ERROR_BODY: dict[str, Any] = {
 
 
 def add_openai_paths(schema: dict[str, Any], prefix: str) -> None:
-    """Describe the OpenAI routes under `prefix` in an OpenAPI document."""
+    """Add the OpenAI routes under `prefix` to an OpenAPI document."""
     paths = schema.setdefault("paths", {})
     paths[f"{prefix}/v1/chat/completions"] = {"post": _post("Chat", _CHAT, "chat.completion")}
     paths[f"{prefix}/v1/completions"] = {"post": _post("Plain completion", _COMPLETION, "text_completion")}

@@ -1,4 +1,4 @@
-"""What OpenAI's SDK sends: decoded strictly, and brought into one shape. Pure.
+"""The requests of OpenAI's SDK: decoded strictly, and turned into a neutral `CompletionRequest`. Pure.
 
 A parameter that does not change what is sampled may have any value; one that would change it is obeyed or refused by
 name, never ignored.
@@ -11,47 +11,30 @@ import msgspec
 from msgspec import Meta
 
 from bombus.errors import Code, Refused
-from bombus_gateway.call.conversation import Message
+from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.text.message import ChatMessage
 
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 TOOLS_MAX = 256
 
-Unused = Any  # decoded for the sake of its name; the value is checked or does not matter
+Unused = Any  # a known name whose value is only checked, or does not matter
 
 
 class BadParameter(Refused):
-    """A refusal that names the parameter, as OpenAI's error bodies do."""
+    """A refusal that names the parameter of the request, as OpenAI's error bodies do."""
 
     def __init__(self, code: Code, param: str, why: str) -> None:
         super().__init__(code, why)
         self.param = param
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request for completions, whichever route it came by.
+class OpenAIRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A request of either route: the neutral part, and what only the response needs."""
 
-    `prompt` is given by plain completions, `messages` by chats. `may_call`: whether the answer is searched for calls
-    of `tools`. None stands for what was not said.
-    """
-
-    chat: bool
+    completion: CompletionRequest
     model: str
-    messages: tuple[Message, ...] = ()
-    tools: tuple[dict[str, Any], ...] = ()
-    may_call: bool = False
-    prompt: str | list[int] = ""
-    n: int = 1
-    stops: tuple[str, ...] = ()
-    stream: bool = False
     include_usage: bool = False
-    logprobs: bool = False
-    top_logprobs: int = 0
-    temperature: float | None = None
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int | None = None
 
 
 class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,14 +131,15 @@ _unknown = re.compile(r"unknown field `([^`]+)`")
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
-def read_chat(body: bytes) -> Ask:
-    """The body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
+def read_chat(body: bytes) -> OpenAIRequest:
+    """Decode the body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
     try:
         found = _chat.decode(body)
     except msgspec.MsgspecError as error:
         _refuse_body(error)
     _check_common(found)
-    _check_chat(found)
+    _check_tools(found)
+    _check_output(found)
     if found.top_logprobs and not found.logprobs:
         raise BadParameter(Code.MALFORMED, "top_logprobs", "top_logprobs needs logprobs to be true.")
     if found.max_tokens and found.max_completion_tokens and found.max_tokens != found.max_completion_tokens:
@@ -163,20 +147,21 @@ def read_chat(body: bytes) -> Ask:
             Code.MALFORMED, "max_tokens", "max_tokens and max_completion_tokens differ: give only one of them."
         )
     tools = tuple(_tool(tool, index) for index, tool in enumerate(found.tools or ()))
-    return Ask(
+    completion = CompletionRequest(
         chat=True,
         messages=tuple([_message(message, index) for index, message in enumerate(found.messages)]),
         tools=tools,
-        may_call=bool(tools) and found.tool_choice != "none",
+        parse_tool_calls=bool(tools) and found.tool_choice != "none",
         logprobs=bool(found.logprobs),
         top_logprobs=found.top_logprobs or 0,
         max_tokens=found.max_completion_tokens or found.max_tokens,
-        **_shared(found),
+        **_common_fields(found),
     )
+    return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
 
 
-def read_completion(body: bytes) -> Ask:
-    """The body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
+def read_completion(body: bytes) -> OpenAIRequest:
+    """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
     try:
         found = _completion.decode(body)
     except msgspec.MsgspecError as error:
@@ -188,23 +173,26 @@ def read_completion(body: bytes) -> Ask:
         _unsupported("echo", "prompts are not scored")
     if found.suffix:
         _unsupported("suffix", "text is not inserted")
-    return Ask(
+    completion = CompletionRequest(
         chat=False,
         prompt=_prompt(found.prompt),
         logprobs=found.logprobs is not None,
         top_logprobs=found.logprobs or 0,
         max_tokens=found.max_tokens,
-        **_shared(found),
+        **_common_fields(found),
     )
+    return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
 
 
-def _shared(found: _Common) -> dict[str, Any]:
+def _wants_usage(found: _Common) -> bool:
+    return bool(found.stream_options and found.stream_options.include_usage)
+
+
+def _common_fields(found: _Common) -> dict[str, Any]:
     return {
-        "model": found.model,
         "n": found.n or 1,
         "stops": _stops(found.stop),
         "stream": bool(found.stream),
-        "include_usage": bool(found.stream_options and found.stream_options.include_usage),
         "temperature": found.temperature,
         "top_p": 1.0 if found.top_p is None else found.top_p,
         "top_k": max(found.top_k or 0, 0),
@@ -221,8 +209,8 @@ def _refuse_body(error: msgspec.MsgspecError) -> NoReturn:
         name = f"{where}.{unknown.group(1)}" if where else unknown.group(1)
         raise BadParameter(Code.UNKNOWN_FIELD, name, f"Unrecognized request argument supplied: {name}.") from None
     if isinstance(error, msgspec.ValidationError):
-        said = _place.sub("", text)
-        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {said}.") from None
+        problem = _place.sub("", text)
+        raise BadParameter(Code.MALFORMED, where, f"{where or 'The body'}: {problem}.") from None
     raise Refused(Code.MALFORMED, f"The body could not be read as JSON: {text}.") from None
 
 
@@ -242,7 +230,7 @@ def _check_common(found: _Common) -> None:
         raise BadParameter(Code.MALFORMED, "stream_options", "stream_options is only allowed when stream is true.")
 
 
-def _check_chat(found: _ChatBody) -> None:
+def _check_tools(found: _ChatBody) -> None:
     if found.functions:
         _unsupported("functions", "it is the old form of tools; send tools")
     if found.function_call not in (None, "none", "auto"):
@@ -251,6 +239,10 @@ def _check_chat(found: _ChatBody) -> None:
         _unsupported("tool_choice", "a call cannot be forced on the model; send 'auto' or 'none'")
     if found.tool_choice == "auto" and not found.tools:
         raise BadParameter(Code.MALFORMED, "tool_choice", "tool_choice is only allowed when tools are specified.")
+
+
+def _check_output(found: _ChatBody) -> None:
+    """Refuse what would constrain or change the output."""
     if found.response_format is not None and found.response_format.get("type") != "text":
         _unsupported("response_format", "the output is not constrained; ask for the format in the prompt")
     if found.modalities not in (None, ["text"]):
@@ -287,15 +279,19 @@ def _prompt(prompt: str | list[Any]) -> str | list[int]:
     return prompt
 
 
-def _message(found: _Message, index: int) -> Message:
-    """As it is stored, compared and rendered: text content, and nothing that is null."""
-    place = f"messages.{index}"
+def _check_message(found: _Message, place: str) -> None:
     if found.role == "function":
         _unsupported(f"{place}.role", "'function' is the old form of 'tool'")
     for name in ("audio", "function_call"):
         if getattr(found, name):
             _unsupported(f"{place}.{name}", "only text and tool calls are understood")
-    message: Message = {"role": found.role, "content": _text(found.content, f"{place}.content")}
+
+
+def _message(found: _Message, index: int) -> ChatMessage:
+    """Return a message as it is stored, compared and rendered: text content, and nothing that is null."""
+    place = f"messages.{index}"
+    _check_message(found, place)
+    message: ChatMessage = {"role": found.role, "content": _text(found.content, f"{place}.content")}
     if found.refusal and not message["content"]:
         message["content"] = found.refusal
     if found.name:

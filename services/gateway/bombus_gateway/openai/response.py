@@ -1,4 +1,4 @@
-"""What OpenAI's SDK expects back: bodies, chunks and errors. Pure."""
+"""The responses that OpenAI's SDK expects: bodies, chunks and errors. Pure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,10 +6,12 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus_gateway.call.completion import Completion, Entry, Piece
-from bombus_gateway.openai.request import BadParameter
-from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Called, Thought
+from bombus_gateway.access import HeaderPair
+from bombus_gateway.call.calls import AnswerHead
+from bombus_gateway.call.completion import Completion, CompletionDelta, TokenLogprob, Usage
+from bombus_gateway.call.request import InvalidField
+from bombus_gateway.openai.request import BadParameter, OpenAIRequest
+from bombus_gateway.text.tool_calls import ReasoningDelta, ToolCallDelta
 
 encode = msgspec.json.encode
 
@@ -21,129 +23,118 @@ _CODES = {
     Code.UNKNOWN_MODEL: "model_not_found",
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-
-
-class Header(msgspec.Struct, frozen=True):
-    """What every body of one answer begins with. `created` is in seconds since the epoch."""
-
-    id: str
-    created: int
-    model: str
-    chat: bool
-
-    @property
-    def name(self) -> str:
-        return f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """In tokens; `completion` over all choices."""
-
-    prompt: int
-    completion: int
-    cached: int = 0
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
+_PARAMETERS = {"stops": "stop"}  # what OpenAI calls a field of a `CompletionRequest`, where that differs
 
 
 def error_body(error: Refused) -> bytes:
+    """Return OpenAI's body for an error."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    param = error.param if isinstance(error, BadParameter) else None
     code = _CODES.get(error.code, str(error.code))
-    return encode({"error": {"message": error.why, "type": kind, "param": param or None, "code": code}})
+    return encode({"error": {"message": error.why, "type": kind, "param": _parameter(error), "code": code}})
+
+
+def _parameter(error: Refused) -> str | None:
+    if isinstance(error, InvalidField):
+        return _PARAMETERS.get(error.field, error.field)
+    return error.param or None if isinstance(error, BadParameter) else None
 
 
 def event(body: bytes) -> bytes:
+    """Return a server-sent event."""
     return b"data: " + body + b"\n\n"
 
 
-class Answers:
-    """Bodies of one answer. `tokenizer` is None unless logprobs were asked for."""
+class OpenAIEncoder:
+    """Encodes one answer as a chat completion or as a plain one, as its request came."""
 
-    def __init__(self, header: Header, tokenizer: Tokenizer | None) -> None:
-        self._header = header
-        self._tokenizer = tokenizer
+    def __init__(self, request: OpenAIRequest, head: AnswerHead) -> None:
+        self._request = request
+        self._head = head
+        self._chat = request.completion.chat
+        self._logprobs_wanted = request.completion.logprobs
+
+    @property
+    def headers(self) -> Sequence[HeaderPair]:
+        return ((b"x-request-id", self._head.id.encode()),)
 
     def whole(self, completions: Sequence[Completion], usage: Usage) -> bytes:
-        kind = "chat.completion" if self._header.chat else "text_completion"
-        return encode(
-            {**self._head(kind), "choices": [self._choice(each) for each in completions], "usage": usage.body()}
-        )
+        body = self._body("chat.completion" if self._chat else "text_completion")
+        return encode({**body, "choices": [self._choice(each) for each in completions], "usage": _usage_body(usage)})
 
-    def opening(self, count: int) -> bytes:
-        """The first chunks of a chat's stream: whose message it is."""
-        if not self._header.chat:
+    def opening(self) -> bytes:
+        """The first chunks of a chat's stream have the role of the message."""
+        if not self._chat:
             return b""
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self._chunk(index, delta, None, None) for index in range(count))
+        return b"".join(self._chunk(index, delta, None, None) for index in range(self._head.choices))
 
-    def progress(self, completion: Completion, piece: Piece) -> bytes:
-        """Chunks for what a portion of tokens brought; empty when nothing may go out yet."""
-        entries = piece.entries
-        if not piece.deltas and not entries:
+    def progress(self, completion: Completion, delta: CompletionDelta) -> bytes:
+        if not delta.deltas and not delta.logprobs:
             return b""
-        logprobs = self._logprobs(entries)
-        if not self._header.chat:
-            text = "".join(delta.text for delta in piece.deltas if not isinstance(delta, Called))
+        logprobs = self._logprobs(delta.logprobs)
+        if not self._chat:
+            text = "".join(part.text for part in delta.deltas if not isinstance(part, ToolCallDelta))
             return self._text_chunk(completion.index, text, logprobs, None)
         out: list[bytes] = []
-        for delta in _joined(completion, piece):
-            out.append(self._chunk(completion.index, delta, logprobs, None))
+        for part in _joined(completion, delta):
+            out.append(self._chunk(completion.index, part, logprobs, None))
             logprobs = None
         return b"".join(out)
 
     def closing(self, completion: Completion) -> bytes:
-        """The chunk with a choice's finish reason."""
-        if not self._header.chat:
+        """The last chunk of a choice has its finish reason."""
+        if not self._chat:
             return self._text_chunk(completion.index, "", None, completion.finish)
         return self._chunk(completion.index, {}, None, completion.finish)
 
-    def usage(self, usage: Usage) -> bytes:
-        kind = "chat.completion.chunk" if self._header.chat else "text_completion"
-        return event(encode({**self._head(kind), "choices": [], "usage": usage.body()}))
+    def end(self, usage: Usage) -> bytes:
+        if not self._request.include_usage:
+            return DONE
+        body = self._body("chat.completion.chunk" if self._chat else "text_completion")
+        return event(encode({**body, "choices": [], "usage": _usage_body(usage)})) + DONE
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        header = self._header
-        return {"id": header.name, "object": kind, "created": header.created, "model": header.model}
+    def _body(self, kind: str) -> dict[str, Any]:
+        """Return what every body and chunk begins with."""
+        head = self._head
+        return {
+            "id": f"chatcmpl-{head.id}" if self._chat else f"cmpl-{head.id}",
+            "object": kind,
+            "created": head.received_ns // 1_000_000_000,
+            "model": self._request.model,
+        }
 
     def _choice(self, completion: Completion) -> dict[str, Any]:
-        logprobs = self._logprobs(completion.entries)
-        found: dict[str, Any] = {"index": completion.index, "finish_reason": completion.finish, "logprobs": logprobs}
-        if self._header.chat:
-            found["message"] = {**completion.message(), "refusal": None}
+        logprobs = self._logprobs(completion.logprobs)
+        choice: dict[str, Any] = {"index": completion.index, "finish_reason": completion.finish, "logprobs": logprobs}
+        if self._chat:
+            choice["message"] = {**completion.message(), "refusal": None}
         else:
-            found["text"] = completion.text()
-        return found
+            choice["text"] = completion.text()
+        return choice
 
     def _chunk(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return event(encode({**self._head("chat.completion.chunk"), "choices": [choice]}))
+        return event(encode({**self._body("chat.completion.chunk"), "choices": [choice]}))
 
     def _text_chunk(self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        return event(encode({**self._head("text_completion"), "choices": [choice]}))
+        return event(encode({**self._body("text_completion"), "choices": [choice]}))
 
-    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any] | None:
-        if self._tokenizer is None:
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not self._logprobs_wanted:
             return None
-        if self._header.chat:
-            return {"content": [self._shown(entry) for entry in entries], "refusal": None}
+        if self._chat:
+            return {"content": [self._token_logprob(each) for each in logprobs], "refusal": None}
         return {
-            "tokens": [self._text(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
-            "top_logprobs": [{self._text(token): value for token, value in entry.top} for entry in entries] or None,
-            "text_offset": [entry.start for entry in entries],
+            "tokens": [self._text(each.token) for each in logprobs],
+            "token_logprobs": [each.logprob for each in logprobs],
+            "top_logprobs": [{self._text(token): value for token, value in each.top} for each in logprobs] or None,
+            "text_offset": [each.start for each in logprobs],
         }
 
-    def _shown(self, entry: Entry) -> dict[str, Any]:
-        top = [self._token(token, logprob) for token, logprob in entry.top]
-        return {**self._token(entry.token, entry.logprob), "top_logprobs": top}
+    def _token_logprob(self, found: TokenLogprob) -> dict[str, Any]:
+        top = [self._token(token, logprob) for token, logprob in found.top]
+        return {**self._token(found.token, found.logprob), "top_logprobs": top}
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self._piece(token)
@@ -153,26 +144,34 @@ class Answers:
         return self._piece(token).decode("utf-8", "replace")
 
     def _piece(self, token: int) -> bytes:
-        """A special token shows its name: it has no text."""
-        tokenizer = self._tokenizer
-        assert tokenizer is not None
+        """Return the bytes of a token. A special token has no text, so its name is shown."""
+        tokenizer = self._head.tokenizer
         name = tokenizer.specials.get(token)
         return name.encode() if name is not None else tokenizer.bytes_of((token,))
 
 
-def _joined(completion: Completion, piece: Piece) -> list[dict[str, Any]]:
-    """Deltas as a stream has them; neighbouring texts in one, and an empty one when there are only logprobs."""
+def _usage_body(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.completion,
+        "total_tokens": usage.prompt + usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+    }
+
+
+def _joined(completion: Completion, delta: CompletionDelta) -> list[dict[str, Any]]:
+    """Return the deltas as a stream has them: adjacent texts in one, and an empty one when there are only logprobs."""
     out: list[dict[str, Any]] = []
     calls = completion.calls()
-    number = len(calls) - sum(isinstance(delta, Called) for delta in piece.deltas)
-    for delta in piece.deltas:
-        if isinstance(delta, Called):
+    number = len(calls) - sum(isinstance(part, ToolCallDelta) for part in delta.deltas)
+    for part in delta.deltas:
+        if isinstance(part, ToolCallDelta):
             out.append({"tool_calls": [{"index": number, **calls[number]}]})
             number += 1
             continue
-        key = "reasoning_content" if isinstance(delta, Thought) else "content"
+        key = "reasoning_content" if isinstance(part, ReasoningDelta) else "content"
         if out and key in out[-1]:
-            out[-1][key] += delta.text
+            out[-1][key] += part.text
         else:
-            out.append({key: delta.text})
+            out.append({key: part.text})
     return out or [{"content": ""}]

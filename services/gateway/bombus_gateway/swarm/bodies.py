@@ -1,6 +1,6 @@
-"""Bodies of the swarm door's requests.
+"""The bodies of the swarm door's requests.
 
-Those of the swarm contract ignore fields that they do not know, for newer clients; our own refuse them by name.
+Those of the swarm contract ignore unknown fields, for newer clients; our own refuse them by name.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -17,9 +17,9 @@ EPISODES_MAX = 1024  # in one request
 REWARDS_MAX = 100_000
 WAIT_S_MAX = 60.0
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
+Identifier = Annotated[str, Field(min_length=1, max_length=128)]
 TaskId = Annotated[str, Field(max_length=512)]
-EpisodeKind = Literal["train", "eval"]
+EpisodeKindBody = Literal["train", "eval"]
 
 
 class ContractBody(BaseModel):
@@ -37,20 +37,20 @@ class SyncTrainConfig(ContractBody):
     yaml_as_string: str
 
 
-class ThrottlePolicy(ContractBody):
-    """The client throttles itself; what the server keeps of it is the task, to show which one runs."""
+class ThrottlePolicyBody(ContractBody):
+    """The client throttles itself. The server keeps only the task, to show which one runs."""
 
     current_task_id: TaskId | None = None
 
 
 class ClaimEpisode(ContractBody):
-    client_uuid: Name
-    episode_type: EpisodeKind = "train"
+    client_uuid: Identifier
+    episode_type: EpisodeKindBody = "train"
     discard_episode_timeout: float = 240.0
-    throttle_policy: ThrottlePolicy | None = None
+    throttle_policy: ThrottlePolicyBody | None = None
 
 
-class WorkflowOutput(ContractBody):
+class WorkflowOutputBody(ContractBody):
     """`reward` is one number, or one for each completed call in order. A metric may be a list: its mean counts."""
 
     reward: float | Annotated[list[float], Field(max_length=REWARDS_MAX)] | None = None
@@ -60,25 +60,25 @@ class WorkflowOutput(ContractBody):
 
 
 class EndEpisode(ContractBody):
-    client_uuid: Name
-    episode_uuid: Name
+    client_uuid: Identifier
+    episode_uuid: Identifier
     task_id: TaskId = ""
-    workflow_output: WorkflowOutput
+    workflow_output: WorkflowOutputBody
     declare_client_active: bool = True
 
 
 class AbortEpisode(ContractBody):
-    client_uuid: Name
-    episode_uuid: Name
+    client_uuid: Identifier
+    episode_uuid: Identifier
 
 
 class CanContinueEpisode(ContractBody):
-    client_uuid: Name
-    episode_uuid: Name
+    client_uuid: Identifier
+    episode_uuid: Identifier
 
 
 class AgreeSyncWeight(ContractBody):
-    client_uuid: Name
+    client_uuid: Identifier
 
 
 class PushVerboseLog(ContractBody):
@@ -87,7 +87,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """Of this episode, or of the whole engine."""
+    """The episode whose latest call is meant; empty: any of the engine's."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -100,47 +100,48 @@ class CompareTrainConfig(OwnBody):
 
 
 class ClaimEpisodes(OwnBody):
-    """`count` episodes, all or none. The same `claim_id` gets the same episodes, also when asked again."""
+    """Claims `count` episodes, all or none. A claim that is repeated under its `claim_id` gets the same episodes."""
 
-    client_uuid: Name
-    claim_id: Name
+    client_uuid: Identifier
+    claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=EPISODES_MAX)] = 1
-    episode_type: EpisodeKind = "train"
+    episode_type: EpisodeKindBody = "train"
     discard_episode_timeout: float = 240.0
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
-    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0  # already, under this claim_id: who waits longest is next
+    # So far, under this claim_id: the longest wait is served first.
+    waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
 
 
-class OwnWorkflowOutput(OwnBody, WorkflowOutput):
+class OwnWorkflowOutputBody(OwnBody, WorkflowOutputBody):
     model_config = OwnBody.model_config
 
 
-class EpisodeEnd(OwnBody):
-    episode_uuid: Name
+class EpisodeEndBody(OwnBody):
+    episode_uuid: Identifier
     task_id: TaskId = ""
-    workflow_output: OwnWorkflowOutput
+    workflow_output: OwnWorkflowOutputBody
 
 
 class EndEpisodes(OwnBody):
-    """All of these end, or none does."""
+    """Ends all of these episodes, or none."""
 
-    client_uuid: Name
-    episodes: Annotated[list[EpisodeEnd], Field(min_length=1, max_length=EPISODES_MAX)]
+    client_uuid: Identifier
+    episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=EPISODES_MAX)]
 
 
 class AbortEpisodes(OwnBody):
-    """`infra` says that no model is to blame: the episodes leave their groups' statistics."""
+    """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
 
-    client_uuid: Name
-    episode_uuids: Annotated[list[Name], Field(min_length=1, max_length=EPISODES_MAX)]
+    client_uuid: Identifier
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=EPISODES_MAX)]
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
 
 
 class TouchEpisodes(OwnBody):
-    client_uuid: Name
-    episode_uuids: Annotated[list[Name], Field(min_length=1, max_length=EPISODES_MAX)]
+    client_uuid: Identifier
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=EPISODES_MAX)]
 
 
 # ---- reading them --------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_raw(request: Request) -> bytes:
-    """The request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
+    """Return the request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
@@ -164,7 +165,7 @@ async def read_raw(request: Request) -> bytes:
 
 
 def parse(model: type[B], body: bytes) -> B:
-    """The body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
+    """Parse a body as `model`. Raises `Refused` MALFORMED, UNKNOWN_FIELD or BAD_REWARD, naming the fields."""
     try:
         return model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -178,8 +179,8 @@ def parse(model: type[B], body: bytes) -> B:
     raise Refused(code, "; ".join(places))
 
 
-def result_of(episode: str, task: str, output: WorkflowOutput) -> EpisodeResult:
-    """An episode's end as the inbox has it."""
+def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
+    """Return the end of an episode as the coordinator takes it."""
     rewards = output.reward if isinstance(output.reward, list) else None
     means = {
         name: sum(value) / len(value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""Routes that hand out episodes: asked in slices, and confirmed once the answer has left (R13)."""
+"""The routes that claim episodes: they wait in slices, and confirm a claim once its response is written (R13)."""
 
 import asyncio
 import itertools
@@ -16,17 +16,16 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
 from bombus_gateway.call.admission import check_storage
-from bombus_gateway.swarm import bodies as models
-from bombus_gateway.swarm import views
+from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw
-from bombus_gateway.swarm.desk import Desk, Json
+from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 CLAIM_SLICE_S = 2.0
-CLAIM_ANSWER_S = 10.0  # beyond its slice: a coordinator's takeover
+CLAIM_ANSWER_S = 10.0  # beyond the slice, for another coordinator to take over
 
 
-class Confirmed(Json):
-    """Says so to the coordinator once it has been written to a connection that was alive (R13)."""
+class Confirmed(JsonResponse):
+    """A response that calls `confirm` once it has been written to a live connection (R13)."""
 
     def __init__(self, content: object, request: Request, confirm: Callable[[], None]) -> None:
         super().__init__(content)
@@ -41,24 +40,24 @@ class Confirmed(Json):
 
 
 class ClaimRoutes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
         raw = await read_raw(request)
-        body = parse(models.ClaimEpisode, raw)
+        body = parse(bodies.ClaimEpisode, raw)
         throttle = body.throttle_policy
         claim = inbox.Claim(
             id="",
-            engine=self._desk.engine,
-            claim=self._desk.command_id(request, "claim", body.client_uuid, raw),
+            engine=self._context.engine,
+            claim=self._context.command_id(request, "claim", body.client_uuid, raw),
             client=body.client_uuid,
             type=EpisodeType(body.episode_type),
             discard_timeout_s=body.discard_episode_timeout,
             task_hint=(throttle.current_task_id or "") if throttle is not None else "",
         )
-        outcome = await self._claim(request, claim, self._desk.gateway.settings.claim_wait_s)
+        outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
         reply = {
             "success": False,
             "client_uuid": body.client_uuid,
@@ -68,17 +67,17 @@ class ClaimRoutes:
             "fail_cause": "",
         }
         if isinstance(outcome, Refused):
-            return Json(reply | self._fail(outcome))
+            return JsonResponse(reply | self._failure(outcome))
         episode, *_ = self._episodes(request, outcome)
         reply |= {"success": True} | episode | self._terms(outcome)
-        return Confirmed(reply, request, lambda: self._desk.gateway.touches.confirm(self._desk.engine, claim.claim))
+        return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     async def claim_episodes(self, request: Request) -> Response:
         """Claim `count` episodes, all or none, waiting up to `wait_s` on the server."""
-        body = parse(models.ClaimEpisodes, await read_raw(request))
+        body = parse(bodies.ClaimEpisodes, await read_raw(request))
         claim = inbox.Claim(
             id="",
-            engine=self._desk.engine,
+            engine=self._context.engine,
             claim=f"c-{digest(f'{body.client_uuid}/{body.claim_id}'.encode()).hex()}",
             client=body.client_uuid,
             count=body.count,
@@ -89,33 +88,33 @@ class ClaimRoutes:
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
         reply = {"success": False, "client_uuid": body.client_uuid, "claim_id": body.claim_id, "episodes": []}
         if isinstance(outcome, Refused):
-            return Json(reply | self._fail(outcome))
+            return JsonResponse(reply | self._failure(outcome))
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
-        return Confirmed(reply, request, lambda: self._desk.gateway.touches.confirm(self._desk.engine, claim.claim))
+        return Confirmed(reply, request, lambda: self._confirm(claim.claim))
 
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
     ) -> Granted | Refused:
-        """Ask in slices under one claim id until it is granted, `wait_s` is over or the client hangs up (R13).
+        """Claim in slices under one claim id until it is granted, `wait_s` is over or the client hangs up (R13).
 
-        Returns why there is no episode now; raises `Refused` for a claim that could never be granted.
+        Returns the refusal when there is no episode now. Raises `Refused` for a claim that could never be granted.
         """
-        check_storage(self._desk.gateway.follower.hive)
+        check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))
-        asking = uuid.uuid4().hex
+        message_id = uuid.uuid4().hex
         for number in itertools.count():
-            asked = loop.time()
-            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - asked))
-            message = msgspec.structs.replace(claim, id=f"{asking}.{number}", wait_s=slice_s)
+            started = loop.time()
+            slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - started))
+            message = msgspec.structs.replace(claim, id=f"{message_id}.{number}", wait_s=slice_s)
             try:
-                answer = await self._desk.ask(request, message, slice_s + CLAIM_ANSWER_S)
+                answer = await self._context.execute(request, message, slice_s + CLAIM_ANSWER_S)
             except Refused as refused:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise
-                waited = loop.time() - asked >= slice_s / 2  # else: no use in waiting, the engine is OFFLINE
+                waited = loop.time() - started >= slice_s / 2  # else waiting is useless: the engine is OFFLINE
                 if waited and loop.time() < deadline and not await request.is_disconnected():
                     continue
                 return refused
@@ -124,43 +123,46 @@ class ClaimRoutes:
             return answer
         raise AssertionError("unreachable")
 
+    def _confirm(self, claim: str) -> None:
+        self._context.gateway.heartbeats.confirm(self._context.engine, claim)
+
     def _check_not_over(self, granted: Granted) -> None:
-        """A claim is asked again after its answer was lost; by then its episodes may have gone back (R13)."""
-        state = self._desk.state
+        """Refuse a claim that is repeated after all of its episodes are over (R13)."""
+        state = self._context.state
         if all(state.is_over(episode) for episode in granted.episodes):
             raise Refused(
                 Code.OTHER_CLAIM, "The episodes of this claim are over already. Use a fresh id for each claim."
             )
 
-    def _fail(self, refused: Refused) -> views.View:
-        return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._desk.state.phase}
+    def _failure(self, refused: Refused) -> views.JsonObject:
+        return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """What an agent needs of each episode: its id, its base URL and its key."""
-        keys = self._desk.gateway.keys
-        base_url = self._desk.base_url(request)
+        """Return what an agent needs of each episode: its id, its base URL and its key."""
+        keys = self._context.gateway.keys
+        base_url = self._context.base_url(request)
         expires_ns = self._key_expires_ns(granted)
         return [
             {
                 "episode_uuid": episode,
                 "openai_base_url": base_url,
-                "openai_api_key": keys.sign(self._desk.engine, granted.run, episode, expires_ns),
+                "openai_api_key": keys.sign(self._context.engine, granted.run, episode, expires_ns),
             }
             for episode in granted.episodes
         ]
 
     def _key_expires_ns(self, granted: Granted) -> int:
-        return granted.claimed_ns + int(self._desk.gateway.settings.key_lifetime_s * 1e9)
+        return granted.claimed_ns + int(self._context.gateway.settings.key_lifetime_s * 1e9)
 
-    def _terms(self, granted: Granted) -> views.View:
-        """What the server will do and when: times are in seconds since the epoch.
+    def _terms(self, granted: Granted) -> views.JsonObject:
+        """Return the terms of a claim; times are in seconds since the epoch.
 
-        `discard_at` is when the episode goes if nothing is heard of it; each call and touch puts it off.
+        `discard_at` is when the episode is aborted if it shows no sign of life; each call and touch postpones it.
         """
         return {
             "discard_at": granted.claimed_ns / 1e9 + granted.discard_timeout_s,
             "discard_episode_timeout": granted.discard_timeout_s,
             "key_expires_at": self._key_expires_ns(granted) / 1e9,
             "policy_version": granted.version,
-            "model": views.model_of(self._desk.state),
+            "model": views.model_of(self._context.state),
         }

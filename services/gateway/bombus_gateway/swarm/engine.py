@@ -1,4 +1,4 @@
-"""Routes about a whole engine: its job, starting and stopping it, and how far it is."""
+"""The routes of an engine: its job, its start and stop, and its progress."""
 
 import asyncio
 import logging
@@ -11,132 +11,130 @@ from bombus.config.documents import parse_job
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
-from bombus_gateway.swarm import bodies as models
-from bombus_gateway.swarm import views
+from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw
-from bombus_gateway.swarm.desk import Desk, Json
+from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 log = logging.getLogger(__name__)
 
-START_HOLD_S = 0.6  # a contract client caches the status for 0.5 s: an earlier reply makes it see OFFLINE again
+START_HOLD_S = 0.6  # a contract client caches the status for 0.5 s: after an earlier reply it would still see OFFLINE
 START_VISIBLE_S = 10.0
 LOG_CHARACTERS_MAX = 4000
 LOG_LINES_PER_S_MAX = 50
 
 
 class EngineRoutes:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
         self._log_second = 0
         self._log_lines = 0
 
     async def get_engine_status(self, request: Request) -> Response:
-        """The engine's phase, what it waits for, and the optimizer steps that it has made."""
-        refusing = self._desk.gateway.follower.hive.refusing
-        return Json(views.engine_status(self._desk.state, time.time_ns(), refusing))
+        """Return the engine's phase, what it waits for, and the optimizer steps that it has made."""
+        refusing = self._context.gateway.follower.hive.refusing
+        return JsonResponse(views.engine_status(self._context.state, time.time_ns(), refusing))
 
     async def sync_train_config(self, request: Request) -> Response:
         """Give the engine its job; only while it is OFFLINE. The latest one wins."""
         raw = await read_raw(request)
-        body = parse(models.SyncTrainConfig, raw)
+        body = parse(bodies.SyncTrainConfig, raw)
         config = await asyncio.to_thread(parse_job, body.yaml_as_string)
         command = inbox.Configure(
-            id=self._desk.command_id(request, "configure", "", raw),
-            engine=self._desk.engine,
+            id=self._context.command_id(request, "configure", "", raw),
+            engine=self._context.engine,
             config=config.to_json(),
             config_digest=config.digest,
             collection=config.to_collection(),
             model=config.model.path,
         )
-        await self._desk.ask(request, command)
+        await self._context.execute(request, command)
         if config.ignored:
             log.info("keys of the job that mean nothing here: %s", ", ".join(config.ignored))
-        return Json({"success": True, "config_digest": config.digest, "ignored": config.ignored})
+        return JsonResponse({"success": True, "config_digest": config.digest, "ignored": config.ignored})
 
     async def compare_train_config(self, request: Request) -> Response:
-        """Where a client's job differs from the one that the engine runs; nothing is changed."""
-        body = parse(models.CompareTrainConfig, await read_raw(request))
+        """Return where a client's job differs from the one that the engine runs. Nothing is changed."""
+        body = parse(bodies.CompareTrainConfig, await read_raw(request))
         wanted = await asyncio.to_thread(parse_job, body.yaml_as_string)
-        running = self._desk.state.active
-        if running is None or self._desk.state.phase == Phase.OFFLINE:
+        running = self._context.state.active
+        if running is None or self._context.state.phase == Phase.OFFLINE:
             raise Refused(Code.WRONG_PHASE, "The engine runs no job to compare with; it is ENGINE.OFFLINE.")
-        return Json({"differences": views.job_differences(running.config, wanted.to_json())})
+        return JsonResponse({"differences": views.job_differences(running.config, wanted.to_json())})
 
     async def start_engine(self, request: Request) -> Response:
         """Start the engine with the latest job. The reply is held until its phase has visibly left OFFLINE."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        command = inbox.Start(id=self._desk.command_id(request, "start", "", b""), engine=self._desk.engine)
+        command = inbox.Start(id=self._context.command_id(request, "start", "", b""), engine=self._context.engine)
         try:
-            answer = await self._desk.ask(request, command)
+            answer = await self._context.execute(request, command)
             run = answer.run if isinstance(answer, inbox.Done) else 0
-            await self._desk.gateway.follower.wait_for(lambda _: self._desk.state.run >= run, START_VISIBLE_S)
+            await self._context.gateway.follower.wait_for(lambda _: self._context.state.run >= run, START_VISIBLE_S)
         except Refused as error:
-            if error.status == 503:
-                raise
-            return Json({"success": False, "error": error.why, "code": error.code})
+            return _failure(error, "error")
         except TimeoutError:
             raise BusUnavailable("the engine was started, but this gateway has not heard of it yet") from None
         await asyncio.sleep(max(0.0, began + START_HOLD_S - loop.time()))
-        if self._desk.state.phase == Phase.OFFLINE:
-            why = self._desk.state.failure or "the engine was stopped again"
-            return Json({"success": False, "error": why, "code": Code.ENGINE_FAILED})
-        return Json({"success": True, "pid": os.getpid(), "run": run})
+        if self._context.state.phase == Phase.OFFLINE:
+            why = self._context.state.failure or "the engine was stopped again"
+            return JsonResponse({"success": False, "error": why, "code": Code.ENGINE_FAILED})
+        return JsonResponse({"success": True, "pid": os.getpid(), "run": run})
 
     async def stop_engine(self, request: Request) -> Response:
         """Stop the engine. Its open episodes are aborted; what is on the log stays there."""
-        command = inbox.Stop(id=self._desk.command_id(request, "stop", "", b""), engine=self._desk.engine)
-        try:
-            await self._desk.ask(request, command)
-        except Refused as error:
-            if error.status == 503:
-                raise
-            return Json({"success": False, "failure_reason": error.why, "code": error.code})
-        return Json({"success": True, "failure_reason": ""})
+        command = inbox.Stop(id=self._context.command_id(request, "stop", "", b""), engine=self._context.engine)
+        return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
-        """This client has sampled enough: a vote to train now, for the methods that wait for one."""
+        """Vote to train now: this client has sampled enough. For the collection methods that wait for votes."""
         raw = await read_raw(request)
-        body = parse(models.AgreeSyncWeight, raw)
+        body = parse(bodies.AgreeSyncWeight, raw)
         command = inbox.AgreeSync(
-            id=self._desk.command_id(request, "agree", body.client_uuid, raw),
-            engine=self._desk.engine,
+            id=self._context.command_id(request, "agree", body.client_uuid, raw),
+            engine=self._context.engine,
             client=body.client_uuid,
         )
-        try:
-            await self._desk.ask(request, command)
-        except Refused as error:
-            if error.status == 503:
-                raise
-            return Json({"success": False, "failure_reason": error.why, "code": error.code})
-        return Json({"success": True, "failure_reason": ""})
+        return await self._done(request, command)
 
     async def get_pool_information(self, request: Request) -> Response:
-        """How far the next batch is."""
-        return Json(views.pool_information(self._desk.state, time.time_ns()))
+        """Return the progress of the next batch."""
+        return JsonResponse(views.pool_information(self._context.state, time.time_ns()))
 
     async def get_server_experiment_dir(self, request: Request) -> Response:
-        """Where the trainer keeps this run's weights; null before there are any."""
-        return Json({"server_experiment_dir": views.experiment_dir(self._desk.state)})
+        """Return the folder in which the trainer keeps this run's weights; null before there are any."""
+        return JsonResponse({"server_experiment_dir": views.experiment_dir(self._context.state)})
 
     async def sync_train_code(self, request: Request) -> Response:
-        """Newer contract clients upload code of their own to run in the trainer: refused."""
+        """Refuse the code that newer contract clients upload to run in the trainer."""
         raise Refused(
             Code.UNSUPPORTED,
             "sync_train_code is not supported: code that a client sends is never run. Install it beside the trainer.",
         )
 
     async def push_verbose_log(self, request: Request) -> Response:
-        """Put a line into this gateway's log; beyond some lines a second the reply says that it was left out."""
-        body = parse(models.PushVerboseLog, await read_raw(request))
+        """Write a line to this gateway's log. Beyond some lines a second, the reply says that it was dropped."""
+        body = parse(bodies.PushVerboseLog, await read_raw(request))
         second = int(time.monotonic())
         if second != self._log_second:
             self._log_second, self._log_lines = second, 0
         self._log_lines += 1
         if self._log_lines > LOG_LINES_PER_S_MAX:
-            return Json({"success": False})
+            return JsonResponse({"success": False})
         message = body.message[:LOG_CHARACTERS_MAX]
-        log.info(
-            "a client says", extra={"engine": self._desk.engine, "client_tag": body.tag[:100], "client_says": message}
-        )
-        return Json({"success": True})
+        fields = {"engine": self._context.engine, "client_tag": body.tag[:100], "client_says": message}
+        log.info("a client says", extra=fields)
+        return JsonResponse({"success": True})
+
+    async def _done(self, request: Request, command: inbox.Stop | inbox.AgreeSync) -> Response:
+        try:
+            await self._context.execute(request, command)
+        except Refused as error:
+            return _failure(error, "failure_reason")
+        return JsonResponse({"success": True, "failure_reason": ""})
+
+
+def _failure(error: Refused, reason: str) -> Response:
+    """Return a 200 without success, with the sentence in the field `reason`. A 503 is raised: it may be retried."""
+    if error.status == 503:
+        raise error
+    return JsonResponse({"success": False, reason: error.why, "code": error.code})

@@ -1,4 +1,4 @@
-"""A model call as its client saw it, read back from the log: request and reply in the OpenAI chat shape."""
+"""Reads a model call back from the log as its client saw it: request and reply in the shape of OpenAI's chat."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TURNS_MAX = 1000
 
 
 async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
-    """`{input, output}` of the call at `ref`, its earlier turns included.
+    """Return `{input, output}` of the call at `ref`, including its earlier turns.
 
     Raises `LogCorrupted` when the log no longer has them, `Refused(TOO_LARGE)` for a very long conversation.
     """
@@ -36,7 +36,7 @@ async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
 
 
 async def _chain(bus: Bus, ref: CallRef) -> list[CallRecord]:
-    """The call and those that it extends, oldest first."""
+    """Return the call and those that it extends, oldest first."""
     chain: list[CallRecord] = []
     at: CallRef | None = ref
     while at is not None:

@@ -1,4 +1,4 @@
-"""What the swarm door tells of an engine: pure functions of its folded state, in the swarm contract's words."""
+"""The state of an engine in the swarm contract's words: pure functions of the folded log."""
 
 import json
 from pathlib import PurePath
@@ -9,10 +9,10 @@ from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Episode, Phase
 from bombus.hive.status import detail_of, noting, seconds_between
 
-View = dict[str, Any]  # a JSON object
+JsonObject = dict[str, Any]  # a JSON object
 
 
-def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> View:
+def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonObject:
     return {
         "engine_status": engine.phase,
         "engine_status_detail": noting(engine.failure if _failed(engine) else detail_of(engine, now_ns), refusing),
@@ -37,22 +37,22 @@ def _latest_activity_ns(episode: Episode) -> int:
     return max(episode.claimed_ns, episode.last_call_ns)
 
 
-def job_differences(running: str, wanted: str) -> View:
-    """Each setting whose value is another one in the job that runs than in the wanted one, with both values.
+def job_differences(running: str, wanted: str) -> JsonObject:
+    """Return the settings that differ between the running job and the wanted one, with both values.
 
-    Both are a `RunConfig`'s JSON. One from an older log may lack settings: those are not compared.
+    Both are the JSON of a `RunConfig`. One from an older log may lack settings: those are not compared.
     """
-    theirs, ours = json.loads(running), json.loads(wanted)
+    running_job, wanted_job = json.loads(running), json.loads(wanted)
     return {
-        f"{group}.{field}": {"running": value, "wanted": ours[group][field]}
-        for group, fields in theirs.items()
+        f"{group}.{field}": {"running": value, "wanted": wanted_job[group][field]}
+        for group, fields in running_job.items()
         for field, value in fields.items()
-        if field in ours.get(group, {}) and value != ours[group][field]
+        if field in wanted_job.get(group, {}) and value != wanted_job[group][field]
     }
 
 
-def episode_buffer(engine: EngineState, base_url: str) -> View:
-    """Every open episode. Never a live key: whoever may look must not be able to speak as another client."""
+def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
+    """Return every open episode, without its key: a reader must not be able to act as another client."""
     return {
         "buffer": [
             {
@@ -74,7 +74,7 @@ def episode_buffer(engine: EngineState, base_url: str) -> View:
     }
 
 
-def pool_information(engine: EngineState, now_ns: int) -> View:
+def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
     rules = engine.collection
     now = progress(engine, now_ns)
     pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}
@@ -109,13 +109,13 @@ def pool_information(engine: EngineState, now_ns: int) -> View:
 
 
 def experiment_dir(engine: EngineState) -> str | None:
-    """The folder in which the run's trainer keeps its weights, as it is called there; None when there is none."""
+    """Return the folder in which the run's trainer keeps its weights, by its path there, or None without one."""
     weights = None if engine.weights is None else engine.weights.weights
     return None if weights is None or weights.objects else str(PurePath(weights.where).parent)
 
 
 def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
-    """The newest complete call of an episode, or of all that the fold still holds. Sequences only grow."""
+    """Return the newest complete call of an episode, or of all episodes that the state still holds."""
     refs: list[CallRef] = []
     for episode in engine.open.values():
         if episode_id in ("", episode.id):
@@ -127,4 +127,4 @@ def latest_call(engine: EngineState, episode_id: str = "") -> CallRef | None:
         for sealed in group.episodes:
             if episode_id in ("", sealed.episode):
                 refs += sealed.calls[-1:]
-    return max(refs, key=lambda ref: ref.seq, default=None)
+    return max(refs, key=lambda ref: ref.seq, default=None)  # sequence numbers only grow

@@ -1,1 +1,1 @@
-"""Text to tokens and back: templates, tokenizers, and readers of what was sampled."""
+"""Conversion of text to tokens and back: templates, tokenizers, and readers of sampled text."""

@@ -1,6 +1,7 @@
 """Renders conversations for ChatML models: `<|im_start|>role\\ncontent<|im_end|>\\n`.
 
-Tools follow the Hermes convention that Qwen's templates use, as plain text where a tokenizer has no tokens for it.
+Tools follow the Hermes convention that Qwen's templates use. Its tags are plain text in tokenizers that have no tokens
+for them.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 from bombus.errors import EngineFault
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.call.conversation import Message
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.tokenizer import Tokenizer
 from bombus_gateway.text.tool_calls import PlainReader, ToolCallReader
 
@@ -24,25 +25,28 @@ TOOLS_TAIL = (
     '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n'
     "</tool_call>"
 )
-# A literal system turn in a template is what it says when the conversation brings none.
+# A system turn that a template spells out is its default, for conversations without a system message.
 _DEFAULT_SYSTEM = re.compile(r"<\|im_start\|>system(?:\n|\\n)([^<{}]+?)<\|im_end\|>")
 
 
 def is_chatml(tokenizer: Tokenizer) -> bool:
-    """Whether the model's own template is plain ChatML: no reasoning, which needs rules of its own."""
+    """Whether the model's own template is plain ChatML, without reasoning, which needs rules of its own."""
     template = tokenizer.chat_template
     has_tokens = tokenizer.token_id(IM_START) is not None and tokenizer.token_id(IM_END) is not None
     return has_tokens and IM_START in template and "think" not in template
 
 
 class ChatML:
-    """Turns are encoded one by one, so what is between two special tokens becomes the tokens that the model's own
-    template gives; the ids of special tokens are put in by number, so nobody's text can forge them."""
+    """The renderer for plain ChatML templates.
+
+    Each turn is encoded by itself, so that the text between two special tokens gets the tokens that it has in the
+    model's own template. Special tokens are inserted by id, so no text in a message can forge them.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         start, end = tokenizer.token_id(IM_START), tokenizer.token_id(IM_END)
         if start is None or end is None:
-            raise EngineFault(f"the tokenizer has no {IM_START} and {IM_END}: this is no ChatML model")
+            raise EngineFault(f"the tokenizer has no {IM_START} and {IM_END}: this is not a ChatML model")
         self._tokenizer = tokenizer
         self._start, self._end = start, end
         found = _DEFAULT_SYSTEM.search(tokenizer.chat_template)
@@ -52,29 +56,29 @@ class ChatML:
         self.stop_token_ids = stop_tokens(tokenizer, end)
         self._stops = frozenset(self.stop_token_ids)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """A whole prompt, up to where the assistant begins."""
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a whole prompt, up to where the assistant begins."""
         tokens: list[int] = []
         first_is_system = bool(messages) and messages[0]["role"] in _SYSTEM
-        said = (messages[0].get("content") or "") if first_is_system else self.default_system
+        system = (messages[0].get("content") or "") if first_is_system else self.default_system
         if tools:
-            said = f"{said}\n\n{_tools_text(tools)}" if said or first_is_system else _tools_text(tools)
-        if said or first_is_system:
-            tokens += self._turn("system", said)
+            system = f"{system}\n\n{_tools_text(tools)}" if system or first_is_system else _tools_text(tools)
+        if system or first_is_system:
+            tokens += self._turn("system", system)
         return tokens + self._turns(messages[1:] if first_is_system else messages) + self._generate
 
     def extend(
         self,
-        known: bytes,
+        history: bytes,
         completion_at: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """The tokens to put behind `known` (int32: a prompt and its completion, as they were sampled).
+        """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
 
-        A completion that was cut, by length or by a stop string, is closed here: the closing token was not sampled.
+        A completion that was cut, by length or by a stop string, is closed first: its closing token was not sampled.
         """
-        closed = len(known) > 4 * completion_at and unpack_tokens(known[-4:])[0] in self._stops
+        closed = len(history) > 4 * completion_at and unpack_tokens(history[-4:])[0] in self._stops
         tail = [] if closed else [self._end]
         return [*tail, *self._newline, *self._turns(messages), *self._generate]
 
@@ -83,14 +87,14 @@ class ChatML:
     ) -> PlainReader | ToolCallReader:
         return ToolCallReader() if tools else PlainReader()
 
-    def _turns(self, messages: Sequence[Message]) -> list[int]:
+    def _turns(self, messages: Sequence[ChatMessage]) -> list[int]:
         tokens: list[int] = []
         responses: list[str] = []
         for message in messages:
             if message["role"] == "tool":
                 responses.append(f"<tool_response>\n{message.get('content') or ''}\n</tool_response>")
                 continue
-            if responses:  # the answers of parallel calls share one turn
+            if responses:  # the responses to parallel calls share one turn
                 tokens += self._turn("user", "\n".join(responses))
                 responses = []
             role = "system" if message["role"] in _SYSTEM else message["role"]
@@ -106,9 +110,9 @@ class ChatML:
 _SYSTEM = ("system", "developer")
 
 
-def stop_tokens(tokenizer: Tokenizer, *also: int) -> tuple[int, ...]:
-    """The ids at which generation ends, by the model's own files."""
-    stops = set(also)
+def stop_tokens(tokenizer: Tokenizer, *more: int) -> tuple[int, ...]:
+    """Return the ids at which generation ends, according to the model's files."""
+    stops = set(more)
     for config in (tokenizer.generation_config, tokenizer.model_config):
         found = config.get("eos_token_id")
         stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
@@ -117,7 +121,7 @@ def stop_tokens(tokenizer: Tokenizer, *also: int) -> tuple[int, ...]:
     return tuple(sorted(stops if named is None else stops | {named}))
 
 
-def _content(message: Message) -> str:
+def _content(message: ChatMessage) -> str:
     content: str = message.get("content") or ""
     calls = message.get("tool_calls") or ()
     blocks = [

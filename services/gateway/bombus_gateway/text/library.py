@@ -1,4 +1,4 @@
-"""The `renderers` library behind our `Renderer`: for models whose templates are more than ChatML."""
+"""Adapts the `renderers` library to our `Renderer`, for models whose templates are more than ChatML."""
 
 import json
 import logging
@@ -11,21 +11,21 @@ from renderers.configs import config_from_name
 
 from bombus.errors import EngineFault
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.call.conversation import Message
 from bombus_gateway.text.chatml import stop_tokens
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Called, Delta, Said, Thought
+from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 
 log = logging.getLogger(__name__)
 
-READ_AGAIN_SHARE = 8  # a completion is parsed again when it has grown by an eighth
+PARSE_AGAIN_SHARE = 8  # a completion is parsed again when it has grown by an eighth
 _OK = "ok"
 
 
 class TokenizerForLibrary:
     """The part of a transformers tokenizer that the library uses.
 
-    `split_specials`: whether a special token's name in a text becomes that token, as transformers does it.
+    `split_specials`: whether the name of a special token in a text becomes that token, as in transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str, split_specials: bool) -> None:
@@ -50,7 +50,10 @@ class TokenizerForLibrary:
 
 
 def library_renderer(tokenizer: Tokenizer, name: str) -> "LibraryRenderer | None":
-    """The library's renderer for model `name` (a hub's name, or a folder called like one), None when it has none."""
+    """Return the library's renderer for a model, or None when it has none.
+
+    `name` is the model's on the hub, or a folder whose last part is the same.
+    """
     kind = MODEL_RENDERER_MAP.get(name)
     if kind is None:
         folder = PurePath(name).name
@@ -60,10 +63,11 @@ def library_renderer(tokenizer: Tokenizer, name: str) -> "LibraryRenderer | None
 
 
 class LibraryRenderer:
-    """Text in messages cannot forge special tokens where the library puts those in by their ids.
+    """The renderer of one model of the library.
 
-    Where it writes them out as text (found by a try at birth), names of special tokens in messages are read as tokens,
-    as the models' own templates do.
+    Where the library inserts special tokens by id, text in messages cannot forge them. Where it writes them as text,
+    which is found out by rendering examples, names of special tokens in messages become tokens, as they do in the
+    models' own templates.
     """
 
     def __init__(self, tokenizer: Tokenizer, name: str, kind: str) -> None:
@@ -71,7 +75,7 @@ class LibraryRenderer:
         try:
             safe = create_renderer(TokenizerForLibrary(tokenizer, name, False), config_from_name(kind))
             plain = create_renderer(TokenizerForLibrary(tokenizer, name, True), config_from_name(kind))
-            same = all(_try(safe, *probe) == _try(plain, *probe) for probe in _PROBES)
+            same = all(_rendered(safe, *probe) == _rendered(plain, *probe) for probe in _PROBES)
         except (AssertionError, ValueError, TypeError, KeyError, ImportError) as error:
             raise EngineFault(f"the {kind} renderer cannot be used with the tokenizer of {name!r}: {error}") from error
         if not same:
@@ -79,19 +83,19 @@ class LibraryRenderer:
         self._renderer = safe if same else plain
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         ids = self._renderer.render_ids(_for_library(messages), tools=list(tools) or None, add_generation_prompt=True)
         return list(ids)
 
     def extend(
         self,
-        known: bytes,
+        history: bytes,
         completion_at: int,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
-        """See `Renderer`; the library refuses where the template would change what went before."""
-        tokens = unpack_tokens(known)
+        """See `Renderer`. The library returns None where the template would change earlier tokens."""
+        tokens = unpack_tokens(history)
         bridged = self._renderer.bridge_to_next_turn(
             tokens[:completion_at], tokens[completion_at:], _for_library(messages), tools=list(tools) or None
         )
@@ -104,7 +108,7 @@ class LibraryRenderer:
 
 
 class LibraryReader:
-    """Parses the completion again as it grows, and gives what is new and settled."""
+    """Parses the whole completion again as it grows, and returns the deltas that can no longer change."""
 
     def __init__(self, renderer: Any, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> None:
         self._renderer = renderer
@@ -112,45 +116,45 @@ class LibraryReader:
         self._tools = list(tools)
         self._stops = tuple(stops)
         self._tokens: list[int] = []
-        self._read_at = 0
-        self._said = ""
-        self._thought = ""
+        self._parse_at = 0
+        self._text = ""
+        self._reasoning = ""
 
     def feed(self, text: str, tokens: list[int]) -> list[Delta]:
         self._tokens += tokens
-        if len(self._tokens) < self._read_at:
+        if len(self._tokens) < self._parse_at:
             return []
-        self._read_at = len(self._tokens) + max(1, len(self._tokens) // READ_AGAIN_SHARE)
-        return self._news(self._parse(), final=False)
+        self._parse_at = len(self._tokens) + max(1, len(self._tokens) // PARSE_AGAIN_SHARE)
+        return self._new_deltas(self._parse(), final=False)
 
     def finish(self) -> list[Delta]:
         parsed = self._parse()
-        out = self._news(parsed, final=True)
+        out = self._new_deltas(parsed, final=True)
         for call in parsed.tool_calls:
             if self._tools and str(call.status) == _OK and call.name:
                 arguments = call.arguments
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-                out.append(Called(call.name, text, call.id or ""))
+                out.append(ToolCallDelta(call.name, text, call.id or ""))
             else:
-                out.append(Said(call.raw))
+                out.append(TextDelta(call.raw))
         return out
 
     def _parse(self) -> Any:
         return self._renderer.parse_response(self._tokens, tools=self._tools or None, prompt_ids=self._prompt)
 
-    def _news(self, parsed: Any, final: bool) -> list[Delta]:
-        # White space around reasoning is the format's, and the library drops it once the reasoning is closed.
-        thought = _settled(parsed.reasoning_content or "", final).strip()
-        said = self._before_stop(_settled(parsed.content or "", final), final)
-        if thought:
-            said = said.lstrip()
+    def _new_deltas(self, parsed: Any, final: bool) -> list[Delta]:
+        # White space around reasoning belongs to the format, and the library drops it once the reasoning is closed.
+        reasoning = _settled(parsed.reasoning_content or "", final).strip()
+        content = self._before_stop(_settled(parsed.content or "", final), final)
+        if reasoning:
+            content = content.lstrip()
         out: list[Delta] = []
-        if more := _more(self._thought, thought, final):
-            out.append(Thought(more))
-            self._thought = thought
-        if more := _more(self._said, said, final):
-            out.append(Said(more))
-            self._said = said
+        if added := _added(self._reasoning, reasoning, final):
+            out.append(ReasoningDelta(added))
+            self._reasoning = reasoning
+        if added := _added(self._text, content, final):
+            out.append(TextDelta(added))
+            self._text = content
         return out
 
     def _before_stop(self, text: str, final: bool) -> str:
@@ -161,7 +165,7 @@ class LibraryReader:
         return text if final else text[: max(0, len(text) - longest + 1)]
 
 
-def _more(before: str, now: str, final: bool) -> str:
+def _added(before: str, now: str, final: bool) -> str:
     if now.startswith(before):
         return now[len(before) :]
     if final:
@@ -170,12 +174,12 @@ def _more(before: str, now: str, final: bool) -> str:
 
 
 def _settled(text: str, final: bool) -> str:
-    """While more may come, white space and half characters at the end may still change."""
+    """Return the text without white space and half characters at its end, which may still change."""
     return text if final else text.rstrip().rstrip("\ufffd").rstrip()
 
 
-def _for_library(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The library wants a content in each message, and arguments as mappings."""
+def _for_library(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Return messages as the library takes them: with a content each, and arguments as mappings."""
     out = []
     for message in messages:
         copy = {**message, "content": message.get("content") or ""}
@@ -196,7 +200,7 @@ def _call_for_library(call: Mapping[str, Any]) -> dict[str, Any]:
 
 _TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-_PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
+_PROBES: list[tuple[list[ChatMessage], list[dict[str, Any]]]] = [
     ([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], []),
     (
         [
@@ -209,5 +213,5 @@ _PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
 ]
 
 
-def _try(renderer: Any, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
+def _rendered(renderer: Any, messages: list[ChatMessage], tools: list[dict[str, Any]]) -> list[int]:
     return list(renderer.render_ids(_for_library(messages), tools=tools or None, add_generation_prompt=True))

@@ -1,4 +1,4 @@
-"""Sampled tokens become text as they come: whole characters only, and nothing of a stop string ever leaks."""
+"""Turns sampled tokens into text as they arrive: in whole characters, and without any part of a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,31 +7,33 @@ from bombus.errors import EngineFault
 
 
 class StopScanner:
-    """Finds the first stop string in a text that comes in pieces. Holds back what may become one."""
+    """Finds the first stop string in a text that arrives in pieces. Holds back what may become one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
+        self.found = ""  # the stop string that ended the text
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """(text that may go out, whether a stop string was completed). Nothing comes after it."""
+        """Return (text that may go out, whether a stop string is complete). After a stop string nothing may be fed."""
         text = self._held + text
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        found = [(place, stop) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)], True
+            place, self.found = min(found)
+            return text[:place], True
         keep = self._partial(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 
     def finish(self) -> str:
-        """What was held back and turned out to be no stop string."""
+        """Return what was held back and is not a stop string after all."""
         held, self._held = self._held, ""
         return held
 
     def _partial(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
+        """Return the length of the longest end of `text` that a stop string begins with."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):
@@ -42,8 +44,8 @@ class StopScanner:
 class TextStream:
     """The text of one completion.
 
-    `pieces` are the bytes that each token adds. `decoded` counts the characters that the tokens made so far, `released`
-    those that may have gone out.
+    `pieces` has the bytes that each token adds. `decoded` counts the characters of all tokens so far, `released` those
+    that may go out.
     """
 
     def __init__(self, pieces: Sequence[bytes], stops: Sequence[str] = ()) -> None:
@@ -55,7 +57,7 @@ class TextStream:
         self.released = 0
 
     def feed(self, tokens: Sequence[int]) -> tuple[str, int]:
-        """(text that may go out, how many of `tokens` were used: all of them unless a stop string ended it).
+        """Return (text that may go out, how many of `tokens` were used: all, unless a stop string ended the text).
 
         Raises `EngineFault` for an id outside the vocabulary.
         """
@@ -72,8 +74,13 @@ class TextStream:
         except IndexError:
             raise EngineFault(f"a sampled token is outside the vocabulary of {len(pieces)} tokens") from None
 
+    @property
+    def stop(self) -> str:
+        """The stop string that ended the text; empty while there is none."""
+        return self._scanner.found if self._scanner is not None else ""
+
     def finish(self) -> str:
-        """The rest of the text: what was held back, and `\\ufffd` for bytes that never became a character."""
+        """Return the rest of the text: what was held back, and `\\ufffd` for bytes that are not a whole character."""
         return "" if self.stopped else self._release(b"", True)
 
     def _release(self, piece: bytes, final: bool) -> str:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the light `tokenizers` library: the gateway never loads torch or transformers."""
+"""Converts text to token ids and back with the light `tokenizers` library: the gateway has no torch or transformers."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from bombus.errors import EngineFault
 
 ENCODINGS_KEPT = 2048
 ENCODING_CHARACTERS_MAX = 8192  # longer texts are encoded each time
-# Special tokens that carry meaning for whoever parses the text; all others are left out of it.
+# Special tokens that parsers of the text need; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
@@ -20,10 +20,10 @@ _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
 class Tokenizer:
-    """One model's tokenizer. `pieces[id]` is what that token adds to the text, as bytes: `b""` for special tokens."""
+    """One model's tokenizer. `pieces[id]` has the bytes that a token adds to the text: none for most special tokens."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """From the files of a model's folder by name. Raises `EngineFault` when they cannot be used."""
+        """Load from the files of a model's folder, by name. Raises `EngineFault` when they cannot be used."""
         if "tokenizer.json" not in files:
             raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
         try:
@@ -35,7 +35,7 @@ class Tokenizer:
         self.model_config = _json_file(files, "config.json")
         self.generation_config = _json_file(files, "generation_config.json")
         self.chat_template = _chat_template(files, self.config)
-        # Text is text: `<|im_end|>` in a user's message must not become the token that ends a turn.
+        # `<|im_end|>` in a user's message must stay text, and not become the token that ends a turn.
         self._fast.encode_special_tokens = True
         self._cached = lru_cache(ENCODINGS_KEPT)(self._encode)
         self.specials = {int(t["id"]): str(t["content"]) for t in described["added_tokens"] if t["special"]}
@@ -43,13 +43,13 @@ class Tokenizer:
         self.pieces = self._pieces(described)
 
     def encode(self, text: str) -> list[int]:
-        """Plain text: the name of a special token in it is spelled out, not turned into that token."""
+        """Encode plain text: the name of a special token in it stays text."""
         if len(text) <= ENCODING_CHARACTERS_MAX:
             return list(self._cached(text))
         return list(self._encode(text))
 
     def encode_marked_up(self, text: str) -> list[int]:
-        """Text of somebody who writes the template's special tokens by name."""
+        """Encode text in which names of special tokens stand for these tokens."""
         self._fast.encode_special_tokens = False
         try:
             return list(self._fast.encode(text, add_special_tokens=False).ids)
@@ -57,8 +57,8 @@ class Tokenizer:
             self._fast.encode_special_tokens = True
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._fast.token_to_id(token)
-        return found
+        index: int | None = self._fast.token_to_id(token)
+        return index
 
     def decode(self, tokens: Iterable[int], with_specials: bool = False) -> str:
         if with_specials:
@@ -66,7 +66,7 @@ class Tokenizer:
         return self.bytes_of(tokens).decode("utf-8", "replace")
 
     def bytes_of(self, tokens: Iterable[int]) -> bytes:
-        """Raises `EngineFault` for an id outside the vocabulary."""
+        """Return the bytes of the text. Raises `EngineFault` for an id outside the vocabulary."""
         pieces = self.pieces
         try:
             return b"".join([pieces[token] for token in tokens])
@@ -80,7 +80,7 @@ class Tokenizer:
         to_bytes = _piece_reader(described.get("decoder"))
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
         added = {int(token["id"]): str(token["content"]) for token in described["added_tokens"]}
-        # A model's head may be padded beyond its vocabulary; what it samples there is no text.
+        # A model's head may be padded beyond its vocabulary: such tokens have no text.
         size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
         pieces = [b""] * size
         for token, index in vocabulary.items():
@@ -107,7 +107,7 @@ def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str
 
 
 class _PieceReader:
-    """How one kind of decoder turns a token's name into bytes."""
+    """Turns the names of tokens into bytes, as one kind of decoder does."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -115,9 +115,9 @@ class _PieceReader:
 
     def __call__(self, token: str) -> bytes:
         if self._kind == "ByteLevel":
-            known = self._bytes
-            if all(character in known for character in token):
-                return bytes([known[character] for character in token])
+            alphabet = self._bytes
+            if all(character in alphabet for character in token):
+                return bytes([alphabet[character] for character in token])
             return token.encode()
         if self._kind == "Metaspace":
             byte = _BYTE_TOKEN.match(token)
@@ -126,7 +126,7 @@ class _PieceReader:
 
 
 def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
-    """The kinds of decoders whose tokens can be read one by one. Raises `EngineFault` for any other."""
+    """Return the reader for a decoder whose tokens can be read one by one. Raises `EngineFault` for any other."""
     kind = decoder.get("type") if decoder else None
     if kind == "Sequence" and decoder:
         kinds = {step.get("type") for step in decoder.get("decoders", ())}
@@ -144,7 +144,7 @@ def _piece_reader(decoder: dict[str, Any] | None) -> _PieceReader:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The characters by which byte-level BPE writes bytes: printable ones as they are, others from U+0100 on."""
+    """Return the bytes of byte-level BPE's characters: printable ones are themselves, others begin at U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     hidden = (byte for byte in range(256) if byte not in set(printable))

@@ -1,4 +1,4 @@
-"""Tool calls as text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, read while they are being written."""
+"""Tool calls as text: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, parsed while they are generated."""
 
 import json
 from typing import Any
@@ -8,44 +8,44 @@ import msgspec
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Said(msgspec.Struct, frozen=True):
+class TextDelta(msgspec.Struct, frozen=True):
     """Text of the answer."""
 
     text: str
 
 
-class Thought(msgspec.Struct, frozen=True):
+class ReasoningDelta(msgspec.Struct, frozen=True):
     """Text of the model's reasoning."""
 
     text: str
 
 
-class Called(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True):
     """A whole tool call; `arguments` is JSON text."""
 
     name: str
     arguments: str
-    id: str = ""  # when the model's format carries one
+    id: str = ""  # where the model's format has one
 
 
-Delta = Said | Thought | Called
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
 
 
 class PlainReader:
-    """A completion in which nothing is looked for."""
+    """Reads a completion as text alone."""
 
     def feed(self, text: str, tokens: list[int]) -> list[Delta]:
-        return [Said(text)] if text else []
+        return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:
         return []
 
 
 class ToolCallReader:
-    """Splits text into what is said and what is called.
+    """Splits a completion into text and tool calls.
 
-    White space before a call belongs to the format and is dropped. A call that is no valid JSON, names no tool or is
-    never closed was not made: it comes back as the text that it is, so that nothing the model wrote is hidden.
+    White space before a call belongs to the format and is dropped. A call that is not valid JSON, names no tool or is
+    never closed does not count: it is returned as text, so that nothing that the model wrote is hidden.
     """
 
     def __init__(self) -> None:
@@ -63,20 +63,20 @@ class ToolCallReader:
     def finish(self) -> list[Delta]:
         rest = OPEN + self._buffer if self._inside else self._buffer
         self._buffer, self._inside = "", False
-        return [Said(rest)] if rest and not (self._called and rest.isspace()) else []
+        return [TextDelta(rest)] if rest and not (self._called and rest.isspace()) else []
 
     def _take_text(self, out: list[Delta]) -> bool:
-        """Move text out; true when a call begins."""
+        """Move text from the buffer to `out`. Returns whether a call begins after it."""
         place = self._buffer.find(OPEN)
         text = self._buffer[:place].rstrip() if place >= 0 else self._buffer[: self._settled()]
         self._buffer = self._buffer[place + len(OPEN) :] if place >= 0 else self._buffer[len(text) :]
         if text:
-            out.append(Said(text))
+            out.append(TextDelta(text))
         self._inside = place >= 0
         return self._inside
 
     def _settled(self) -> int:
-        """How much of the buffer cannot be the beginning of a call, or white space before one."""
+        """Return how much of the buffer is neither the beginning of a call nor white space before one."""
         end = len(self._buffer)
         for length in range(min(len(OPEN) - 1, end), 0, -1):
             if OPEN.startswith(self._buffer[end - length :]):
@@ -85,20 +85,20 @@ class ToolCallReader:
         return len(self._buffer[:end].rstrip())
 
     def _take_call(self, out: list[Delta]) -> bool:
-        """Move a closed call out; true when there was one."""
+        """Move a closed call from the buffer to `out`. Returns whether there was one."""
         place = self._buffer.find(CLOSE)
         if place < 0:
             return False
         body, self._buffer = self._buffer[:place], self._buffer[place + len(CLOSE) :]
         call = read_call(body)
         self._called = self._called or call is not None
-        out.append(call if call is not None else Said(OPEN + body + CLOSE))
+        out.append(call if call is not None else TextDelta(OPEN + body + CLOSE))
         self._inside = False
         return True
 
 
-def read_call(body: str) -> Called | None:
-    """The call that a JSON text makes, None when it makes none."""
+def read_call(body: str) -> ToolCallDelta | None:
+    """Return the call that a JSON text stands for, or None if it is not a call."""
     try:
         found: Any = msgspec.json.decode(body.strip())
     except msgspec.DecodeError:
@@ -113,4 +113,4 @@ def read_call(body: str) -> Called | None:
             return None
     if not isinstance(arguments, dict):
         return None
-    return Called(found["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCallDelta(found["name"], json.dumps(arguments, ensure_ascii=False))

@@ -1,1 +1,1 @@
-"""Engines behind one protocol: torch, vLLM, and servers that somebody else runs."""
+"""The backends of a replica behind one protocol: torch, vLLM, and external servers."""

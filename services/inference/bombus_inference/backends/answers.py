@@ -1,6 +1,6 @@
-"""Frames out of what an engine behind HTTP says: tokens, a logprob each, and spans of policy versions.
+"""Turns the answers of a server into frames: tokens, their logprobs, and spans of policy versions.
 
-Pure: no connection and no clock. What an engine may not say is an error here, never a guess.
+Pure: no connection and no clock. An answer that cannot be right is an error here; nothing is guessed.
 """
 
 import math
@@ -9,23 +9,22 @@ from dataclasses import dataclass, field
 
 from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, pack_logprobs, pack_tokens
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.protocol import TopLogprobs
 
-TopRow = tuple[tuple[int, float], ...]
-
-NO_PROBABILITY = -9998.0  # vLLM writes minus infinity as -9999, which JSON has a word for
+NO_PROBABILITY = -9998.0  # vLLM writes minus infinity as -9999, because JSON has no infinity
 
 
 @dataclass(slots=True)
-class Portion:
-    """What came for one choice at once. `tops` has a row for each token, or is empty."""
+class ChoiceDelta:
+    """The part of one choice's answer that arrived at once. `tops` has a row for each token, or is empty."""
 
     choice: int
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    tops: Sequence[TopRow] = ()
+    tops: Sequence[TopLogprobs] = ()
     finish: str | None = None
-    versions: Sequence[int] | None = None  # of all tokens of this choice so far, where the engine says so
+    versions: Sequence[int] | None = None  # of all tokens of this choice so far, if the server reports them
     cached_prompt_tokens: int = 0
 
 
@@ -33,66 +32,64 @@ class Portion:
 class _Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[TopRow] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
     sent: int = 0
     finished: bool = False
 
 
-class Answer:
-    """One request's answer as it comes. `version` is that under which it was asked.
+class FrameAssembler:
+    """Builds the frames of one request as its answer arrives. `version` was being served when the request was sent.
 
-    Tokens go out at once with that version as long as `settled()` says that no other can have sampled them. From then
-    on they are held back until the engine says at the end which version sampled which.
+    Tokens are passed on at once with that version as long as `only_version()` is true, that is, no other version can
+    have sampled them. After that they are held back until the server reports, at the end, which version sampled which.
     """
 
-    def __init__(self, request: Generate, version: int, settled: Callable[[], bool]) -> None:
+    def __init__(self, request: Generate, version: int, only_version: Callable[[], bool]) -> None:
         self._request = request
         self._version = version
-        self._settled = settled
+        self._only_version = only_version
         self._choices = [_Choice() for _ in range(request.n)]
 
-    def take(self, portion: Portion) -> list[Frame]:
-        """The frames that can go out now. Raises `EngineGone` for an answer that cannot be right."""
-        if not 0 <= portion.choice < len(self._choices) or self._choices[portion.choice].finished:
-            raise EngineGone(f"the engine answered choice {portion.choice}, which was not asked for or is over")
-        choice = self._choices[portion.choice]
-        self._append(choice, portion)
+    def take(self, delta: ChoiceDelta) -> list[Frame]:
+        """Return the frames that can go out now. Raises `BackendFailed` for an answer that cannot be right."""
+        if not 0 <= delta.choice < len(self._choices) or self._choices[delta.choice].finished:
+            raise BackendFailed(f"the engine answered choice {delta.choice}, which was not asked for or is over")
+        choice = self._choices[delta.choice]
+        self._append(choice, delta)
         frames: list[Frame] = []
-        if portion.finish is not None:
+        if delta.finish is not None:
             choice.finished = True
-            frames += self._rest(portion.choice, choice, portion.versions)
-            reason = _reason(portion.finish)
-            cached = portion.cached_prompt_tokens
-            frames.append(Finished(choice=portion.choice, reason=reason, cached_prompt_tokens=cached))
-        elif self._request.stream and portion.tokens and self._settled():
-            frames.append(self._tokens(portion.choice, choice, len(choice.tokens), self._version))
+            frames += self._rest(delta.choice, choice, delta.versions)
+            reason = _reason(delta.finish)
+            cached = delta.cached_prompt_tokens
+            frames.append(Finished(choice=delta.choice, reason=reason, cached_prompt_tokens=cached))
+        elif self._request.stream and delta.tokens and self._only_version():
+            frames.append(self._tokens(delta.choice, choice, len(choice.tokens), self._version))
         return frames
 
-    def _append(self, choice: _Choice, portion: Portion) -> None:
-        if len(portion.logprobs) != len(portion.tokens):
-            raise EngineGone(f"the engine gave {len(portion.tokens)} tokens and {len(portion.logprobs)} logprobs")
-        if not all(math.isfinite(logprob) and logprob > NO_PROBABILITY for logprob in portion.logprobs):
-            raise EngineGone(f"the model's logits are not finite at version {self._version}")
-        choice.tokens += portion.tokens
-        choice.logprobs += portion.logprobs
+    def _append(self, choice: _Choice, delta: ChoiceDelta) -> None:
+        if len(delta.logprobs) != len(delta.tokens):
+            raise BackendFailed(f"the engine gave {len(delta.tokens)} tokens and {len(delta.logprobs)} logprobs")
+        if not all(math.isfinite(logprob) and logprob > NO_PROBABILITY for logprob in delta.logprobs):
+            raise BackendFailed(f"the model's logits are not finite at version {self._version}")
+        choice.tokens += delta.tokens
+        choice.logprobs += delta.logprobs
         if self._request.sampling.top_logprobs:
-            if len(portion.tops) != len(portion.tokens):
-                raise EngineGone(
-                    f"the engine gave alternatives for {len(portion.tops)} of {len(portion.tokens)} tokens"
-                )
-            choice.tops += portion.tops
+            if len(delta.tops) != len(delta.tokens):
+                raise BackendFailed(f"the engine gave alternatives for {len(delta.tops)} of {len(delta.tokens)} tokens")
+            choice.tops += delta.tops
 
     def _rest(self, number: int, choice: _Choice, versions: Sequence[int] | None) -> list[Frame]:
-        """What was not sent yet, cut where the version changes."""
+        """Return the tokens that were not sent yet, split where the version changes."""
         count = len(choice.tokens)
         if versions is None:
-            if not self._settled():
-                raise EngineGone("the weights changed, and the engine does not say which tokens they sampled")
+            if not self._only_version():
+                raise BackendFailed("the weights changed, and the engine does not say which tokens they sampled")
             versions = [self._version] * count
         if len(versions) != count:
-            raise EngineGone(f"the engine gave versions for {len(versions)} of {count} tokens")
+            raise BackendFailed(f"the engine gave versions for {len(versions)} of {count} tokens")
         if any(version != self._version for version in versions[: choice.sent]):
-            raise EngineGone("tokens went out under a version that did not sample them")
+            raise BackendFailed("tokens went out under a version that did not sample them")
         frames: list[Frame] = []
         while choice.sent < count:
             version = versions[choice.sent]
@@ -113,11 +110,11 @@ class Answer:
 
 def _reason(finish: str) -> FinishReason:
     if finish not in (FinishReason.STOP, FinishReason.LENGTH):
-        raise EngineGone(f"the engine gave up in the middle: {finish}")
+        raise BackendFailed(f"the engine gave up in the middle: {finish}")
     return FinishReason(finish)
 
 
-def likeliest(tokens: Sequence[tuple[int, float]], count: int) -> TopRow:
-    """The `count` likeliest of these, those of no probability left out."""
+def most_likely(tokens: Sequence[tuple[int, float]], count: int) -> TopLogprobs:
+    """Return the `count` most likely tokens, without those that have no probability."""
     possible = [pair for pair in tokens if pair[1] > NO_PROBABILITY]
     return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])

@@ -1,4 +1,4 @@
-"""The open requests of an engine that answers over HTTP: a task each, which hands frames on as they come."""
+"""The open requests of a backend that answers over HTTP, each a task that passes frames on as they arrive."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import msgspec
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.generation import Fault, Finished, Frame, Generate, encode_frame
 from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.protocol import Deliver, Delivery, failure
+from bombus_inference.backends.protocol import Deliver, Delivery, failure, refusal_fault
 
 log = logging.getLogger(__name__)
 
@@ -19,15 +19,16 @@ JSON = {"content-type": "application/json"}
 ERROR_CHARS_MAX = 500
 EVENT_BYTES_MAX = 64 << 20
 
-Frames = AsyncGenerator[list[Frame], None]
+FrameBatches = AsyncGenerator[list[Frame], None]
+SendRequest = Callable[[Generate, list[int]], FrameBatches]
 
 
-class EngineGone(BombusError):
-    """The engine cannot be reached, broke off, or said what cannot be: another replica may do better."""
+class BackendFailed(BombusError):
+    """The backend's server cannot be reached, broke off, or answered what cannot be right; others may do better."""
 
 
-class Calls:
-    """Each is over with the last choice's `Finished`, or with a fault. At most `open_max` are open at once."""
+class HttpCalls:
+    """Open requests, at most `open_max` at once. Each ends with its last choice's `Finished`, or with a fault."""
 
     def __init__(self, deliver: Deliver, open_max: int) -> None:
         self._deliver = deliver
@@ -40,18 +41,16 @@ class Calls:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(
-        self, ticket: int, request: Generate, run: int, limits: Limits, ask: Callable[[Generate, list[int]], Frames]
-    ) -> None:
-        """Let `ask` send a request and its prompt, if an engine of `run` with these limits may see it."""
+    def add(self, ticket: int, request: Generate, run: int, limits: Limits, send: SendRequest) -> None:
+        """Start a request with `send`, which is given it and its prompt, unless `limits` or `run` refuse it."""
         try:
             prompt = limits.check(request, run)
             if len(self._open) >= self._open_max:
                 raise Refused(Code.OVERLOADED, f"{len(self._open)} requests are open already; ask again later")
         except Refused as refused:
-            self.refuse(ticket, _fault_of(refused))
+            self.refuse(ticket, refusal_fault(refused))
             return
-        task = asyncio.create_task(self._run(ticket, request.n, ask(request, prompt)))
+        task = asyncio.create_task(self._run(ticket, request.n, send(request, prompt)))
         self._open[ticket] = task
         self._none_open.clear()
         self._tasks.add(task)
@@ -61,7 +60,7 @@ class Calls:
         self._deliver([failure(ticket, fault)])
 
     def abort(self, ticket: int) -> None:
-        """Closes the connection, by which the engine learns of it."""
+        """Close the request's connection, which tells the server that it was aborted."""
         task = self._forget(ticket)
         if task is not None:
             task.cancel()
@@ -71,8 +70,8 @@ class Calls:
             self.abort(ticket)
             self.refuse(ticket, fault)
 
-    async def drained(self, timeout_s: float) -> bool:
-        """Wait until none is open; false when some still are after `timeout_s`."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until no request is open. Return false if some still are after `timeout_s`."""
         if self._open and timeout_s > 0:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -90,7 +89,7 @@ class Calls:
             self._none_open.set()
         return task
 
-    async def _run(self, ticket: int, choices: int, frames: Frames) -> None:
+    async def _run(self, ticket: int, choices: int, frames: FrameBatches) -> None:
         try:
             async with aclosing(frames):
                 async for made in frames:
@@ -100,10 +99,10 @@ class Calls:
                         self._forget(ticket)
                     self._deliver([Delivery(ticket, b"".join(map(encode_frame, made)), done)])
             if choices:
-                raise EngineGone("the engine broke off in the middle of an answer")
+                raise BackendFailed("the engine broke off in the middle of an answer")
         except Refused as refused:
-            self._fail(ticket, _fault_of(refused))
-        except (EngineGone, httpx.HTTPError, msgspec.MsgspecError) as error:
+            self._fail(ticket, refusal_fault(refused))
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
             why = str(error) or type(error).__name__
             log.warning("a call failed: %s", why)
             self._fail(ticket, Fault(why=f"the replica's engine failed: {why}", code=Code.NO_REPLICA, retry=True))
@@ -113,24 +112,19 @@ class Calls:
             self.refuse(ticket, fault)
 
 
-def _fault_of(refused: Refused) -> Fault:
-    elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-    return Fault(why=refused.why, code=refused.code, retry=elsewhere)
-
-
 async def check_answer(response: httpx.Response) -> None:
-    """Raises `Refused` for what the engine does not accept, `EngineGone` for what it cannot do."""
+    """Raise `Refused` for a request that the server does not accept, `BackendFailed` for one that it cannot serve."""
     if response.status_code == 200:
         return
     body = await response.aread()
     why = f"the engine answered {response.status_code}: {body.decode(errors='replace')[:ERROR_CHARS_MAX]}"
     if response.status_code in (400, 413, 422):
         raise Refused(Code.MALFORMED, why)
-    raise EngineGone(why)
+    raise BackendFailed(why)
 
 
 async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The data of each server-sent event up to `[DONE]`. Raises `EngineGone` when that does not come."""
+    """Yield the data of each server-sent event up to `[DONE]`. Raises `BackendFailed` if that is missing."""
     buffer = bytearray()
     done = False
     async for chunk in response.aiter_raw():
@@ -138,14 +132,14 @@ async def server_sent(response: httpx.Response) -> AsyncIterator[bytes]:
         *lines, rest = buffer.split(b"\n")
         buffer = rest
         if len(buffer) > EVENT_BYTES_MAX:
-            raise EngineGone(f"an event is over {EVENT_BYTES_MAX} bytes")
+            raise BackendFailed(f"an event is over {EVENT_BYTES_MAX} bytes")
         for line in lines:
             data = bytes(line[5:]).strip()
             if line[:5] != b"data:" or not data:
                 continue
             if data == b"[DONE]":
-                done = True  # read to its end, so that the connection can be used again
+                done = True  # keep reading to the end, so that the connection can be used again
             else:
                 yield data
     if not done:
-        raise EngineGone("the engine broke off in the middle of a stream")
+        raise BackendFailed("the engine broke off in the middle of a stream")

@@ -1,4 +1,4 @@
-"""What a request may ask of any engine: checked before one sees it, since what one refuses may kill another."""
+"""Checks requests before a backend sees them, since a request that one backend refuses may crash another."""
 
 import math
 from dataclasses import dataclass
@@ -8,11 +8,12 @@ from bombus.hive.generation import Generate
 from bombus.hive.records import unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
+CHOICES_MAX = 128  # n of one request
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_model_len` is of prompt and completion in tokens; `waiting_max` of the sequences that wait for a place."""
+    """`max_model_len` is in tokens, prompt and completion; `waiting_max` is the number of sequences that may wait."""
 
     max_model_len: int
     vocabulary: int
@@ -20,7 +21,7 @@ class Limits:
     waiting_max: int
 
     def check(self, request: Generate, run: int) -> list[int]:
-        """The request's prompt. Raises `Refused` for one that an engine of `run` cannot serve."""
+        """Return the request's prompt. Raises `Refused` for a request that a replica of `run` cannot serve."""
         if request.run != run:
             raise Refused(Code.WRONG_PHASE, f"this replica serves run {run}, not {request.run}")
         prompt = self._prompt(request.prompt)
@@ -28,9 +29,9 @@ class Limits:
         return prompt
 
     def tokens_max(self, request: Generate, prompt: list[int]) -> int:
-        """How long prompt and completion may become together."""
-        asked = request.sampling.max_tokens or self.max_model_len
-        return min(len(prompt) + asked, self.max_model_len)
+        """Return the most tokens that prompt and completion may have together."""
+        completion = request.sampling.max_tokens or self.max_model_len
+        return min(len(prompt) + completion, self.max_model_len)
 
     def _prompt(self, packed: bytes) -> list[int]:
         if not packed or len(packed) % 4:

@@ -1,4 +1,4 @@
-"""What serves a policy behind the replica's HTTP door: torch here, vLLM as a child, or a server elsewhere."""
+"""The protocol of a replica's backends: torch in this process, vLLM as a child process, or an external server."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bombus.errors import Code
+from bombus.errors import Code, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
 from bombus_inference.model_files import read_config
-from bombus_inference.settings import EngineSettings
+from bombus_inference.settings import ComputeSettings
 
 NOTHING_LOADED = Fault(why="this replica has no weights yet", code=Code.NO_REPLICA, retry=True)
 UNLOADED = Fault(why="the engine was stopped", code=Code.WRONG_PHASE)
@@ -18,7 +18,7 @@ STOPPING = Fault(why="the replica stops", code=Code.NO_REPLICA, retry=True)
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Encoded frames for one ticket. `fault` is set where the request failed; `body` then ends with it."""
+    """Encoded frames for one ticket. If the request failed, `fault` is set and `body` ends with it."""
 
     ticket: int
     body: bytes
@@ -30,13 +30,19 @@ def failure(ticket: int, fault: Fault) -> Delivery:
     return Delivery(ticket, encode_frame(fault), True, fault)
 
 
+def refusal_fault(refused: Refused) -> Fault:
+    """Return the fault that answers a refused request; some refusals allow a retry elsewhere."""
+    retry = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
+    return Fault(why=refused.why, code=refused.code, retry=retry)
+
+
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One version of a run's policy. `folder` holds its checked weights; `max_model_len` tokens is the job's limit, and
-    `dtype` what it says of the precision.
+    """One version of a run's policy, with its checked weights in `folder`.
 
-    `delta` is the file that makes it of version `base`, where there is one. With an `adapter` (a folder in peft's
-    layout) the policy is that on top of what is in `folder`; only backends that load adapters are given one.
+    `max_model_len` (tokens) and `dtype` are the job's. `delta` is the file that turns version `base` into this one, if
+    it was published as a delta. With an `adapter`, a folder in peft's layout, the policy is that adapter on top of the
+    model in `folder`; only backends that load adapters are given one.
     """
 
     folder: Path
@@ -49,38 +55,39 @@ class Policy:
     dtype: str = "auto"
 
 
-def settled(settings: EngineSettings, policy: Policy) -> EngineSettings:
-    """These settings with a precision. Raises `EngineFault` when the model does not say what it is."""
+def with_precision(settings: ComputeSettings, policy: Policy) -> ComputeSettings:
+    """Return these settings with `dtype` set. Raises `EngineFault` if the model does not state its type."""
     if settings.dtype is not None:
         return settings
     dtype = policy.dtype
     if dtype == "auto":
-        dtype = "float32" if settings.device == "cpu" else read_config(policy.folder).trained_in
-    return EngineSettings(**(settings.model_dump() | {"dtype": dtype}))
+        dtype = "float32" if settings.device == "cpu" else read_config(policy.folder).training_dtype
+    return ComputeSettings(**(settings.model_dump() | {"dtype": dtype}))
 
 
+TopLogprobs = tuple[tuple[int, float], ...]  # token ids and their logprobs, the most likely first
 Deliver = Callable[[list[Delivery]], None]
-Tell = Callable[[str], Awaitable[None]]
+ReportStage = Callable[[str], Awaitable[None]]
 
 
-class Backend(Protocol):
-    """Tickets are the caller's own numbers; every one that is added gets deliveries until one is `done`, or is aborted.
+class InferenceBackend(Protocol):
+    """Serves one policy. Requests have tickets, numbers that the caller chooses.
 
-    `failed` is completed with the exception that ends this process (a bug, out of memory). `lost` is set when what was
-    served is gone and can be brought in again.
+    A ticket that was added gets deliveries until one is `done`, or until it is aborted. `failed` gets the exception
+    that ends this process (a bug, out of memory). `lost` is set when the weights are gone and can be loaded again.
     """
 
     @property
     def loads_adapters(self) -> bool:
-        """Whether LoRA adapters are brought in as such; else they are merged first."""
+        """Whether LoRA adapters are loaded as such. Otherwise they are merged into the model first."""
 
     @property
     def run(self) -> int:
-        """The run of what is served."""
+        """The run of the policy that is served."""
 
     @property
     def version(self) -> int:
-        """The policy version that is served, -1 for nothing."""
+        """The policy version that is served, -1 if none is."""
 
     @property
     def failed(self) -> asyncio.Future[None]: ...
@@ -91,19 +98,20 @@ class Backend(Protocol):
     def add(self, ticket: int, request: Generate) -> None: ...
 
     def abort(self, ticket: int) -> None:
-        """Forget a request; one that is over or was never there is no error."""
+        """Forget a request. It is not an error if it is over or was never added."""
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
-        """Serve this policy: in place within a run, whose requests go on; from scratch for another run.
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
+        """Serve this policy. Within a run weights change in place and requests go on; another run starts from scratch.
 
-        `tell` is given stages of what takes long. Raises `EngineFault`; never serves under a wrong label.
+        A slow load calls `report_stage` with each of its stages. Raises `EngineFault`; never serves weights under a
+        wrong version.
         """
 
     async def unload(self) -> None:
-        """Serve nothing, and give the memory back. Open requests end with a fault."""
+        """Stop serving and release the memory. Open requests end with a fault."""
 
     async def metrics(self) -> Mapping[str, float]:
-        """By name; those that end in `_total` only grow."""
+        """Return metrics by name. Those whose names end in `_total` only grow."""
 
     async def stop(self) -> None:
-        """End everything. Open requests end with a fault that may be tried elsewhere."""
+        """End everything. Open requests end with a fault that allows a retry elsewhere."""

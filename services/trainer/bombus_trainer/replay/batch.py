@@ -10,7 +10,8 @@ import msgspec
 
 from bombus.bus import BlobMissing
 from bombus.errors import BombusError, LogCorrupted
-from bombus.replay.source import Source, add_source_arguments, open_source
+from bombus.replay.opening import add_source_arguments, open_source
+from bombus.replay.source import Source
 from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.sample_files import SUFFIXES, write

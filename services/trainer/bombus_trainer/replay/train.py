@@ -13,7 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 from bombus.config.flags import made_of_flags
 from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
-from bombus.replay.source import Source, add_source_arguments, open_source
+from bombus.replay.opening import add_source_arguments, open_source
+from bombus.replay.source import Source
 from bombus_trainer.loading import load_executor
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions

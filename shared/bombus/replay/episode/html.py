@@ -1,4 +1,4 @@
-"""An episode as one page of HTML that needs nothing else: no script, no font, no network. All text in it is escaped."""
+"""An episode as one self-contained page of HTML: no script, no font, no network. All text in it is escaped."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -7,47 +7,47 @@ from math import exp
 from typing import Any
 
 from bombus.replay.episode.style import STYLE
-from bombus.replay.episode.text import became, branches, extends, facts
-from bombus.replay.episode.tree import Reply, Token, Told, Turn
+from bombus.replay.episode.text import branch_lines, extends, facts, outcome
+from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def page(told: Told, where: str) -> str:
-    """The whole document; `where` names the log that it was made from."""
-    largest = max((abs(turn.advantage) for turn in told.turns if turn.advantage is not None), default=0.0)
+def page(transcript: EpisodeTranscript, where: str) -> str:
+    """Return the whole document; `where` names the log that it was made from."""
+    largest = max((abs(turn.advantage) for turn in transcript.turns if turn.advantage is not None), default=0.0)
     body = [
-        _head(told),
-        *(_turn(turn, largest) for turn in told.turns),
-        *(f'<p class="note">{_text(note)}</p>' for note in (*told.lost, *told.notes)),
-        f"<footer>bombus replay episode {_text(told.story.id)} · {_text(where)}</footer>",
+        _head(transcript),
+        *(_turn(turn, largest) for turn in transcript.turns),
+        *(f'<p class="note">{_text(note)}</p>' for note in (*transcript.lost, *transcript.notes)),
+        f"<footer>bombus replay episode {_text(transcript.story.id)} · {_text(where)}</footer>",
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_text(told.story.id)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{_text(transcript.story.id)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(body)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
 def _text(text: str) -> str:
-    """Escaped; characters that would show as nothing are spelled out."""
+    """Escape a text; characters that would be invisible are spelled out."""
     visible = "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
     return escape(visible, quote=True)
 
 
-def _head(told: Told) -> str:
-    story = told.story
+def _head(transcript: EpisodeTranscript) -> str:
+    story = transcript.story
     rows = "".join(f"<dt>{_text(name)}</dt><dd>{_text(value)}</dd>" for name, value in facts(story))
     lines = "".join(
         f"<dt>branch {number}</dt><dd>{' → '.join(_link(int(turn)) for turn in line.split(' -> '))}</dd>"
-        for number, line in enumerate(branches(told), 1)
+        for number, line in enumerate(branch_lines(transcript), 1)
     )
     return f"""<header>
 <h1>episode {_text(story.id)}</h1>
-<p class="became">{_text(became(story))}</p>
+<p class="became">{_text(outcome(story))}</p>
 <dl>{rows}{lines}</dl>
 <fieldset>
 <legend>tokens coloured by</legend>
@@ -109,7 +109,7 @@ def _call(function: Mapping[str, Any]) -> str:
     return f'<pre class="call">{_text(name)}({_text(arguments)})</pre>'
 
 
-def _reply(reply: Reply, turn: Turn, largest: float) -> str:
+def _reply(reply: TurnReply, turn: Turn, largest: float) -> str:
     tokens = "".join(_token(token, turn.advantage, largest) for token in reply.tokens)
     calls = (reply.message or {}).get("tool_calls") or ()
     called = "".join(_call(call.get("function", {})) for call in calls)
@@ -120,17 +120,18 @@ def _reply(reply: Reply, turn: Turn, largest: float) -> str:
 
 
 def _token(token: Token, advantage: float | None, largest: float) -> str:
-    """`--u` is how unlikely it was, 0 to 1; `--a` the advantage's share of the largest of the episode."""
+    """Return a token as a `<span>`: `--u` is how unlikely it was, 0 to 1, and `--a` its advantage as a share of the
+    episode's largest."""
     mine = advantage if token.trained else None
     version = token.version if token.version >= 0 else "-"
-    said = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]
-    said.append(f"version {version}")
-    said.append("not trained" if not token.trained else "trained" if mine is None else f"advantage {mine:+.4f}")
+    figures = [f"token {token.id}", f"logprob {token.logprob:.4f} (p {exp(min(token.logprob, 0.0)):.3f})"]
+    figures.append(f"version {version}")
+    figures.append("not trained" if not token.trained else "trained" if mine is None else f"advantage {mine:+.4f}")
     share = abs(mine) / largest if mine is not None and largest else 0.0
     kind = f"t {_sign(mine)}" if token.trained else "t m"
     shown = _text(token.text).replace("\n", "↵\n") or "∅"
     style = f"--u:{1 - exp(min(token.logprob, 0.0)):.3f};--a:{share:.3f}"
-    return f'<span class="{kind}" style="{style}" title="{escape(" · ".join(said))}">{shown}</span>'
+    return f'<span class="{kind}" style="{style}" title="{escape(" · ".join(figures))}">{shown}</span>'
 
 
 def _sign(advantage: float | None) -> str:

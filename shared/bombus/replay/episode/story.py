@@ -1,4 +1,4 @@
-"""What became of one episode: its events, picked out of the fold of a log."""
+"""The story of one episode: its events, picked out while a log is folded."""
 
 from contextlib import aclosing
 
@@ -12,8 +12,8 @@ from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 
 
-class Story(msgspec.Struct, kw_only=True):
-    """`fate` says what became of it after it ended, in a clause. Times are nanoseconds since the epoch."""
+class EpisodeStory(msgspec.Struct, kw_only=True):
+    """`fate` is a clause on what happened to the episode after it ended. Times are nanoseconds since the epoch."""
 
     id: str
     engine: str
@@ -27,44 +27,46 @@ class Story(msgspec.Struct, kw_only=True):
     outcome: Outcome | None = None
     aborted: ev.EpisodeAborted | None = None
     fate: str = ""
-    step: int = 0  # that trained it
+    step: int = 0  # the one that trained it
     group: ev.BatchGroup | None = None
     calls: dict[CallRef, NotedCall] = {}  # in the order in which they were noted
     config: ev.EngineConfigured | None = None
     tokenizer: str = ""
 
     def belongs(self, ref: CallRef) -> bool:
-        """Whether a call is one of those that the episode ended with (R7); while it runs, whether it was in time."""
+        """Whether a call is one of those that the episode ended with (R7); while the episode runs, whether the call was
+        in time."""
         if self.outcome is not None:
             return ref in self.outcome.calls
         noted = self.calls.get(ref)
         return noted is not None and not noted.late
 
 
-async def tell(source: Source, episode: str) -> Story:
-    """Read the log for an episode. Raises `NotOnLog`, naming those that there are, when it is not there."""
+async def read_story(source: Source, episode: str) -> EpisodeStory:
+    """Read the whole log for one episode. Raises `NotOnLog`, naming the episodes that there are, when it has no such
+    one."""
     hive, position = await source.base()
-    teller = _Teller(episode, hive, position)
+    reader = _StoryReader(episode, hive, position)
     async with aclosing(source.events()) as entries:
         async for entry in entries:
-            teller.take(entry)
-    return teller.story()
+            reader.take(entry)
+    return reader.story()
 
 
-class _Teller:
+class _StoryReader:
     def __init__(self, episode: str, hive: Hive, position: int) -> None:
         self._id = episode
         self._hive = hive
         self._seen = EpisodesSeen(position)
-        self._story: Story | None = None
-        for name in hive.engines:  # of a compacted log: what is still open was claimed before its base
+        self._story: EpisodeStory | None = None
+        for name in hive.engines:  # on a compacted log, an open episode may have been claimed before its base
             self._begin(name)
 
     def take(self, entry: Logged) -> None:
         event = entry.event
         self._seen.note(event)
         before = self._hive.engines.get(event.engine)
-        waited = before is not None and self._id in before.pool
+        was_in_pool = before is not None and self._id in before.pool
         evolve(self._hive, event)
         if isinstance(event, ev.EpisodeClaimed) and self._id in event.episodes:
             self._begin(event.engine)
@@ -73,17 +75,17 @@ class _Teller:
             return
         self._note(story, event)
         engine = self._hive.engines[event.engine]
-        if waited and self._id not in engine.pool:
+        if was_in_pool and self._id not in engine.pool:
             _left_the_pool(story, event, entry.seq)
 
-    def story(self) -> Story:
+    def story(self) -> EpisodeStory:
         if self._story is None:
             self._seen.check(self._id)
             raise AssertionError("an episode that was claimed has a story")
         story = self._story
         if story.outcome is not None and not story.fate:
-            waits = self._id in self._hive.engines[story.engine].pool
-            story.fate = "waits in the pool" if waits else "measured its policy version, and was not trained"
+            in_pool = self._id in self._hive.engines[story.engine].pool
+            story.fate = "waits in the pool" if in_pool else "measured its policy version, and was not trained"
         return story
 
     def _begin(self, name: str) -> None:
@@ -91,7 +93,7 @@ class _Teller:
         found: Episode | None = engine.open.get(self._id)
         if found is None:
             return
-        self._story = Story(
+        self._story = EpisodeStory(
             id=found.id,
             engine=name,
             run=engine.run,
@@ -105,7 +107,7 @@ class _Teller:
             tokenizer=engine.weights.weights.tokenizer if engine.weights is not None else "",
         )
 
-    def _note(self, story: Story, event: AnyEvent) -> None:
+    def _note(self, story: EpisodeStory, event: AnyEvent) -> None:
         match event:
             case ev.CallsNoted():
                 story.calls |= {call.ref: call for call in event.calls if call.episode == self._id}
@@ -117,7 +119,7 @@ class _Teller:
                 story.aborted, story.over_ns = event, event.at_ns
 
 
-def _left_the_pool(story: Story, event: AnyEvent, seq: int) -> None:
+def _left_the_pool(story: EpisodeStory, event: AnyEvent, seq: int) -> None:
     match event:
         case ev.BatchReady():
             story.step = event.step
@@ -128,4 +130,4 @@ def _left_the_pool(story: Story, event: AnyEvent, seq: int) -> None:
         case ev.GroupDropped() | ev.PoolCleared():
             story.fate = f"dropped untrained: {event.reason} (event {seq})"
         case _:
-            story.fate = f"left the pool untrained when its run was over (event {seq})"
+            story.fate = f"left the pool untrained when its run ended (event {seq})"

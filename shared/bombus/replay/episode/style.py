@@ -1,4 +1,4 @@
-"""How an episode's page looks, in light and in dark."""
+"""The style sheet of an episode's page, light and dark."""
 
 STYLE = """
 :root {

@@ -1,25 +1,25 @@
-"""An episode in a terminal. Colour is an option: what it says is also said in words."""
+"""An episode in a terminal. Colour is optional: everything that colour shows is also in words."""
 
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bombus.hive.status import duration, one_line, seconds_between
-from bombus.replay.episode.story import Story
-from bombus.replay.episode.tree import Reply, Token, Told, Turn
+from bombus.replay.episode.story import EpisodeStory
+from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply
 from bombus.replay.moments import clock, date
 
 DIM, BOLD, GREEN, RED, RESET = "\x1b[2m", "\x1b[1m", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
-def text(told: Told, tokens_max: int, colour: bool) -> Iterator[str]:
-    """Lines. `tokens_max` is how many tokens of a reply are listed one by one."""
+def text(transcript: EpisodeTranscript, tokens_max: int, colour: bool) -> Iterator[str]:
+    """Yield lines. `tokens_max` is how many tokens of each reply are listed one by one."""
     paint = _Paint(colour)
-    yield from head(told, paint)
-    for turn in told.turns:
+    yield from head(transcript, paint)
+    for turn in transcript.turns:
         yield ""
         yield from _turn(turn, tokens_max, paint)
-    for line in (*told.lost, *told.notes):
+    for line in (*transcript.lost, *transcript.notes):
         yield f"\nnote: {one_line(line)}"
 
 
@@ -31,8 +31,8 @@ class _Paint:
         return f"{code}{text}{RESET}" if self._colour else text
 
 
-def became(story: Story) -> str:
-    """What became of an episode, in a clause."""
+def outcome(story: EpisodeStory) -> str:
+    """Say in a clause how an episode ended."""
     if story.aborted is not None:
         detail = f" ({story.aborted.detail})" if story.aborted.detail else ""
         return f"aborted: {story.aborted.reason}{detail}"
@@ -42,9 +42,12 @@ def became(story: Story) -> str:
     return f"ended with reward {story.outcome.reward:g}{success}; {story.fate}"
 
 
-def facts(story: Story) -> list[tuple[str, str]]:
-    """Everything about an episode but its calls, by name."""
-    took = f", {duration(seconds_between(story.claimed_ns, story.over_ns))} later" if story.over_ns else ""
+def facts(story: EpisodeStory) -> list[tuple[str, str]]:
+    """Return everything about an episode but its calls, as (name, value)."""
+    claimed = f"{date(story.claimed_ns)} {clock(story.claimed_ns)}"
+    if story.over_ns:
+        took = duration(seconds_between(story.claimed_ns, story.over_ns))
+        claimed += f"; over {clock(story.over_ns)}, {took} later"
     rows = [
         ("task", story.task or "-"),
         ("client", story.client),
@@ -52,17 +55,13 @@ def facts(story: Story) -> list[tuple[str, str]]:
             "engine",
             f"{story.engine}, run {story.run}, {story.type} episode, policy version {story.version} at the claim",
         ),
-        ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}; over {clock(story.over_ns)}{took}"),
+        ("claimed", claimed),
     ]
-    if not story.over_ns:
-        rows[-1] = ("claimed", f"{date(story.claimed_ns)} {clock(story.claimed_ns)}")
     if story.outcome is not None:
-        outcome = story.outcome
-        if outcome.call_rewards is not None:
-            rows.append(
-                ("rewards", ", ".join(f"{reward:g}" for reward in outcome.call_rewards) + " (one for each call)")
-            )
-        for name, values in (("metadata", outcome.metadata), ("metrics", outcome.log_metrics)):
+        rewards = story.outcome.call_rewards
+        if rewards is not None:
+            rows.append(("rewards", ", ".join(f"{reward:g}" for reward in rewards) + " (one for each call)"))
+        for name, values in (("metadata", story.outcome.metadata), ("metrics", story.outcome.log_metrics)):
             if values:
                 rows.append((name, json.dumps(values, ensure_ascii=False)))
     if story.group is not None:
@@ -71,27 +70,27 @@ def facts(story: Story) -> list[tuple[str, str]]:
     return [(name, one_line(value)) for name, value in rows]
 
 
-def branches(told: Told) -> list[str]:
-    """How the turns hang together, a line for each branch; nothing when each extends the one before."""
-    lines = told.lines()
-    if len(lines) < 2:
+def branch_lines(transcript: EpisodeTranscript) -> list[str]:
+    """Return the numbers of the turns of each branch; nothing when there is only one branch."""
+    branches = transcript.branches()
+    if len(branches) < 2:
         return []
-    return [" -> ".join(str(number) for number in line) for line in lines]
+    return [" -> ".join(map(str, branch)) for branch in branches]
 
 
-def head(told: Told, paint: _Paint) -> Iterator[str]:
-    story = told.story
-    yield paint(BOLD, f"episode {one_line(story.id)}: {one_line(became(story))}")
+def head(transcript: EpisodeTranscript, paint: _Paint) -> Iterator[str]:
+    story = transcript.story
+    yield paint(BOLD, f"episode {one_line(story.id)}: {one_line(outcome(story))}")
     for name, value in facts(story):
         yield f"  {name:<9} {value}"
-    yield f"  {'calls':<9} {len(told.turns)}"
-    for number, line in enumerate(branches(told), 1):
+    yield f"  {'calls':<9} {len(transcript.turns)}"
+    for number, line in enumerate(branch_lines(transcript), 1):
         yield f"  {'branch ' + str(number):<9} calls {line}"
 
 
 def extends(turn: Turn) -> str:
     if not turn.parent:
-        return "a line of its own"
+        return "starts a branch"
     choice = f", reply {turn.parent_reply + 1}" if turn.parent_reply else ""
     return f"extends call {turn.parent}{choice}"
 
@@ -101,8 +100,8 @@ def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
     yield paint(BOLD, f"call {turn.number}") + f"  {turn.call}{one_line(role)}"
     sampled = sum(len(reply.tokens) for reply in turn.replies)
     prompt = f"{turn.prompt_tokens} prompt tokens ({turn.prompt_added} of them new)"
-    asked = f"{sampled} sampled at temperature {turn.sampling.temperature:g}"
-    yield f"  {extends(turn)}; {prompt}, {asked}, {turn.seconds:.2f} s"
+    completion = f"{sampled} sampled at temperature {turn.sampling.temperature:g}"
+    yield f"  {extends(turn)}; {prompt}, {completion}, {turn.seconds:.2f} s"
     if turn.untrained:
         yield paint(DIM, f"  not trained: {turn.untrained}")
     elif turn.advantage is not None:
@@ -118,7 +117,7 @@ def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
 
 
 def message_lines(message: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """A message as its role (or another name) and its text, tool calls one a line."""
+    """Yield a message as its role (or `name`) and its text, with one line for each tool call."""
     role = name or one_line(str(message.get("role", "?")))
     content = message.get("content")
     if content or not message.get("tool_calls"):
@@ -137,7 +136,7 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
     return f"{function.get('name', '?')}: {function.get('description', '')}"
 
 
-def _reply(reply: Reply, name: str, tokens_max: int, turn: Turn, paint: _Paint) -> Iterator[str]:
+def _reply(reply: TurnReply, name: str, tokens_max: int, turn: Turn, paint: _Paint) -> Iterator[str]:
     if reply.message is not None:
         yield from message_lines(reply.message, name)
     else:

@@ -1,1 +1,1 @@
-"""A vLLM or SGLang server elsewhere, reached over HTTP."""
+"""The openai backend: an external vLLM or SGLang server, reached over HTTP."""

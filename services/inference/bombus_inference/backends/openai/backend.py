@@ -1,27 +1,28 @@
-"""A server elsewhere as an engine: somebody else runs it, and this replica speaks for it to the hive.
+"""The openai backend: an external server, which somebody else runs and this replica represents in the hive.
 
-Before its weights change, its open requests are let finish: no answer ever mixes versions, so each has exactly one.
+Open requests finish before the server's weights change, so no answer mixes versions.
 """
 
 import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 
 import httpx
 import msgspec
 
 from bombus.errors import Code, EngineFault
 from bombus.hive.generation import Fault, Generate
-from bombus_inference.backends.answers import Answer
-from bombus_inference.backends.http_calls import Calls, EngineGone, Frames
-from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.openai.probe import lacks
-from bombus_inference.backends.openai.servers import Server, recognise
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell
-from bombus_inference.backends.vllm.wire import Label
+from bombus_inference.backends.answers import FrameAssembler
+from bombus_inference.backends.http_calls import BackendFailed, FrameBatches, HttpCalls
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.openai.probe import find_missing
+from bombus_inference.backends.openai.servers import Server, detect_server
+from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, ReportStage
+from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import read_config
-from bombus_inference.settings import EngineSettings, OpenAISettings
+from bombus_inference.settings import ComputeSettings, OpenAISettings
 
 log = logging.getLogger(__name__)
 
@@ -31,20 +32,20 @@ DRAINED = Fault(why="the server's weights change, and this call took too long", 
 class OpenAIBackend:
     loads_adapters = False
 
-    def __init__(self, engine: EngineSettings, settings: OpenAISettings, deliver: Deliver) -> None:
+    def __init__(self, compute: ComputeSettings, settings: OpenAISettings, deliver: Deliver) -> None:
         self.run = 0
         self.version = -1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
-        self._engine = engine
+        self._compute = compute
         self._settings = settings
         self._client = httpx.AsyncClient(
             base_url=settings.url, headers=_headers(settings), timeout=None, limits=httpx.Limits(max_connections=None)
         )
-        self._calls = Calls(deliver, engine.max_running + engine.max_waiting)
+        self._calls = HttpCalls(deliver, compute.max_running + compute.max_waiting)
         self._limits = Limits(0, 0, 0, 0)
         self._server: Server | None = None
-        self._label = ""  # what the server calls the weights that it has from us
+        self._label = ""  # the label under which the server loaded our weights
         self._swaps = 0
 
     # ---- requests ---------------------------------------------------------------------------------------------
@@ -54,45 +55,45 @@ class OpenAIBackend:
         if server is None or self.version < 0:
             self._calls.refuse(ticket, NOTHING_LOADED)
             return
-        self._calls.add(ticket, request, self.run, self._limits, lambda asked, prompt: self._ask(server, asked, prompt))
+        self._calls.add(ticket, request, self.run, self._limits, partial(self._generate, server))
 
     def abort(self, ticket: int) -> None:
         self._calls.abort(ticket)
 
-    async def _ask(self, server: Server, request: Generate, prompt: list[int]) -> Frames:
-        answer = Answer(request, self.version, lambda: True)
-        async for some in server.ask(request, prompt, self._limits.tokens_max(request, prompt)):
-            for seen in some:
-                if seen.label and self._label and seen.label != self._label:
-                    raise EngineGone(f"somebody else changed the server's weights: they are {seen.label!r} now")
-                if frames := answer.take(seen.portion(request.sampling.top_logprobs)):
+    async def _generate(self, server: Server, request: Generate, prompt: list[int]) -> FrameBatches:
+        assembler = FrameAssembler(request, self.version, lambda: True)
+        async for choices in server.generate(request, prompt, self._limits.tokens_max(request, prompt)):
+            for choice in choices:
+                if choice.label and self._label and choice.label != self._label:
+                    raise BackendFailed(f"somebody else changed the server's weights: they are {choice.label!r} now")
+                if frames := assembler.take(choice.delta(request.sampling.top_logprobs)):
                     yield frames
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
-        """Weights go by the server's own route, from a folder that it must see as well."""
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
+        """Load the weights by the server's own route, from a folder that the server must see too."""
         if self.version >= 0 and self.run != policy.run:
             await self.unload()
         config = await asyncio.to_thread(read_config, policy.folder)
-        server = self._server or await recognise(self._client, self._settings.model)
+        server = self._server or await detect_server(self._client, self._settings.model)
         self._check_may_serve(server, policy)
         await self._drain()
-        self.version = -1  # what it serves from here on is not known until it has said so
-        await tell(f"loading version {policy.version} into {self._settings.url}")
+        self.version = -1  # until the server confirms the load, its version is unknown
+        await report_stage(f"loading version {policy.version} into {self._settings.url}")
         await self._load(server, policy)
         if self._server is None:
-            missing = await lacks(server, policy.folder, config.vocabulary)
+            missing = await find_missing(server, policy.folder, config.vocabulary)
             if missing:
                 raise EngineFault(f"{self._settings.url} lacks what training needs: {'; '.join(missing)}")
-        longest = self._engine.length_within(policy.max_model_len, config.context, server.context or config.context)
+        longest = self._compute.length_within(policy.max_model_len, config.context, server.context or config.context)
         if self._server is None and longest == server.context < policy.max_model_len:
             log.warning(
-                "sequences end at %d tokens and not at the job's %d: the server at %s takes no longer ones",
+                "sequences end at %d tokens and not at the job's %d: the server at %s takes none that are longer",
                 *(longest, policy.max_model_len, self._settings.url),
                 extra={"run": policy.run},
             )
-        self._limits = Limits(longest, config.vocabulary, self._engine.choices_max, self._engine.max_waiting)
+        self._limits = Limits(longest, config.vocabulary, CHOICES_MAX, self._compute.max_waiting)
         self._server, self.run, self.version = server, policy.run, policy.version
 
     def _check_may_serve(self, server: Server, policy: Policy) -> None:
@@ -106,22 +107,22 @@ class OpenAIBackend:
         log.warning("%s has no way to load weights: it is taken to serve the job's model as it is", self._settings.url)
 
     async def _drain(self) -> None:
-        """No answer is open afterwards. What takes too long is ended, and may be tried elsewhere."""
+        """Wait until no request is open. Those that take too long end with a fault that allows a retry elsewhere."""
         if self.version < 0:
             return
-        version, self.version = self.version, -1  # takes nothing new in
-        if not await self._calls.drained(self._settings.drain_s):
+        version, self.version = self.version, -1  # takes no new requests
+        if not await self._calls.drain(self._settings.drain_s):
             log.warning("%d calls of version %d are ended", len(self._calls), version)
             self._calls.end_all(DRAINED)
 
     async def _load(self, server: Server, policy: Policy) -> None:
         if not server.can_load:
             return
-        self._label = str(Label(policy.run, policy.version))
+        self._label = str(WeightLabel(policy.run, policy.version))
         self._swaps += 1
         try:
             await server.load(policy.folder.absolute(), self._label, self._settings.update_s)
-        except (EngineGone, httpx.HTTPError, msgspec.MsgspecError) as error:
+        except (BackendFailed, httpx.HTTPError, msgspec.MsgspecError) as error:
             raise EngineFault(
                 f"{self._settings.url} could not load {policy.folder}, which it must see under the same path: "
                 f"{str(error) or type(error).__name__}"
@@ -129,7 +130,7 @@ class OpenAIBackend:
 
     async def unload(self) -> None:
         self.version = -1
-        self._server = None  # it may be another by the next run
+        self._server = None  # it may be another one in the next run
         self._calls.end_all(UNLOADED)
 
     async def stop(self) -> None:
@@ -142,7 +143,7 @@ class OpenAIBackend:
 
 
 def _headers(settings: OpenAISettings) -> dict[str, str]:
-    """Raises `EngineFault` when the key's variable is not set."""
+    """Return the headers with the server's key. Raises `EngineFault` if the key's variable is not set."""
     if not settings.api_key_env:
         return {}
     if not os.environ.get(settings.api_key_env):

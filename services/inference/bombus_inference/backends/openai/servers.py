@@ -1,4 +1,4 @@
-"""The two kinds of servers elsewhere behind one small face: what they are asked, and how they get new weights."""
+"""The two kinds of external servers behind one protocol: how they generate, and how they load new weights."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -11,62 +11,67 @@ from msgspec import Struct
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
-from bombus_inference.backends.http_calls import JSON, EngineGone, check_answer, server_sent
-from bombus_inference.backends.openai.wire import Seen, completions_body, completions_seen, sglang_body, sglang_seen
+from bombus_inference.backends.http_calls import JSON, BackendFailed, check_answer, server_sent
+from bombus_inference.backends.openai.wire import (
+    ServerChoice,
+    completions_body,
+    parse_completions,
+    parse_sglang,
+    sglang_body,
+)
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 10.0
+DETECT_TIMEOUT_S = 10.0
+
+ServerChoices = AsyncIterator[list[ServerChoice]]
 
 
 class Server(Protocol):
-    """`can_load` is whether it has a way to change its weights; `context` is its limit in tokens, 0 if not known."""
+    """`can_load` says whether it has a route to change its weights; `context` is its limit in tokens, 0 if unknown."""
 
-    name: str
     can_load: bool
     context: int
 
-    def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
-        """What it says, as it comes. Raises `EngineGone`, `Refused` or `httpx.HTTPError`."""
+    def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
+        """Yield parts of the answer as they arrive. Raises `BackendFailed`, `Refused` or `httpx.HTTPError`."""
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
-        """Weights from a folder that it sees as well. Raises `EngineGone` or `httpx.HTTPError`."""
+        """Load weights from a folder that the server sees too. Raises `BackendFailed` or `httpx.HTTPError`."""
 
 
-class Model(Struct):
+class ListedModel(Struct):
     id: str
     max_model_len: int | None = None
 
 
-class Models(Struct):
-    data: list[Model]
+class ModelList(Struct):
+    data: list[ListedModel]
 
 
-class Loaded(Struct):
+class SglangUpdate(Struct):
     success: bool = False
     message: str = ""
 
 
 class CompletionsServer:
-    """vLLM's, or any that takes and returns token ids as vLLM's does. Weights change by vLLM's development routes."""
+    """vLLM, or another server with vLLM's completions of token ids. Weights change by vLLM's development routes."""
 
-    name = "a server with /v1/completions"
-
-    def __init__(self, client: httpx.AsyncClient, model: Model, can_load: bool) -> None:
+    def __init__(self, client: httpx.AsyncClient, model: ListedModel, can_load: bool) -> None:
         self.can_load = can_load
         self.context = model.max_model_len or 0
         self._client = client
         self._model = model.id
 
-    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
+    async def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
         body = completions_body(self._model, request, prompt, tokens_max)
         async with self._client.stream("POST", "/v1/completions", content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
-                yield completions_seen(await response.aread())
+                yield parse_completions(await response.aread())
                 return
             async for event in server_sent(response):
-                yield completions_seen(event)
+                yield parse_completions(event)
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -77,47 +82,47 @@ class CompletionsServer:
         ):
             response = await self._client.post(path, json=json, timeout=timeout_s)
             if response.status_code != 200 or b'"success":false' in response.content:
-                raise EngineGone(f"{path} answered {response.status_code}: {response.text[:400]}")
+                raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")
 
 
 class SglangServer:
-    name = "an SGLang server"
     can_load = True
     context = 0
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
 
-    async def ask(self, request: Generate, prompt: list[int], tokens_max: int) -> AsyncIterator[list[Seen]]:
+    async def generate(self, request: Generate, prompt: list[int], tokens_max: int) -> ServerChoices:
         body = sglang_body(request, prompt, tokens_max)
         response = await self._client.post("/generate", content=body, headers=JSON)
         await check_answer(response)
-        yield sglang_seen(response.content)
+        yield parse_sglang(response.content)
 
     async def load(self, folder: Path, label: str, timeout_s: float) -> None:
         wanted = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
         response = await self._client.post("/update_weights_from_disk", json=wanted, timeout=timeout_s)
         if response.status_code not in (200, 400):
-            raise EngineGone(f"/update_weights_from_disk answered {response.status_code}: {response.text[:400]}")
-        loaded = msgspec.json.decode(response.content, type=Loaded)
+            raise BackendFailed(f"/update_weights_from_disk answered {response.status_code}: {response.text[:400]}")
+        loaded = msgspec.json.decode(response.content, type=SglangUpdate)
         if not loaded.success:
-            raise EngineGone(f"it did not load the weights: {loaded.message}")
+            raise BackendFailed(f"it did not load the weights: {loaded.message}")
 
 
-async def recognise(client: httpx.AsyncClient, model: str) -> Server:
-    """Which kind of server answers. Raises `EngineFault` when none does, or none that is known."""
+async def detect_server(client: httpx.AsyncClient, model: str) -> Server:
+    """Find out which kind of server answers. Raises `EngineFault` if none does, or an unknown one."""
     where = str(client.base_url).rstrip("/")
     try:
         for path in ("/model_info", "/get_model_info"):
-            if (await client.get(path, timeout=LOOK_S)).status_code == 200:
+            if (await client.get(path, timeout=DETECT_TIMEOUT_S)).status_code == 200:
                 return SglangServer(client)
-        response = await client.get("/v1/models", timeout=LOOK_S)
+        response = await client.get("/v1/models", timeout=DETECT_TIMEOUT_S)
         if response.status_code != 200:
             raise EngineFault(
-                f"{where} answers {response.status_code} at /v1/models: it is no vLLM or SGLang server, or wants a key"
+                f"{where} answers {response.status_code} at /v1/models: it is not a vLLM or SGLang server, "
+                "or it wants a key"
             )
-        models = msgspec.json.decode(response.content, type=Models).data
-        can_load = (await client.get("/weight_info", timeout=LOOK_S)).status_code == 200
+        models = msgspec.json.decode(response.content, type=ModelList).data
+        can_load = (await client.get("/weight_info", timeout=DETECT_TIMEOUT_S)).status_code == 200
     except (httpx.HTTPError, msgspec.MsgspecError) as error:
         raise EngineFault(f"no server can be used at {where}: {str(error) or type(error).__name__}") from error
     found = next((one for one in models if not model or one.id == model), None)

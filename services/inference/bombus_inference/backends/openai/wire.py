@@ -1,6 +1,7 @@
-"""The words of servers elsewhere: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`. Pure translation.
+"""The wire formats of external servers: vLLM's `/v1/completions` with token ids, and SGLang's `/generate`.
 
-SGLang's are those of its documentation on the native API, sampling parameters and use for RL (docs.sglang.io).
+Pure translation. SGLang's format follows its documentation on the native API, sampling parameters and use for RL
+(docs.sglang.io).
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,9 @@ import msgspec
 from msgspec import Struct
 
 from bombus.hive.generation import Generate
-from bombus_inference.backends.answers import Portion, likeliest
-from bombus_inference.backends.http_calls import EngineGone
-from bombus_inference.backends.vllm.wire import Problem, Usage
+from bombus_inference.backends.answers import ChoiceDelta, most_likely
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.wire import ServerAnswer
 
 TOKEN_PREFIX = "token_id:"
 
@@ -20,8 +21,8 @@ _encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What a server says of one choice, None where it says nothing. `label` is its name for the weights."""
+class ServerChoice:
+    """One choice of a server's answer. What the server does not report is None; `label` is its name for the weights."""
 
     choice: int
     text: str = ""
@@ -32,12 +33,12 @@ class Seen:
     cached: int = 0
     label: str = ""
 
-    def portion(self, top_logprobs: int) -> Portion:
-        """Raises `EngineGone` when it lacks what a trainer needs."""
+    def delta(self, top_logprobs: int) -> ChoiceDelta:
+        """Return what a trainer needs of it. Raises `BackendFailed` if some of that is missing."""
         if self.tokens is None or self.logprobs is None:
-            raise EngineGone("the server gives no token ids, or no logprobs")
-        tops = [likeliest(row, top_logprobs) for row in self.tops] if top_logprobs else []
-        return Portion(
+            raise BackendFailed("the server gives no token ids, or no logprobs")
+        tops = [most_likely(row, top_logprobs) for row in self.tops] if top_logprobs else []
+        return ChoiceDelta(
             choice=self.choice,
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -47,7 +48,7 @@ class Seen:
         )
 
 
-# ---- /v1/completions ----------------------------------------------------------------------------------------------
+# ---- /v1/completions ------------------------------------------------------------------------------------------
 
 
 class CompletionLogprobs(Struct):
@@ -63,17 +64,15 @@ class CompletionChoice(Struct):
     finish_reason: str | None = None
 
 
-class Completion(Struct):
-    choices: list[CompletionChoice] = []
-    usage: Usage | None = None
-    error: Problem | None = None
+class TextCompletion(ServerAnswer):
+    choices: list[CompletionChoice] = msgspec.field(default_factory=list)
 
 
-_completions = msgspec.json.Decoder(Completion)
+_completions = msgspec.json.Decoder(TextCompletion)
 
 
 def completions_body(model: str, request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """`tokens_max` is of prompt and completion together."""
+    """Return the request's body. `tokens_max` is the limit of prompt and completion together."""
     sampling = request.sampling
     body: dict[str, object] = {
         "model": model,
@@ -96,25 +95,25 @@ def completions_body(model: str, request: Generate, prompt: list[int], tokens_ma
     return _encoder.encode(body)
 
 
-def completions_seen(data: bytes) -> list[Seen]:
-    """Of one event or answer. Raises `EngineGone`."""
+def parse_completions(data: bytes) -> list[ServerChoice]:
+    """Parse one event or answer. Raises `BackendFailed`."""
     answer = _completions.decode(data)
-    if answer.error is not None:
-        raise EngineGone(answer.error.message)
-    details = answer.usage.prompt_tokens_details if answer.usage is not None else None
-    cached = (details.cached_tokens or 0) if details is not None else 0
-    return [_completion_seen(choice, cached) for choice in answer.choices]
+    answer.check()
+    return [_completion_choice(choice, answer.cached_prompt_tokens) for choice in answer.choices]
 
 
-def _completion_seen(choice: CompletionChoice, cached: int) -> Seen:
-    given = choice.logprobs
-    logprobs = None if given is None or None in given.token_logprobs else [one or 0.0 for one in given.token_logprobs]
-    return Seen(
+def _completion_choice(choice: CompletionChoice, cached: int) -> ServerChoice:
+    reported = choice.logprobs
+    if reported is None or None in reported.token_logprobs:
+        logprobs = None
+    else:
+        logprobs = [one or 0.0 for one in reported.token_logprobs]
+    return ServerChoice(
         choice=choice.index,
         text=choice.text,
         tokens=choice.token_ids,
         logprobs=logprobs,
-        tops=[_by_token(row or {}) for row in (given.top_logprobs or [])] if given is not None else [],
+        tops=[_by_token(row or {}) for row in (reported.top_logprobs or [])] if reported is not None else [],
         finish=choice.finish_reason,
         cached=cached,
     )
@@ -124,12 +123,12 @@ def _by_token(row: dict[str, float]) -> list[tuple[int, float]]:
     try:
         return [(int(token.removeprefix(TOKEN_PREFIX)), logprob) for token, logprob in row.items()]
     except ValueError as error:
-        raise EngineGone("the alternatives are words, not token ids") from error
+        raise BackendFailed("the alternatives are words, not token ids") from error
 
 
-# ---- SGLang's /generate -------------------------------------------------------------------------------------------
+# ---- SGLang's /generate ---------------------------------------------------------------------------------------
 
-Scored = tuple[float, int, str | None]
+SglangLogprob = tuple[float, int, str | None]
 
 
 class SglangFinish(Struct):
@@ -139,8 +138,8 @@ class SglangFinish(Struct):
 
 class SglangMeta(Struct):
     finish_reason: SglangFinish | None = None
-    output_token_logprobs: list[Scored] | None = None
-    output_top_logprobs: list[list[Scored] | None] | None = None
+    output_token_logprobs: list[SglangLogprob] | None = None
+    output_top_logprobs: list[list[SglangLogprob] | None] | None = None
     cached_tokens: int = 0
     weight_version: str | None = None
 
@@ -154,7 +153,10 @@ _sglang = msgspec.json.Decoder(list[SglangChoice] | SglangChoice)
 
 
 def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
-    """Not streamed, since what a portion holds depends on the server's options. It has no seed of its own a request."""
+    """Return the request's body, which has no seed, since SGLang takes none with a request.
+
+    The answer is not streamed, because what its parts contain depends on the server's options.
+    """
     sampling = request.sampling
     parameters: dict[str, object] = {
         "n": request.n,
@@ -175,17 +177,17 @@ def sglang_body(request: Generate, prompt: list[int], tokens_max: int) -> bytes:
     return _encoder.encode(body)
 
 
-def sglang_seen(data: bytes) -> list[Seen]:
-    """The sampled ids are those that have logprobs: `output_ids` may lack a stop token."""
+def parse_sglang(data: bytes) -> list[ServerChoice]:
+    """Parse an answer. The sampled ids are those with logprobs, since `output_ids` may lack a stop token."""
     answer = _sglang.decode(data)
     choices = answer if isinstance(answer, list) else [answer]
-    return [_sglang_seen(number, choice) for number, choice in enumerate(choices)]
+    return [_sglang_choice(number, choice) for number, choice in enumerate(choices)]
 
 
-def _sglang_seen(number: int, choice: SglangChoice) -> Seen:
+def _sglang_choice(number: int, choice: SglangChoice) -> ServerChoice:
     meta = choice.meta_info
     scored = meta.output_token_logprobs
-    return Seen(
+    return ServerChoice(
         choice=number,
         text=choice.text,
         tokens=None if scored is None else [token for _, token, _ in scored],

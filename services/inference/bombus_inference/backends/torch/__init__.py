@@ -1,1 +1,1 @@
-"""The embedded engine: continuous batching over a paged KV cache with prefix reuse."""
+"""The torch backend: continuous batching over a paged KV cache with prefix reuse."""

@@ -1,7 +1,7 @@
-"""Attention over a paged KV cache, plugged into transformers' own models through its attention interface.
+"""Attention over a paged KV cache, plugged into the models of transformers through its attention interface.
 
-One forward pass takes the new tokens of all sequences in one row. Each layer first writes the keys and values of
-all of them into the cache and then attends, so a sequence may use a block that another one fills in the same pass.
+One forward pass takes the new tokens of all sequences in one row. Each layer first writes the keys and values of all
+of them to the cache and then attends, so a sequence may use a block that another one fills in the same pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
 from bombus.errors import EngineFault
-from bombus_inference.backends.torch.pool import Chunk, KvPool
+from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import LaneStep, Rows
 
 NAME = "bombus_paged"
@@ -25,7 +25,7 @@ RECTANGLE_MAX = 1 << 22  # elements of one bucket's mask
 
 
 def register() -> None:
-    """Make `attn_implementation="bombus_paged"` known to transformers. Calling it again changes nothing."""
+    """Register `attn_implementation="bombus_paged"` with transformers. Calling it again changes nothing."""
     AttentionInterface.register(NAME, paged_attention)
 
 
@@ -33,7 +33,7 @@ def register() -> None:
 class Bucket:
     """Chunks that attend as one rectangle: B rows of up to Q new tokens over up to L tokens of context.
 
-    `pad_BQ` maps the rectangle to this bucket's tokens and `take_T` back; None where it has no gaps.
+    `pad_BQ` maps the rectangle to this bucket's tokens and `take_T` back. Both are None if it needs no padding.
     """
 
     first: int
@@ -46,8 +46,8 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """One forward pass: its tokens in one row, where their keys and values go, and who attends to what."""
+class ForwardPlan:
+    """One forward pass: its tokens in one row, where their keys and values go, and what each of them attends to."""
 
     pool: KvPool
     order: list[int]  # chunk numbers, in the order of their tokens
@@ -58,8 +58,8 @@ class Plan:
     buckets: list[Bucket]
 
 
-def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[Chunk], heads: int) -> Plan:
-    """Lay out `chunks` for one forward pass of a model with `heads` query heads: lanes first, then buckets."""
+def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[SequenceChunk], heads: int) -> ForwardPlan:
+    """Lay out `chunks` for one forward pass of a model with `heads` query heads, lanes first, then buckets."""
     device = pool.layers[0].device
     groups = heads // pool.kv_heads
     order: list[int] = []
@@ -82,8 +82,8 @@ def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[Chunk], heads: i
 
 
 def _laid_out(
-    pool: KvPool, chunks: Sequence[Chunk], order: list[int], lanes: list[LaneStep], buckets: list[Bucket]
-) -> Plan:
+    pool: KvPool, chunks: Sequence[SequenceChunk], order: list[int], lanes: list[LaneStep], buckets: list[Bucket]
+) -> ForwardPlan:
     device = pool.layers[0].device
     size = pool.block_tokens
     tokens: list[int] = []
@@ -95,7 +95,7 @@ def _laid_out(
         tokens += chunk.tokens
         positions += range(chunk.start, chunk.end)
         slots += [blocks[at // size] * size + at % size for at in range(chunk.start, chunk.end)]
-    return Plan(
+    return ForwardPlan(
         pool=pool,
         order=order,
         tokens_1T=torch.tensor([tokens], device=device),
@@ -106,8 +106,8 @@ def _laid_out(
     )
 
 
-def _buckets(chunks: Sequence[Chunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
-    """Put chunks of similar shape together, so that little is padded. Single tokens never share with longer chunks."""
+def _buckets(chunks: Sequence[SequenceChunk], numbers: Sequence[int], groups: int) -> Iterator[list[int]]:
+    """Group chunks of similar shape, so that there is little padding. Single tokens never share with longer chunks."""
     members: list[int] = []
     queries = shortest = longest = 0
     for number in sorted(numbers, key=lambda number: _shape(chunks[number]), reverse=True):
@@ -132,11 +132,11 @@ def _buckets(chunks: Sequence[Chunk], numbers: Sequence[int], groups: int) -> It
         yield members
 
 
-def _shape(chunk: Chunk) -> tuple[int, int]:
+def _shape(chunk: SequenceChunk) -> tuple[int, int]:
     return len(chunk.tokens).bit_length(), chunk.end
 
 
-def _bucket(chunks: Sequence[Chunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
+def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
     rows = len(chunks)
     size = pool.block_tokens
     counts = [len(chunk.tokens) for chunk in chunks]
@@ -173,7 +173,7 @@ def _gaps(counts: list[int], queries: int, device: torch.device) -> tuple[Tensor
     return torch.tensor(pad, device=device), torch.tensor(take, device=device)
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -181,10 +181,10 @@ def paged_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    kv_plan: Plan,
+    kv_plan: ForwardPlan,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    """Attend for one layer: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
     pool = kv_plan.pool
     layer = module.layer_idx
     assert isinstance(layer, int)
@@ -202,7 +202,7 @@ def paged_attention(
 
 
 def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scaling: float) -> Tensor:
-    """One bucket's attention: [T, H, D]."""
+    """Return one bucket's output [T, H, D]."""
     keys, values = pool.gather(layer, bucket.table_N, bucket.rows)
     heads, dim = query_1HTD.shape[1], query_1HTD.shape[3]
     groups = heads // pool.kv_heads
@@ -212,7 +212,7 @@ def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scalin
     query = query_HTD.view(heads, bucket.rows, -1, dim).transpose(0, 1)  # [B, H, Q, D]
     queries = query.shape[2]
     if groups > 1 and bucket.rows == 1:
-        # The key and value heads become the batch, and each is seen by its query heads without being copied.
+        # The key and value heads become the batch, and their query heads share them without a copy.
         query = query.reshape(pool.kv_heads, groups, queries, dim)
         keys, values = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (keys, values))
     elif groups > 1:
@@ -224,7 +224,7 @@ def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scalin
 
 
 def check_supported(config: PretrainedConfig) -> None:
-    """Raises `EngineFault` for models whose attention or head does more than this engine computes."""
+    """Raise `EngineFault` for a model whose attention or head does more than this engine computes."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"}:
         raise EngineFault(f"this engine attends to the whole context; the model has layers of {sorted(kinds)}")

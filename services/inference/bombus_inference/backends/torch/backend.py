@@ -1,4 +1,4 @@
-"""The embedded engine: torch in a thread of this process."""
+"""The torch backend: an engine of our own in a thread of this process."""
 
 import asyncio
 import sys
@@ -9,21 +9,22 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
-from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, Tell, settled
+from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, ReportStage, with_precision
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
-from bombus_inference.backends.torch.worker import Worker
-from bombus_inference.settings import EngineSettings
+from bombus_inference.backends.torch.thread import EngineThread
+from bombus_inference.settings import ComputeSettings
 
-# The engine's thread asks for the interpreter's lock thousands of times a second; at Python's 5 ms it would wait more
-# than it computes whenever the HTTP side is busy.
+# The engine's thread takes the interpreter's lock thousands of times a second. With Python's interval of 5 ms it would
+# wait for longer than it computes whenever the HTTP side is busy.
 SWITCH_INTERVAL_S = 0.0005
 
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
@@ -31,91 +32,91 @@ GAUGES = ("running", "waiting", "blocks", "blocks_held")
 
 
 class TorchBackend:
-    """An engine that breaks takes its process along, so nothing is ever lost that could be brought in again."""
+    """Serves from this process. An engine that breaks ends the process, so `lost` is never set."""
 
     loads_adapters = True
 
-    def __init__(self, settings: EngineSettings, deliver: Deliver) -> None:
+    def __init__(self, settings: ComputeSettings, deliver: Deliver) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         if settings.threads:
             torch.set_num_threads(settings.threads)
         self.run = 0
         self.version = -1
         self.lost = asyncio.Event()
-        self.worker = Worker(deliver)
+        self.thread = EngineThread(deliver)
         self._settings = settings
-        self._serving = settings  # as they are in this run
+        self._run_settings = settings  # with the precision of this run
 
     @property
     def failed(self) -> asyncio.Future[None]:
-        return self.worker.failed
+        return self.thread.failed
 
     def add(self, ticket: int, request: Generate) -> None:
-        self.worker.add(ticket, request)
+        self.thread.add(ticket, request)
 
     def abort(self, ticket: int) -> None:
-        self.worker.abort(ticket)
+        self.thread.abort(ticket)
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
-        """A swap within a run, a fresh engine for a new one. Files are read in a thread, the old version serving."""
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
+        """Swap weights within a run, or make a new engine for a new run.
+
+        Files are read in a thread while the old version goes on serving.
+        """
         run, version = policy.run, policy.version
         serving = self.version >= 0 and self.run == run
         if serving and policy.delta is not None and policy.base == self.version:
-            patches = await asyncio.to_thread(read_patches, policy.delta, self._serving)
-            await self.worker.patch(patches, version, run)
+            patches = await asyncio.to_thread(read_patches, policy.delta, self._run_settings)
+            await self.thread.patch(patches, version, run)
         elif serving:
-            state = await asyncio.to_thread(read_state, policy.folder, self._serving, policy.adapter)
-            await self.worker.swap(state, version, run)
+            state = await asyncio.to_thread(read_state, policy.folder, self._run_settings, policy.adapter)
+            await self.thread.swap(state, version, run)
         else:
             await self.unload()
-            self._serving = await asyncio.to_thread(settled, self._settings, policy)
-            engine = await asyncio.to_thread(
-                make_engine,
-                policy.folder,
-                self._serving,
-                run=run,
-                version=version,
-                job_tokens=policy.max_model_len,
-                adapter=policy.adapter,
-            )
-            await self.worker.install(engine, UNLOADED)
+            self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
+            await self.thread.install(await asyncio.to_thread(self._make_engine, policy), UNLOADED)
         self.run, self.version = run, version
+
+    def _make_engine(self, policy: Policy) -> Engine:
+        model = load_policy(policy.folder, self._run_settings, policy.adapter)
+        return Engine(
+            model, self._run_settings, run=policy.run, version=policy.version, job_tokens=policy.max_model_len
+        )
 
     async def unload(self) -> None:
         self.version = -1
-        await self.worker.install(None, UNLOADED)
+        await self.thread.install(None, UNLOADED)
 
     async def metrics(self) -> Mapping[str, float]:
-        stats = self.worker.stats
+        stats = self.thread.stats
         if stats is None:
             return {}
         values: dict[str, float] = {f"{name}_total": getattr(stats, name) for name in COUNTERS}
         return values | {name: getattr(stats, name) for name in GAUGES}
 
     async def stop(self) -> None:
-        await self.worker.stop()
+        await self.thread.stop()
 
 
-def read_state(folder: Path, settings: EngineSettings, adapter: Path | None = None) -> dict[str, Tensor]:
-    """The tensors by name, of the engine's type and on its device, the adapter in folder `adapter` merged into them.
+def read_state(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> dict[str, Tensor]:
+    """Return the tensors by name, in the engine's type and on its device, with the adapter, if any, merged into them.
 
-    Copied: the trainer may remove the file.
+    They are copies, because the trainer may remove the file. Raises `EngineFault`.
     """
-    added = Adapter(adapter) if adapter is not None else None
+    merging = Adapter(adapter) if adapter is not None else None
     mapped = _map(folder)
     dtype = getattr(torch, settings.precision)
-    if added is None:
+    if merging is None:
         return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
     state: dict[str, Tensor] = {}
     for name, tensor in mapped.items():
-        whole = added.merge(name, tensor.to(settings.device))
-        state[name] = whole.to(settings.device, dtype, copy=whole is tensor)
-    added.check_spent()
+        merged = merging.merge(name, tensor.to(settings.device))
+        state[name] = merged.to(settings.device, dtype, copy=merged is tensor)
+    merging.check_all_merged()
     return state
 
 
 def _map(folder: Path) -> dict[str, Tensor]:
-    """The tensors in the file of a version, each read when it is used."""
+    """Map the tensors in a version's file; each is read when it is used."""
     try:
         mapped: dict[str, Tensor] = load_file(folder / FULL_FILE)
     except (OSError, SafetensorError) as error:
@@ -124,31 +125,21 @@ def _map(folder: Path) -> dict[str, Tensor]:
 
 
 def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
-    """Of the file in `folder`, which `model` was loaded from, only what the adapter changes is read again."""
-    added = Adapter(adapter)
+    """Merge an adapter into `model`, which was loaded from `folder`. Only tensors that it changes are read again."""
+    merging = Adapter(adapter)
     for name, tensor in _map(folder).items():
-        if added.changes(name):
+        if merging.changes(name):
             parameter = model.get_parameter(name)
-            parameter.copy_(added.merge(name, tensor.to(parameter.device)))
-    added.check_spent()
+            parameter.copy_(merging.merge(name, tensor.to(parameter.device)))
+    merging.check_all_merged()
 
 
-def make_engine(
-    folder: Path,
-    settings: EngineSettings,
-    *,
-    run: int,
-    version: int,
-    job_tokens: int | None = None,
-    adapter: Path | None = None,
-) -> Engine:
-    """A fresh engine for the model in `folder`, with an adapter on it where there is one, and sequences of `job_tokens`
-    at most. Raises `EngineFault`.
-    """
+def load_policy(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> PreTrainedModel:
+    """Load the model in `folder` for an `Engine`, with the adapter, if any, merged into it. Raises `EngineFault`."""
     attention.register()
     model = load_model(folder, settings.precision, attention.NAME)
     model.to(settings.device)
     model.requires_grad_(False)
     if adapter is not None:
         _merge_into(model, folder, adapter)
-    return Engine(model, settings, run=run, version=version, job_tokens=job_tokens)
+    return model

@@ -1,7 +1,7 @@
-"""Which blocks of the KV cache are free, held or remembered: pure accounting, no tensors.
+"""Keeps track of which blocks of the KV cache are free, held or remembered. Pure accounting, no tensors.
 
-A full block is remembered under (its parent's name, its tokens), so what is remembered is a tree of prefixes and a
-look-up is exact. Its root changes with every weight swap, so no key or value of older weights is ever found again.
+A full block is remembered under the name of its parent and its tokens, so the remembered blocks are a tree of prefixes
+and a lookup is exact. The root changes with every swap of weights, so no key or value of older weights is ever found.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Blocks:
-    """A block is free (worth nothing), held by one or more sequences, or idle (remembered, and held by none)."""
+    """A block is free (its contents are not needed), held by one or more sequences, or idle (remembered, not held)."""
 
     def __init__(self, count: int, block_tokens: int) -> None:
         self.count = count
@@ -40,7 +40,10 @@ class Blocks:
         return self._holders[block]
 
     def take(self) -> int:
-        """A block that the caller holds alone; an idle one is forgotten for it. Raises `EngineFault` without any."""
+        """Return a block that the caller holds alone, forgetting an idle one if none is free.
+
+        Raises `EngineFault` when every block is held.
+        """
         if self._free:
             block = self._free.pop()
         elif self._idle:
@@ -52,7 +55,7 @@ class Blocks:
         return block
 
     def find(self, parent: int, tokens: tuple[int, ...]) -> int | None:
-        """The block that holds `tokens` after `parent`, with the caller as one more holder."""
+        """Return the block that has `tokens` after `parent`, and make the caller one more of its holders."""
         block = self._remembered.get((parent, tokens))
         if block is None:
             return None
@@ -65,11 +68,11 @@ class Blocks:
         return self._names[block]
 
     def remember(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
-        """Let later prefixes find this full block. Returns the name under which its children are to be remembered."""
+        """Let later prefixes find this full block. Returns the name that its children are remembered under."""
         key = (parent, tokens)
-        known = self._remembered.get(key)
-        if known is not None:  # computed twice at the same time: the first one serves, this one is freed in the end
-            return self._names[known]
+        existing = self._remembered.get(key)
+        if existing is not None:  # computed twice at once: the first is kept, this one is freed when it is released
+            return self._names[existing]
         name = self._next_name
         self._next_name += 1
         self._remembered[key] = block
@@ -78,8 +81,7 @@ class Blocks:
         return name
 
     def release(self, blocks: list[int]) -> None:
-        """Give back a sequence's blocks, in its order. The last ones are evicted first: a prefix without its beginning
-        is of no use."""
+        """Give back a sequence's blocks, in order. The last are evicted first, since a prefix needs its beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
@@ -89,7 +91,7 @@ class Blocks:
                     self._idle[block] = None
 
     def forget_all(self) -> None:
-        """Nothing computed until now is found any more; what is held stays with its holders."""
+        """Let nothing that was computed so far be found again. Held blocks stay with their holders."""
         self._free.extend(self._idle)
         self._idle.clear()
         self._remembered.clear()

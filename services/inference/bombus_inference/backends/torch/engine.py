@@ -1,4 +1,4 @@
-"""The engine: requests in, frames out, one forward pass a step. Synchronous, and used from one thread at a time."""
+"""The engine: requests in, frames out, one forward pass per step. Synchronous, and used by one thread at a time."""
 
 import logging
 import math
@@ -11,23 +11,23 @@ from transformers import PreTrainedModel
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
-from bombus_inference.backends.limits import Limits
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.attention import check_supported, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
-from bombus_inference.backends.torch.patching import Patch, apply_patches
+from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
 from bombus_inference.backends.torch.pool import KvPool
 from bombus_inference.backends.torch.rows import Rows
 from bombus_inference.backends.torch.sampling import Drawn, draw
-from bombus_inference.backends.torch.scheduler import Scheduler, Work
-from bombus_inference.backends.torch.sequences import Sequence
-from bombus_inference.settings import EngineSettings
+from bombus_inference.backends.torch.scheduler import ScheduledChunks, Scheduler
+from bombus_inference.backends.torch.sequences import SequenceState
+from bombus_inference.settings import ComputeSettings
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one step made for one request. After `done` nothing more comes for this ticket."""
+    """The frames that one step made for one request. After `done` nothing more comes for this ticket."""
 
     ticket: int
     frames: list[Frame]
@@ -36,7 +36,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts since the engine was made, and how full it is now."""
+    """Counts since the engine was made, and its current load."""
 
     steps: int
     prefill_tokens: int
@@ -51,17 +51,17 @@ class Stats:
 
 
 class Engine:
-    """Serves one policy version at a time. `model` was loaded with the attention of `attention.NAME`.
+    """Serves one policy version at a time. `model` must have been loaded with the attention `attention.NAME`.
 
-    Sequences end at the least of the model's limit, `job_tokens` and the settings' `max_model_len`; where that is not
-    set also at what the cache holds: a longer one would make room for itself for ever. Raises `EngineFault` for a model
-    that is not supported, or a cache that does not hold a sequence of `max_model_len`.
+    A sequence ends at the least of the model's limit, `job_tokens` and the settings' `max_model_len`. Without a
+    `max_model_len` it also ends at the size of the cache, since a longer one would preempt itself for ever. Raises
+    `EngineFault` for a model that is not supported, or for a cache that cannot hold a sequence of `max_model_len`.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        settings: EngineSettings,
+        settings: ComputeSettings,
         *,
         run: int,
         version: int,
@@ -82,11 +82,12 @@ class Engine:
         block_bytes = KvPool.block_bytes(config, settings.block_tokens, like.dtype)
         count = pool_bytes // block_bytes
         context = int(config.max_position_embeddings)
-        self.max_model_len = self._longest(settings.length_within(context, job_tokens or context), count, block_bytes)
+        wanted = settings.length_within(context, job_tokens or context)
+        self.max_model_len = self._sequence_tokens_max(wanted, count, block_bytes)
         self.limits = Limits(
             max_model_len=self.max_model_len,
             vocabulary=int(config.vocab_size),
-            choices_max=settings.choices_max,
+            choices_max=CHOICES_MAX,
             waiting_max=settings.max_waiting,
         )
         self._pool = KvPool(config, count, settings.block_tokens, like)
@@ -95,7 +96,7 @@ class Engine:
         self._scheduler = Scheduler(
             self.blocks, max_running=settings.max_running, prefill_tokens_max=settings.prefill_tokens_max
         )
-        self._open: dict[int, list[Sequence]] = {}
+        self._open: dict[int, list[SequenceState]] = {}
         self._steps = self._prefill_tokens = self._decode_tokens = self._swaps = 0
 
     @property
@@ -118,27 +119,27 @@ class Engine:
         )
 
     def add(self, ticket: int, request: Generate) -> None:
-        """Queue a request under a ticket of the caller's own. Raises `Refused` for one that cannot be served."""
+        """Queue a request under a ticket that the caller chose. Raises `Refused` for one that cannot be served."""
         prompt = self.limits.check(request, self.run)
         if len(self._scheduler.waiting) + request.n > self.settings.max_waiting:
             raise Refused(Code.OVERLOADED, f"{len(self._scheduler.waiting)} sequences wait already; ask again later")
         tokens_max = self.limits.tokens_max(request, prompt)
-        sequences = [Sequence(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
+        sequences = [SequenceState(ticket, request, choice, prompt, tokens_max) for choice in range(request.n)]
         self._open[ticket] = sequences
         self._scheduler.waiting.extend(sequences)
 
     def abort(self, ticket: int) -> None:
-        """Forget a request; one that is over or was never there is no error."""
+        """Forget a request. It is not an error if it is over or was never added."""
         self._scheduler.drop(self._open.pop(ticket, ()))
 
     def step(self) -> list[Output]:
-        """One forward pass and one token for every sequence whose prompt is through."""
+        """Run one forward pass, and draw one token for every sequence whose prompt has been computed."""
         work = self._scheduler.next_work()
         if not work:
             return []
         self._steps += 1
         ready, drawn = self._compute(work)
-        finished: list[Sequence] = []
+        finished: list[SequenceState] = []
         broken: set[int] = set()
         for sequence, token, logprob, top in zip(ready, drawn.tokens, drawn.logprobs, drawn.tops):
             if math.isfinite(logprob):
@@ -152,10 +153,10 @@ class Engine:
 
     @torch.no_grad()
     def swap_weights(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
-        """Serve other weights from the next step on. `state` has the model's own names, types and device.
+        """Serve other weights from the next step on. `state` has tensors by the model's parameter names.
 
-        Running sequences go on with the keys and values that they have; their tokens from here on carry the new
-        version. Raises `EngineFault`, having changed nothing, when names or shapes are not the model's.
+        Running sequences keep their keys and values; their next tokens carry the new version. Raises `EngineFault`,
+        having changed nothing, when names or shapes are not the model's.
         """
         parameters = dict(self._model.named_parameters())
         missing = [name for name in parameters if name not in state]
@@ -168,8 +169,8 @@ class Engine:
             parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
         self._changed(version, run)
 
-    def patch_weights(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
-        """As `swap_weights`, but only what `patches` change. Raises `EngineFault`, having changed nothing."""
+    def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
+        """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""
         apply_patches(dict(self._model.named_parameters()), patches)
         self._changed(version, run)
 
@@ -179,14 +180,14 @@ class Engine:
         self.run = run
         self._swaps += 1
 
-    def _compute(self, work: Work) -> tuple[list[Sequence], Drawn]:
-        """The forward pass, and a token for each sequence that has all of its keys and values."""
+    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn]:
+        """Run the forward pass, and draw a token for each sequence whose keys and values are then complete."""
         with torch.inference_mode():
             plan = plan_pass(self._pool, self._rows, [chunk for _, chunk in work], self._heads)
             hidden_1TD = self._decoder(
                 input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
             ).last_hidden_state
-            ready: list[Sequence] = []
+            ready: list[SequenceState] = []
             rows: list[int] = []
             at = -1
             for number in plan.order:
@@ -206,7 +207,7 @@ class Engine:
                 hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
             return ready, draw(self._head(hidden_TD), [sequence.draw() for sequence in ready])
 
-    def _outputs(self, ready: Iterable[Sequence], broken: set[int]) -> list[Output]:
+    def _outputs(self, ready: Iterable[SequenceState], broken: set[int]) -> list[Output]:
         frames: dict[int, list[Frame]] = {}
         for sequence in ready:
             made = sequence.take_frames()
@@ -220,22 +221,22 @@ class Engine:
             outputs.append(Output(ticket, [Fault(why=why, code=Code.INTERNAL)], done=True))
         if broken:
             self._wipe()
-        for ticket, its_frames in frames.items():
+        for ticket, made in frames.items():
             done = all(sequence.finish is not None for sequence in self._open[ticket])
             if done:
                 del self._open[ticket]
-            outputs.append(Output(ticket, its_frames, done))
+            outputs.append(Output(ticket, made, done))
         return outputs
 
     def _wipe(self) -> None:
-        """Masked positions are read too, and NaN times nothing is NaN: it must not lie about in free memory."""
+        """Zero all free blocks. Masked positions are read too, and NaN times zero is NaN, so no NaN may stay there."""
         self.blocks.forget_all()
         self._pool.wipe([block for block in range(self.blocks.count) if not self.blocks.holders(block)])
         if self._rows is not None:
             self._rows.clear()
 
-    def _longest(self, wanted: int, count: int, block_bytes: int) -> int:
-        """How long one sequence may become, of the `wanted` tokens, when there are `count` blocks."""
+    def _sequence_tokens_max(self, wanted: int, count: int, block_bytes: int) -> int:
+        """Return how many of the `wanted` tokens one sequence may have when there are `count` blocks."""
         size = self.settings.block_tokens
         holds, needed = count * size - 1, wanted // size + 1
         if wanted <= holds:
@@ -246,11 +247,9 @@ class Engine:
                 f"sequence of {wanted} tokens takes {needed * block_bytes}: raise it, or lower max_model_len"
             )
         log.warning(
-            "sequences end at %d tokens and not at the job's %d: the KV cache of %d MiB holds no longer one; give the "
-            "replica more with --kv-cache-mb",
-            holds,
-            wanted,
-            self.settings.cache_bytes >> 20,
+            "sequences end at %d tokens and not at the job's %d: the KV cache of %d MiB cannot hold a longer one; give "
+            "the replica more with --kv-cache-mb",
+            *(holds, wanted, self.settings.cache_bytes >> 20),
             extra={"run": self.run},
         )
         return holds

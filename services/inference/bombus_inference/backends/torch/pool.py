@@ -1,4 +1,4 @@
-"""The paged KV cache itself: tensors in blocks, and the pieces of sequences that are written to it."""
+"""The tensors of the paged KV cache, in blocks, and the chunks of sequences that are written to them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from transformers import PretrainedConfig
 
 
 class KvPool:
-    """Keys and values of every layer, [blocks, block_tokens, 2, kv_heads, head_dim] each.
+    """Keys and values of every layer, each [blocks, block_tokens, 2, kv_heads, head_dim].
 
-    Zeroed, since padded rows read blocks that nobody wrote: masked garbage may be anything but NaN.
+    They start as zeros, because padded rows read blocks that were never written, and what is masked must not be NaN.
     """
 
     def __init__(self, config: PretrainedConfig, blocks: int, block_tokens: int, like: Tensor) -> None:
@@ -30,7 +30,7 @@ class KvPool:
         return int(config.num_hidden_layers * values * dtype.itemsize)
 
     def wipe(self, blocks: Sequence[int]) -> None:
-        """Make these blocks zero."""
+        """Set these blocks to zero."""
         index = torch.tensor(blocks, dtype=torch.long, device=self.layers[0].device)
         for pool in self.layers:
             pool.index_fill_(0, index, 0)
@@ -41,9 +41,9 @@ class KvPool:
         pool.view(-1, 2, self.kv_heads, self.head_dim).index_copy_(0, slots_T, both_T2HD)
 
     def gather(self, layer: int, table_N: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """The keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks.
+        """Return keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks.
 
-        They lie in a buffer that the next call overwrites: fresh pages for each layer would cost as much as the copy.
+        They are in a buffer that the next call overwrites: new memory for each layer would cost as much as the copy.
         """
         pool = self.layers[layer]
         flat = pool.view(pool.shape[0], -1)
@@ -61,13 +61,13 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens [start, start + len(tokens)) of one sequence, whose blocks reach at least to their end."""
+class SequenceChunk:
+    """Tokens [start, start + len(tokens)) of one sequence. Its blocks reach at least to their end."""
 
     tokens: Sequence[int]
     start: int
     blocks: Sequence[int]
-    owner: object = None  # stands for these blocks' holder, for as long as it holds them
+    owner: object = None  # identifies the holder of these blocks, for as long as it holds them
 
     @property
     def end(self) -> int:

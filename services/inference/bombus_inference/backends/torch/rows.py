@@ -1,8 +1,8 @@
-"""A second home for the keys and values of sequences that decode, laid out for the CPU's matrix products.
+"""A second copy of the keys and values of decoding sequences, laid out for the CPU's matrix products.
 
-Gathering a sequence's blocks costs as much as attending to them. So each decoding sequence gets a row, filled once
-from its blocks and then one token longer with each step, and a step attends to all rows at once without a copy. Rows
-of similar length share a lane. The blocks stay complete: a row may be dropped at any time.
+Gathering a sequence's blocks costs as much as attending to them. Therefore each decoding sequence gets a row, which is
+filled once from its blocks and grows by one token with each step, and a step attends to all rows at once without a
+copy. Rows of similar length share a lane. The blocks stay complete, so a row may be dropped at any time.
 """
 
 import heapq
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bombus_inference.backends.torch.pool import Chunk, KvPool
+from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 
 CAPACITY_MIN = 64
 SPARE_TOKENS = 16  # a new row has at least this much room to grow
@@ -21,12 +21,12 @@ ROWS_MIN = 8
 
 @dataclass(slots=True)
 class Lane:
-    """Rows of one capacity: keys [rows, kv_heads, head_dim, capacity] a layer, values with the last two swapped."""
+    """Rows of one capacity: keys [rows, kv_heads, head_dim, capacity] per layer; values have the last two swapped."""
 
     capacity: int
     keys: list[Tensor]
     values: list[Tensor]
-    free: list[int] = field(default_factory=list)  # a heap: low rows are used first, so that few gaps are computed
+    free: list[int] = field(default_factory=list)  # a heap: low rows are used first, so that few are empty
     used: int = 0
 
     @property
@@ -43,9 +43,9 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class LaneStep:
-    """The next token of each of a lane's sequences. Rows without one are computed and thrown away.
+    """The next token of each sequence in a lane. Rows without a token are computed too, and their results discarded.
 
-    `pad_R` maps the rows [0, top) to this step's tokens (None without gaps), `rows_T` the tokens to their rows.
+    `pad_R` maps the rows [0, top) to this step's tokens (None if every row has one), `rows_T` the tokens to their rows.
     """
 
     first: int
@@ -63,7 +63,7 @@ class LaneStep:
         self.lane.values[layer][self.rows_T, :, self.positions_T] = value_1HTD[0, :, here].transpose(0, 1)
 
     def attend(self, query_HTD: Tensor, layer: int, scaling: float) -> Tensor:
-        """[T, H, D]. Query heads that share a key head are the rows of one small matrix product."""
+        """Return the attention's output [T, H, D]. Query heads that share a key head are rows of one matrix product."""
         keys, values = self.lane.keys[layer], self.lane.values[layer]
         heads, dim = query_HTD.shape[0], query_HTD.shape[2]
         batch = self.top * keys.shape[1]
@@ -81,7 +81,7 @@ class LaneStep:
 
 
 class Rows:
-    """Gives rows to sequences within `bytes_max`; who gets none is served from its blocks."""
+    """Gives rows to sequences within `bytes_max`. A sequence without a row is served from its blocks."""
 
     def __init__(self, pool: KvPool, bytes_max: int) -> None:
         self._pool = pool
@@ -89,18 +89,18 @@ class Rows:
         self._bytes = 0
         self._lanes: dict[int, Lane] = {}
         self._rows: dict[object, _Row] = {}
-        self._ends: dict[object, int] = {}  # how far the pass before computed each sequence
+        self._ends: dict[object, int] = {}  # where the previous pass ended in each sequence
 
-    def place(self, chunks: Sequence[Chunk]) -> tuple[dict[int, list[int]], list[int]]:
-        """The numbers of the chunks that have a row, by their lanes' capacity and in the order of rows; the others.
+    def place(self, chunks: Sequence[SequenceChunk]) -> tuple[dict[int, list[int]], list[int]]:
+        """Return the numbers of the chunks with a row, by the lane's capacity and in the order of rows; and the others.
 
-        A row is given with the second single token: blocks that are filled in this very pass cannot be copied yet.
-        Whoever had one and computes no next token in this pass loses it.
+        A sequence gets a row with its second single token, since blocks that this pass fills cannot be copied yet. A
+        sequence that is not in this pass loses its row.
         """
         ends, self._ends = self._ends, {chunk.owner: chunk.end for chunk in chunks}
         here = {chunk.owner for chunk in chunks}
         for owner in [owner for owner in self._rows if owner not in here]:
-            self._leave(owner)
+            self._free_row(owner)
         by_lane: dict[int, list[int]] = {}
         rest: list[int] = []
         for number, chunk in enumerate(chunks):
@@ -114,15 +114,15 @@ class Rows:
             members.sort(key=lambda number: self._rows[chunks[number].owner].number)
         return by_lane, rest
 
-    def step(self, capacity: int, chunks: Sequence[Chunk], first: int) -> LaneStep:
-        """The step of a lane for these of its sequences, given in the order of their rows."""
+    def step(self, capacity: int, chunks: Sequence[SequenceChunk], first: int) -> LaneStep:
+        """Return the step of a lane for these chunks, which are in the order of their rows."""
         lane = self._lanes[capacity]
         device = lane.keys[0].device
         numbers = [self._rows[chunk.owner].number for chunk in chunks]
         top = numbers[-1] + 1
         size = self._pool.block_tokens
         length = min((max(chunk.end for chunk in chunks) + size - 1) // size * size, capacity)
-        reach = [0] * top  # a gap sees its first position: nobody reads what comes of it
+        reach = [0] * top  # an empty row attends to its first position; the result is not used
         pad = [0] * top
         for index, (number, chunk) in enumerate(zip(numbers, chunks)):
             reach[number] = chunk.start
@@ -141,19 +141,19 @@ class Rows:
         )
 
     def clear(self) -> None:
-        """Forget all rows and what they held."""
+        """Forget all rows and their contents."""
         self._rows.clear()
         self._ends.clear()
         self._lanes.clear()
         self._bytes = 0
 
-    def _row_for(self, chunk: Chunk) -> _Row | None:
+    def _row_for(self, chunk: SequenceChunk) -> _Row | None:
         row = self._rows.get(chunk.owner)
         if row is not None and row.filled == chunk.start and chunk.end <= row.lane.capacity:
             row.filled = chunk.end
             return row
         if row is not None:
-            self._leave(chunk.owner)
+            self._free_row(chunk.owner)
         lane = self._lane_with_room(chunk.end + SPARE_TOKENS)
         if lane is None:
             return None
@@ -163,7 +163,7 @@ class Rows:
         self._fill(row, chunk)
         return row
 
-    def _fill(self, row: _Row, chunk: Chunk) -> None:
+    def _fill(self, row: _Row, chunk: SequenceChunk) -> None:
         size = self._pool.block_tokens
         used = chunk.blocks[: (chunk.start + size - 1) // size]
         table = torch.tensor(used, dtype=torch.long, device=row.lane.keys[0].device)
@@ -172,7 +172,7 @@ class Rows:
             keys[row.number, :, :, : chunk.start] = key[0, :, : chunk.start].transpose(1, 2)
             values[row.number, :, : chunk.start] = value[0, :, : chunk.start]
 
-    def _leave(self, owner: object) -> None:
+    def _free_row(self, owner: object) -> None:
         row = self._rows.pop(owner)
         row.lane.used -= 1
         heapq.heappush(row.lane.free, row.number)
@@ -185,7 +185,7 @@ class Rows:
         return lane
 
     def _widen(self, capacity: int, lane: Lane | None) -> Lane | None:
-        """A lane with twice the rows, or None when that is over the limit even without the lanes that nobody uses."""
+        """Return the lane with twice the rows, or None if that is over the limit even without the unused lanes."""
         before = 0 if lane is None else lane.rows
         rows = max(ROWS_MIN, before * 2)
         wanted = self._lane_bytes(capacity, rows)  # the old rows stay until they are copied

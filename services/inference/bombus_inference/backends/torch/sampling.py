@@ -1,7 +1,7 @@
-"""Drawing a batch of tokens at once, and the logprob of each under the distribution that it was drawn from.
+"""Draws a batch of tokens at once, each with its logprob under the distribution that it was drawn from.
 
-That distribution is softmax(logits / temperature), cut down to top_k and then top_p and normalised again. Greedy
-(temperature 0) takes the likeliest token and reports its logprob at temperature 1, uncut.
+That distribution is softmax(logits / temperature), truncated to top_k, then to top_p, and normalised again. Greedy
+sampling (temperature 0) takes the most likely token and reports its logprob at temperature 1 without truncation.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-TopRow = tuple[tuple[int, float], ...]
+from bombus_inference.backends.protocol import TopLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn. `uniform` in [0, 1) is all its randomness, so a row does not depend on its neighbours."""
+    """How to draw one row. `uniform` in [0, 1) is its only randomness, so a row does not depend on the others."""
 
     temperature: float
     top_p: float
@@ -24,7 +24,7 @@ class Draw:
     top_logprobs: int = 0
 
     @property
-    def cut(self) -> bool:
+    def truncated(self) -> bool:
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
@@ -32,20 +32,20 @@ class Draw:
 class Drawn:
     tokens: list[int]
     logprobs: list[float]
-    tops: list[TopRow]  # empty where none were asked for
+    tops: list[TopLogprobs]  # an empty row where none were requested
 
 
 def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
-    """One token for each row of `logits_RV` (any float type)."""
+    """Draw one token for each row of `logits_RV`, which may have any float type."""
     logits_RV = logits_RV.float()
     if any(one.temperature not in (0.0, 1.0) for one in draws):
         temperatures = [one.temperature or 1.0 for one in draws]
         logits_RV = logits_RV / torch.tensor(temperatures, device=logits_RV.device)[:, None]
-    rows = [row for row, one in enumerate(draws) if one.cut]
+    rows = [row for row, one in enumerate(draws) if one.truncated]
     if rows:
         index = torch.tensor(rows, device=logits_RV.device)
-        cut = _cut(logits_RV[index], [draws[row] for row in rows])
-        logits_RV = logits_RV.index_copy(0, index, cut)
+        truncated = _truncate(logits_RV[index], [draws[row] for row in rows])
+        logits_RV = logits_RV.index_copy(0, index, truncated)
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
     tokens_R1 = _choose(logprobs_RV, draws)
     chosen_R = logprobs_RV.gather(1, tokens_R1).squeeze(1)
@@ -53,24 +53,24 @@ def draw(logits_RV: Tensor, draws: Sequence[Draw]) -> Drawn:
 
 
 def _choose(logprobs_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Inverse transform sampling: the first token whose cumulated probability exceeds the row's uniform number."""
+    """Inverse transform sampling: take the first token whose cumulative probability exceeds the uniform number."""
     greedy = [one.temperature == 0 for one in draws]
     if all(greedy):
         return logprobs_RV.argmax(dim=-1, keepdim=True)
-    cumulated_RV = logprobs_RV.exp().cumsum(dim=-1)
-    total_R1 = cumulated_RV[:, -1:]
+    cumulative_RV = logprobs_RV.exp().cumsum(dim=-1)
+    total_R1 = cumulative_RV[:, -1:]
     uniform_R1 = torch.tensor([one.uniform for one in draws], device=logprobs_RV.device)[:, None]
-    # Rounding may lift the product to the total itself, behind the last token.
+    # Rounding may raise the product to the total itself, which is past the last token.
     target_R1 = torch.minimum(uniform_R1 * total_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    tokens_R1 = torch.searchsorted(cumulated_RV, target_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
+    tokens_R1 = torch.searchsorted(cumulative_RV, target_R1, right=True).clamp_(max=logprobs_RV.shape[1] - 1)
     if any(greedy):
         greedy_R1 = torch.tensor(greedy, device=logprobs_RV.device)[:, None]
         tokens_R1 = torch.where(greedy_R1, logprobs_RV.argmax(dim=-1, keepdim=True), tokens_R1)
     return tokens_R1
 
 
-def _cut(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Minus infinity for all but the `top_k` likeliest, and of these all but the fewest that hold `top_p` together."""
+def _truncate(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Set to minus infinity all but the `top_k` most likely, and of these all but the fewest that sum to `top_p`."""
     device = logits_RV.device
     vocabulary = logits_RV.shape[1]
     widths = [min(one.top_k or vocabulary, vocabulary) for one in draws]
@@ -80,13 +80,13 @@ def _cut(logits_RV: Tensor, draws: Sequence[Draw]) -> Tensor:
     probabilities_RK = torch.softmax(sorted_RK, dim=-1)
     before_RK = probabilities_RK.cumsum(dim=-1) - probabilities_RK
     top_p_R1 = torch.tensor([one.top_p for one in draws], device=device)[:, None]
-    outside_RK = (before_RK >= top_p_R1) & (rank_K > 0)  # the likeliest token always stays
+    outside_RK = (before_RK >= top_p_R1) & (rank_K > 0)  # the most likely token always stays
     sorted_RK = sorted_RK.masked_fill(outside_RK & (top_p_R1 < 1), -torch.inf)
     return torch.full_like(logits_RV, -torch.inf).scatter(1, tokens_RK, sorted_RK)
 
 
-def _tops(logprobs_RV: Tensor, draws: Sequence[Draw]) -> list[TopRow]:
-    tops: list[TopRow] = [()] * len(draws)
+def _tops(logprobs_RV: Tensor, draws: Sequence[Draw]) -> list[TopLogprobs]:
+    tops: list[TopLogprobs] = [()] * len(draws)
     rows = [row for row, one in enumerate(draws) if one.top_logprobs]
     if not rows:
         return tops

@@ -1,17 +1,18 @@
-"""Which sequences compute which tokens in the next forward pass, and which blocks hold them. Pure accounting.
+"""Chooses which sequences compute which tokens in the next forward pass, and in which blocks. Pure accounting.
 
-Decoding goes first, oldest first; what is left of the prefill budget goes to prompts. A decoding sequence that
-finds no block takes those of the youngest, which computes them again later and goes on with its own random numbers.
+Decoding sequences go first, in order of admission; then prompts, up to the prefill budget. A decoding sequence that
+finds no free block takes the blocks of the one admitted last, which is preempted: it computes its tokens again later
+and goes on with its own random numbers.
 """
 
 from collections import deque
 from collections.abc import Iterable
 
 from bombus_inference.backends.torch.cache import Blocks
-from bombus_inference.backends.torch.pool import Chunk
-from bombus_inference.backends.torch.sequences import Sequence
+from bombus_inference.backends.torch.pool import SequenceChunk
+from bombus_inference.backends.torch.sequences import SequenceState
 
-Work = list[tuple[Sequence, Chunk]]
+ScheduledChunks = list[tuple[SequenceState, SequenceChunk]]
 
 
 class Scheduler:
@@ -19,15 +20,15 @@ class Scheduler:
         self.blocks = blocks
         self.max_running = max_running
         self.prefill_tokens_max = prefill_tokens_max
-        self.running: list[Sequence] = []  # hold blocks; in order of admission
-        self.waiting: deque[Sequence] = deque()
+        self.running: list[SequenceState] = []  # hold blocks; in order of admission
+        self.waiting: deque[SequenceState] = deque()
         self.preemptions = 0
         self.cached_tokens = 0
 
-    def next_work(self) -> Work:
-        """The next forward pass, its blocks taken and remembered. Empty only when there is nothing to do."""
-        work: Work = []
-        scheduled: set[Sequence] = set()
+    def next_work(self) -> ScheduledChunks:
+        """Return the next forward pass, with its blocks taken and remembered; empty only if there is nothing to do."""
+        work: ScheduledChunks = []
+        scheduled: set[SequenceState] = set()
         for sequence in list(self.running):
             if sequence.missing == 1 and sequence.blocks and self._make_room(sequence, scheduled):
                 work.append((sequence, self._advance(sequence, 1)))
@@ -39,13 +40,13 @@ class Scheduler:
         while budget and self.waiting and self._admit(self.waiting[0]):
             budget -= self._prefill(self.waiting.popleft(), budget, work)
         if not work and self.running:
-            # Everything that runs is a half-computed prompt and no block is left: the youngest makes room.
+            # Everything that runs is a half-computed prompt and no block is left: preempt the one admitted last.
             self._preempt(self.running[-1])
             return self.next_work()
         return work
 
-    def drop(self, sequences: Iterable[Sequence]) -> None:
-        """Take these out, wherever they are, and give their blocks back."""
+    def drop(self, sequences: Iterable[SequenceState]) -> None:
+        """Remove these sequences, running or waiting, and give their blocks back."""
         gone = set(sequences)
         for sequence in gone:
             self._release(sequence)
@@ -54,8 +55,11 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
 
     def weights_changed(self) -> None:
-        """Sequences that have sampled go on with the keys and values that they have, and no one else will find those.
-        Prompts that are not through begin again: none shall mix versions without a token to show for it."""
+        """Forget the prefix cache, and restart the prompts that have no token yet.
+
+        A sequence that has sampled keeps its keys and values, which no other sequence will find. A prompt that is only
+        partly computed begins again: it would otherwise mix versions with no token to show it.
+        """
         self.blocks.forget_all()
         for sequence in reversed(self.running):
             if sequence.started:
@@ -65,24 +69,24 @@ class Scheduler:
                 self.waiting.appendleft(sequence)
         self.running = [sequence for sequence in self.running if sequence.started]
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: SequenceState) -> bool:
         if len(self.running) >= self.max_running:
             return False
         sequence.parent = self.blocks.root
         self._extend_from_cache(sequence)
         room = len(sequence.tokens) // self.blocks.block_tokens + 1 - len(sequence.blocks)
-        # One spare block for each that runs, so that the newcomer is not thrown out again at once.
+        # One spare block for each running sequence, so that the new one is not preempted at once.
         if self.running and self.blocks.available < room + len(self.running):
             self._release(sequence)
             return False
-        if sequence.found is None:
-            sequence.found = min(sequence.computed, sequence.prompt_tokens)
-            self.cached_tokens += sequence.found
+        if sequence.cached is None:
+            sequence.cached = min(sequence.computed, sequence.prompt_tokens)
+            self.cached_tokens += sequence.cached
         self.running.append(sequence)
         return True
 
-    def _extend_from_cache(self, sequence: Sequence) -> None:
-        """Take over what is known of its next tokens, all but the last: that one is computed, for its logits."""
+    def _extend_from_cache(self, sequence: SequenceState) -> None:
+        """Use the remembered blocks of its next tokens. The last token is always computed, for its logits."""
         size = self.blocks.block_tokens
         while sequence.parent is not None and sequence.computed == sequence.remembered * size:
             end = sequence.computed + size
@@ -96,8 +100,11 @@ class Scheduler:
             sequence.remembered += 1
             sequence.computed = end
 
-    def _prefill(self, sequence: Sequence, budget: int, work: Work) -> int:
-        """Schedule as much of its prompt as budget and blocks allow; another may have computed some of it meanwhile."""
+    def _prefill(self, sequence: SequenceState, budget: int, work: ScheduledChunks) -> int:
+        """Schedule as much of its prompt as budget and blocks allow, and return the number of tokens.
+
+        Another sequence may have computed some of the prompt meanwhile.
+        """
         if len(sequence.blocks) * self.blocks.block_tokens == sequence.computed:
             self._extend_from_cache(sequence)
         room = (len(sequence.blocks) + self.blocks.available) * self.blocks.block_tokens - sequence.computed
@@ -109,9 +116,11 @@ class Scheduler:
         work.append((sequence, self._advance(sequence, count)))
         return count
 
-    def _advance(self, sequence: Sequence, count: int) -> Chunk:
-        """Count these tokens as computed, and remember the blocks that they fill: whoever uses one attends after
-        this pass has written it, even in the same pass."""
+    def _advance(self, sequence: SequenceState, count: int) -> SequenceChunk:
+        """Count these tokens as computed, and remember the blocks that they fill.
+
+        A sequence that finds such a block may be in the same pass: attention comes after the block has been written.
+        """
         start, end = sequence.computed, sequence.computed + count
         sequence.computed = end
         size = self.blocks.block_tokens
@@ -121,10 +130,10 @@ class Scheduler:
             block = sequence.blocks[sequence.remembered]
             sequence.parent = self.blocks.remember(block, sequence.parent, tokens)
             sequence.remembered += 1
-        return Chunk(sequence.tokens[start:end], start, sequence.blocks, sequence.stay)
+        return SequenceChunk(sequence.tokens[start:end], start, sequence.blocks, sequence.block_owner)
 
-    def _make_room(self, sequence: Sequence, scheduled: set[Sequence]) -> bool:
-        """A block for its next token, taken from the youngest if need be. False when that was itself."""
+    def _make_room(self, sequence: SequenceState, scheduled: set[SequenceState]) -> bool:
+        """Get a block for its next token, by preemption if need be. Return false if it had to be preempted itself."""
         if len(sequence.blocks) * self.blocks.block_tokens > sequence.computed:
             return True
         while not self.blocks.available:
@@ -135,16 +144,16 @@ class Scheduler:
         sequence.blocks.append(self.blocks.take())
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         self.preemptions += 1
         self.running.remove(sequence)
         self._release(sequence)
         self.waiting.appendleft(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _release(self, sequence: SequenceState) -> None:
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         sequence.computed = 0
         sequence.remembered = 0
         sequence.parent = None
-        sequence.stay = object()
+        sequence.block_owner = object()

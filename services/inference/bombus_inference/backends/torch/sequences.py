@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, its place in the KV cache, and the frames it still owes its client."""
+"""The state of one completion: its tokens, its blocks in the KV cache, and the frames that were not sent yet."""
 
 import math
 import random
@@ -6,31 +6,32 @@ from array import array
 
 from bombus.hive.generation import Finished, Frame, Generate, Tokens
 from bombus.hive.records import FinishReason, spans_of
-from bombus_inference.backends.torch.sampling import Draw, TopRow
+from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.torch.sampling import Draw
 
 
-class Sequence:
-    """Choice number `choice` of the request with this ticket. `computed` tokens have their keys and values in `blocks`.
+class SequenceState:
+    """Choice number `choice` of the request with this ticket. `blocks` hold keys and values of `computed` tokens.
 
-    `parent` is the remembered name of the last remembered block, None once nothing more is to be remembered. `stay` is
-    another object whenever its blocks were given back in between.
+    `parent` is the name of its last remembered block, or None once nothing more is to be remembered. `block_owner`
+    stands for the sequence as the holder of its blocks: it is replaced by another object when they are given back.
     """
 
     __slots__ = (
         "_draw",
         "_rng",
         "_sent",
+        "block_owner",
         "blocks",
+        "cached",
         "choice",
         "computed",
         "finish",
-        "found",
         "logprobs",
         "parent",
         "prompt_tokens",
         "remembered",
         "request",
-        "stay",
         "ticket",
         "tokens",
         "tokens_max",
@@ -48,23 +49,23 @@ class Sequence:
         self.computed = 0
         self.blocks: list[int] = []
         self.remembered = 0
-        self.stay = object()
+        self.block_owner = object()
         self.parent: int | None = None
-        self.found: int | None = None  # prompt tokens that were in the cache when it was first admitted
+        self.cached: int | None = None  # prompt tokens that were in the cache when it was first admitted
         self.logprobs = array("f")
         self.versions: list[int] = []
-        self.tops: list[TopRow] = []
+        self.tops: list[TopLogprobs] = []
         self.finish: FinishReason | None = None
         self._sent = 0
         seed = request.sampling.seed
-        # A choice's numbers are its own: they depend on the seed and on nothing else that runs beside it.
+        # The random numbers depend on the seed and the choice alone, not on what else is running.
         self._rng = random.Random(None if seed is None else f"{seed}/{choice}")
         sampling = request.sampling
         self._draw = Draw(sampling.temperature, sampling.top_p, sampling.top_k, 0.0, sampling.top_logprobs)
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before the next one can be drawn; 1 while decoding."""
+        """The number of tokens to compute before the next one can be drawn; 1 while decoding."""
         return len(self.tokens) - self.computed
 
     @property
@@ -72,13 +73,13 @@ class Sequence:
         return bool(self.versions)
 
     def draw(self) -> Draw:
-        """How to draw its next token; each call uses up one random number."""
+        """Return how to draw its next token. Each call uses up one random number, unless sampling is greedy."""
         draw = self._draw
         if draw.temperature == 0:
             return draw
         return Draw(draw.temperature, draw.top_p, draw.top_k, self._rng.random(), draw.top_logprobs)
 
-    def accept(self, token: int, logprob: float, top: TopRow, version: int) -> None:
+    def accept(self, token: int, logprob: float, top: TopLogprobs, version: int) -> None:
         """Append a drawn token, and finish when it is a stop token or the last one allowed."""
         assert math.isfinite(logprob)
         self.tokens.append(token)
@@ -92,7 +93,7 @@ class Sequence:
             self.finish = FinishReason.LENGTH
 
     def take_frames(self) -> list[Frame]:
-        """What is to be sent now: every token at once when streaming, all of them at the end when not."""
+        """Return the frames to send now: for a stream all new tokens, otherwise everything once it has finished."""
         frames: list[Frame] = []
         if self.request.stream or self.finish is not None:
             since = self._sent
@@ -109,5 +110,5 @@ class Sequence:
                 )
             self._sent = len(self.versions)
         if self.finish is not None:
-            frames.append(Finished(choice=self.choice, reason=self.finish, cached_prompt_tokens=self.found or 0))
+            frames.append(Finished(choice=self.choice, reason=self.finish, cached_prompt_tokens=self.cached or 0))
         return frames

@@ -1,16 +1,16 @@
-"""What vLLM's workers can do besides: copied beside the child and loaded there, so it needs vLLM alone, not bombus."""
+"""An extension of vLLM's workers. It is copied to the child's folder and loaded there, so it may not import bombus."""
 
 from vllm.lora.request import LoRARequest
 
 
 class AdapterSwap:
-    """Mixed into vLLM's worker (`--worker-extension-cls`), called by `/collective_rpc`."""
+    """Mixed into vLLM's worker (`--worker-extension-cls`) and called through `/collective_rpc`."""
 
     def swap_adapter(self, name: str, path: str) -> None:
-        """Put another adapter in the place of the one that every request uses, those that are running too.
+        """Replace the adapter that every request uses, including running ones.
 
-        vLLM's own route can do this as well (`load_inplace`), but the requests that come behind it carry the flag, and
-        have the adapter read from its files again in every step.
+        vLLM's own route can do this too (`load_inplace`), but requests that come after it carry the flag, and then the
+        adapter is read from its files again in every step.
         """
         if not self.add_lora(LoRARequest(name, 1, path, load_inplace=True)):  # type: ignore[attr-defined]
             raise RuntimeError(f"the adapter in {path} was not loaded")

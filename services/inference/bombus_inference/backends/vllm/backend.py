@@ -1,14 +1,16 @@
-"""vLLM as an engine: a child process per run, whose weights are changed in place while its requests wait.
+"""The vllm backend: one child process per run, whose weights change in place while its requests wait.
 
-A change of weights is: freeze what runs, load the files, name them, throw away every key and value computed with the
-old ones (what ran computes its own again), go on. Until the last of these no token of the new weights exists, so what
-has arrived before is the old version's; which of the later ones is whose, vLLM says at the end of each answer.
+To change weights, pause what is running, load the files, set their label, drop every key and value that the old ones
+computed (running requests compute theirs again), and resume. No token of the new weights exists before the resume, so
+every token that has arrived by then is the old version's. For later tokens vLLM reports the version of each at the end
+of the answer.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -19,20 +21,29 @@ from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.host.environments import environment_python
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus.weights.deltas import FULL_FILE
-from bombus_inference.backends.answers import Answer
-from bombus_inference.backends.http_calls import JSON, Calls, EngineGone, Frames, check_answer, server_sent
-from bombus_inference.backends.limits import Limits
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, UNLOADED, Deliver, Policy, Tell, settled
+from bombus_inference.backends.answers import FrameAssembler
+from bombus_inference.backends.http_calls import JSON, BackendFailed, FrameBatches, HttpCalls, check_answer, server_sent
+from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.protocol import (
+    NOTHING_LOADED,
+    STOPPING,
+    UNLOADED,
+    Deliver,
+    Policy,
+    ReportStage,
+    with_precision,
+)
 from bombus_inference.backends.vllm.prometheus import vllm_metrics
-from bombus_inference.backends.vllm.server import ADAPTER, MODEL, VllmServer, vllm_command, vllm_environment
-from bombus_inference.backends.vllm.wire import Label, portions, request_body
+from bombus_inference.backends.vllm.server import ADAPTER, MODEL, VllmServer, vllm_arguments, vllm_environment
+from bombus_inference.backends.vllm.wire import parse_deltas, request_body
+from bombus_inference.backends.wire import WeightLabel
 from bombus_inference.model_files import Shapes, check_same_shapes, read_config, read_shapes
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
 GENERATE = "/inference/v1/generate"
-HEALTHY_S = 120.0  # after so long it starts again sooner
+HEALTHY_S = 120.0  # a child that lived for so long is restarted after the shortest pause
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 SCRAPE_S = 5.0
@@ -40,34 +51,34 @@ SCRAPE_S = 5.0
 DIED = Fault(why="the replica's vLLM died and is started again", code=Code.NO_REPLICA, retry=True)
 
 
-def _exchanged(policy: Policy) -> Path:
-    """The file whose tensors change from version to version."""
+def _changing_file(policy: Policy) -> Path:
+    """Return the file whose tensors change from version to version."""
     return policy.folder / FULL_FILE if policy.adapter is None else policy.adapter / ADAPTER_FILE
 
 
-def _beneath(policy: Policy) -> Path | None:
+def _base_model(policy: Policy) -> Path | None:
     return None if policy.adapter is None else policy.folder
 
 
 class VllmBackend:
-    """One child at a time. While it starts, or after it died, nothing is served."""
+    """Runs one child at a time. While it starts, and after it died, nothing is served."""
 
     loads_adapters = True
 
-    def __init__(self, engine: EngineSettings, vllm: VllmSettings, deliver: Deliver) -> None:
+    def __init__(self, compute: ComputeSettings, vllm: VllmSettings, deliver: Deliver) -> None:
         self.run = 0
         self.version = -1
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = asyncio.Event()
-        self._engine = engine
+        self._compute = compute
         self._vllm = vllm
-        self._calls = Calls(deliver, engine.max_running + engine.max_waiting)
+        self._calls = HttpCalls(deliver, compute.max_running + compute.max_waiting)
         self._limits = Limits(0, 0, 0, 0)
         self._server: VllmServer | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._shapes: Shapes = {}  # of what is exchanged
-        self._beneath: Path | None = None  # the model that the adapter is on, where it is adapters that are exchanged
-        self._swaps = 0  # counted before anything is changed
+        self._shapes: Shapes = {}  # of the tensors that change
+        self._base_model: Path | None = None  # the model under the adapters, if the run trains adapters
+        self._swaps = 0  # increased before anything changes
         self._steady = asyncio.Event()  # set while no weights are being changed
         self._steady.set()
         self._starts = 0
@@ -75,47 +86,47 @@ class VllmBackend:
 
     @property
     def pid(self) -> int | None:
-        """Of the child's keeper, None without one."""
+        """The process id of the child's keeper, None if there is no child."""
         return None if self._server is None else self._server.pid
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
-        if self._server is None or self.version < 0:
+        server = self._server
+        if server is None or self.version < 0:
             self._calls.refuse(ticket, NOTHING_LOADED)
             return
-        server = self._server
-        self._calls.add(ticket, request, self.run, self._limits, lambda asked, prompt: self._ask(server, asked, prompt))
+        self._calls.add(ticket, request, self.run, self._limits, partial(self._generate, server))
 
     def abort(self, ticket: int) -> None:
         self._calls.abort(ticket)
 
-    async def _ask(self, server: VllmServer, request: Generate, prompt: list[int]) -> Frames:
+    async def _generate(self, server: VllmServer, request: Generate, prompt: list[int]) -> FrameBatches:
         await self._steady.wait()
         swaps, run = self._swaps, self.run
-        answer = Answer(request, self.version, lambda: self._swaps == swaps)
+        assembler = FrameAssembler(request, self.version, lambda: self._swaps == swaps)
         body = request_body(request, prompt, self._limits.tokens_max(request, prompt), self._model)
         async with server.client.stream("POST", GENERATE, content=body, headers=JSON) as response:
             await check_answer(response)
             if not request.stream:
-                for portion in portions(await response.aread(), run, request.sampling.top_logprobs):
-                    yield answer.take(portion)
+                for delta in parse_deltas(await response.aread(), run, request.sampling.top_logprobs):
+                    yield assembler.take(delta)
                 return
             async for event in server_sent(response):
-                for portion in portions(event, run, request.sampling.top_logprobs):
-                    if frames := answer.take(portion):
+                for delta in parse_deltas(event, run, request.sampling.top_logprobs):
+                    if frames := assembler.take(delta):
                         yield frames
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
-    async def bring_in(self, policy: Policy, tell: Tell) -> None:
+    async def load(self, policy: Policy, report_stage: ReportStage) -> None:
         server = self._server
-        same = self.run == policy.run and self._beneath == _beneath(policy)
+        same = self.run == policy.run and self._base_model == _base_model(policy)
         if server is not None and self.version >= 0 and same:
             await self._change(server, policy)
         else:
             await self._end_server(UNLOADED)
-            await self._start(policy, tell)
+            await self._start(policy, report_stage)
 
     async def unload(self) -> None:
         await self._end_server(UNLOADED)
@@ -124,48 +135,48 @@ class VllmBackend:
         await self._calls.stop(STOPPING)
         await self._end_server(STOPPING)
 
-    async def _start(self, policy: Policy, tell: Tell) -> None:
-        """A fresh child with these weights. Raises `EngineFault`."""
+    async def _start(self, policy: Policy, report_stage: ReportStage) -> None:
+        """Start a new child with these weights. Raises `EngineFault`."""
         python = self._vllm.python or environment_python("vllm")
         config = await asyncio.to_thread(read_config, policy.folder)
-        shapes = await asyncio.to_thread(read_shapes, _exchanged(policy))
-        engine = await asyncio.to_thread(settled, self._engine, policy)
-        longest = engine.length_within(policy.max_model_len, config.context)
+        shapes = await asyncio.to_thread(read_shapes, _changing_file(policy))
+        compute = await asyncio.to_thread(with_precision, self._compute, policy)
+        longest = compute.length_within(policy.max_model_len, config.context)
         await asyncio.sleep(self._pause_s)
         began = asyncio.get_running_loop().time()
-        self._beneath = _beneath(policy)
+        self._base_model = _base_model(policy)
         server = VllmServer()
         try:
-            command = vllm_command(python, policy.folder, server.socket, engine, self._vllm, longest, policy.adapter)
-            await server.start(command, vllm_environment(engine, self._vllm), self._vllm.start_s, tell)
-            await self._check(server, Label(policy.run, policy.version))
+            command = [str(python), *vllm_arguments(policy, server.socket, compute, self._vllm, longest)]
+            await server.start(command, vllm_environment(compute, self._vllm), self._vllm.start_s, report_stage)
+            await self._check(server, WeightLabel(policy.run, policy.version))
         except BaseException as error:
             if isinstance(error, EngineFault):
-                self._pause_s = min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
+                self._pause_s = self._longer_pause_s()
             await asyncio.shield(server.stop())
             raise
         self._starts += 1
         self._server, self._shapes = server, shapes
-        choices_max = min(self._engine.choices_max, self._engine.max_running)
-        self._limits = Limits(longest, config.vocabulary, choices_max, self._engine.max_waiting)
+        choices_max = min(CHOICES_MAX, self._compute.max_running)
+        self._limits = Limits(longest, config.vocabulary, choices_max, self._compute.max_waiting)
         self.run, self.version = policy.run, policy.version
         self._watching = asyncio.create_task(self._watch(server))
         log.info("vLLM started in %.1f s", asyncio.get_running_loop().time() - began, extra={"run": policy.run})
 
-    async def _check(self, server: VllmServer, label: Label) -> None:
-        """One token by the way of all others: a vLLM that cannot do this is found out before anybody relies on it."""
-        asked = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
+    async def _check(self, server: VllmServer, label: WeightLabel) -> None:
+        """Generate one token in the usual way, so that a vLLM that cannot do this is found out at the start."""
+        request = Generate(id="check", engine="", run=label.run, prompt=pack_tokens([0]), sampling=SamplingParams())
         try:
             await self._post(server, "/update_weight_version", json={"new_version": str(label)})
             response = await server.client.post(
-                GENERATE, content=request_body(asked, [0], 2, self._model), headers=JSON
+                GENERATE, content=request_body(request, [0], 2, self._model), headers=JSON
             )
             await check_answer(response)
-            made = portions(response.content, label.run, 0)
-            if [portion.versions for portion in made] != [[label.version]]:
-                raise EngineGone("the versions are not those that it was told")
-            Answer(asked, label.version, lambda: False).take(made[0])
-        except (EngineGone, Refused, httpx.HTTPError, ValueError) as error:
+            made = parse_deltas(response.content, label.run, 0)
+            if [delta.versions for delta in made] != [[label.version]]:
+                raise BackendFailed("the versions are not the ones that it was given")
+            FrameAssembler(request, label.version, lambda: False).take(made[0])
+        except (BackendFailed, Refused, httpx.HTTPError, ValueError) as error:
             raise EngineFault(
                 "this vLLM does not give what a trainer needs, which is the ids, logprobs and weight versions of the "
                 f"tokens that it samples ({error}; its last words: {server.last_words()}): run `bombus install vllm` "
@@ -173,11 +184,12 @@ class VllmBackend:
             ) from error
 
     async def _change(self, server: VllmServer, policy: Policy) -> None:
-        """Other weights in place. What fails half-way ends the child: nothing is served under a wrong label.
+        """Change weights in place. A failure half-way ends the child, so nothing is served under a wrong label.
 
-        From files, which every machine can do. This is the one place where tensors would go from GPU to GPU instead.
+        The weights come from files, which works on every machine. To send tensors from GPU to GPU instead, only this
+        method would change.
         """
-        await asyncio.to_thread(check_same_shapes, self._shapes, _exchanged(policy))
+        await asyncio.to_thread(check_same_shapes, self._shapes, _changing_file(policy))
         self._swaps += 1
         self._steady.clear()
         began = asyncio.get_running_loop().time()
@@ -188,14 +200,14 @@ class VllmBackend:
             else:
                 change = {"method": "reload_weights", "kwargs": {"weights_path": str(policy.folder)}}
             await self._post(server, "/collective_rpc", json=change)
-            label = str(Label(policy.run, policy.version))
+            label = str(WeightLabel(policy.run, policy.version))
             await self._post(server, "/update_weight_version", json={"new_version": label})
             await self._post(server, "/reset_prefix_cache?reset_running_requests=true", expect=b'"success":true')
             await self._post(server, "/resume")
             self.version = policy.version
         except BaseException as error:
             await asyncio.shield(self._end_server(DIED))
-            if isinstance(error, EngineGone | httpx.HTTPError):
+            if isinstance(error, BackendFailed | httpx.HTTPError):
                 raise EngineFault(f"vLLM could not change to version {policy.version} in place: {error}") from error
             raise
         finally:
@@ -205,25 +217,25 @@ class VllmBackend:
 
     @property
     def _model(self) -> str:
-        return MODEL if self._beneath is None else ADAPTER
+        return MODEL if self._base_model is None else ADAPTER
 
     async def _post(
         self, server: VllmServer, path: str, json: Mapping[str, object] | None = None, expect: bytes = b""
     ) -> None:
-        """Raises `EngineGone` or `httpx.HTTPError`."""
+        """Post and check the answer. Raises `BackendFailed` or `httpx.HTTPError`."""
         response = await server.client.post(path, json=json, timeout=self._vllm.update_s)
         if response.status_code != 200 or expect not in response.content:
-            raise EngineGone(f"{path} answered {response.status_code}: {response.text[:400]}")
+            raise BackendFailed(f"{path} answered {response.status_code}: {response.text[:400]}")
 
     # ---- the child --------------------------------------------------------------------------------------------
 
     async def _watch(self, server: VllmServer) -> None:
-        """When it ends by itself: say that nothing is served any more, and why."""
+        """Wait until the child ends by itself, then stop serving and set `lost`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         await self._until_dead(server)
         healthy = loop.time() - began > HEALTHY_S
-        self._pause_s = RESTART_S if healthy else min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
+        self._pause_s = RESTART_S if healthy else self._longer_pause_s()
         log.error("vLLM died and is started again in %.0f s: %s", self._pause_s, server.last_words())
         self.version = -1
         self._calls.end_all(DIED)
@@ -232,17 +244,20 @@ class VllmBackend:
         self.lost.set()
 
     async def _until_dead(self, server: VllmServer) -> None:
-        """It has ended; or it lives on and has not been well for `health_s`, as a server whose engine died may do."""
+        """Wait until it has ended, or has not been healthy for `health_s`, like a server whose engine has died."""
         loop = asyncio.get_running_loop()
-        well = loop.time()
-        while loop.time() - well < self._vllm.health_s:
+        healthy_at = loop.time()
+        while loop.time() - healthy_at < self._vllm.health_s:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._vllm.health_s / 8):
                     await server.ended.wait()
                     return
-            if await server.is_well():
-                well = loop.time()
-        log.error("vLLM has not been well for %.0f s and is ended", self._vllm.health_s)
+            if await server.is_healthy():
+                healthy_at = loop.time()
+        log.error("vLLM has not been healthy for %.0f s and is ended", self._vllm.health_s)
+
+    def _longer_pause_s(self) -> float:
+        return min(max(RESTART_S, 2 * self._pause_s), RESTART_S_MAX)
 
     async def _end_server(self, fault: Fault) -> None:
         self.version = -1
@@ -258,13 +273,13 @@ class VllmBackend:
     # ---- metrics ----------------------------------------------------------------------------------------------
 
     async def metrics(self) -> Mapping[str, float]:
-        ours: dict[str, float] = {"swaps_total": self._swaps, "engine_starts_total": self._starts}
+        own: dict[str, float] = {"swaps_total": self._swaps, "engine_starts_total": self._starts}
         server = self._server
         if server is None:
-            return ours
+            return own
         try:
             response = await server.client.get("/metrics", timeout=SCRAPE_S)
         except httpx.HTTPError as error:
             log.warning("vLLM's metrics cannot be read: %s", error)
-            return ours
-        return ours | vllm_metrics(response.text)
+            return own
+        return own | vllm_metrics(response.text)

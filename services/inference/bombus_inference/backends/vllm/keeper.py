@@ -1,8 +1,8 @@
-"""Runs one command as a child, and leaves nothing of it behind.
+"""Runs one command as a child, and ends all of its processes with it.
 
-A vLLM that is killed leaves its engine's processes behind, gigabytes each. This one shares their process group. When
-the command ends, when it is told to stop, or when the process that started it dies, it ends the whole group, itself
-included. It imports nothing of ours, so that it weighs little.
+When a vLLM is killed, the processes of its engine stay, gigabytes each. This process is in the same process group: when
+the command ends, when it is terminated, or when the process that started it dies, it kills the whole group, including
+itself. It imports nothing of bombus, so that it stays small.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGALRM, give_up)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before we asked
+    if os.getppid() != parent:  # it died before prctl was called
         return
     child = subprocess.Popen(command)
     code = child.wait()

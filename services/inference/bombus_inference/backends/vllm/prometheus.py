@@ -1,4 +1,4 @@
-"""What is worth knowing of vLLM's own metrics, under our names."""
+"""Translates vLLM's metrics to the names of a replica's."""
 
 NAMES = {
     "vllm:num_requests_running": "running",
@@ -13,7 +13,7 @@ NAMES = {
 
 
 def vllm_metrics(text: str) -> dict[str, float]:
-    """Sums over vLLM's labels of what `NAMES` names, and the share of prompt tokens that were in its prefix cache."""
+    """Return the metrics in `NAMES`, summed over vLLM's labels, and the token hit ratio of its prefix cache."""
     values: dict[str, float] = {}
     for line in text.splitlines():
         series, _, value = line.rpartition(" ")

@@ -1,7 +1,7 @@
-"""vLLM's own server as a child process: started, watched until it is ready, read out, and ended with all it started.
+"""vLLM's own server as a child process: starts it, waits until it is ready, reads its output, and ends it.
 
-It listens on a unix socket in a folder that only our user can enter. Its development routes, which load any weights
-from any path, are therefore nobody's but ours.
+It listens on a unix socket in a folder that only our user can enter. Therefore nobody else can use its development
+routes, which load any weights from any path.
 """
 
 import asyncio
@@ -25,77 +25,71 @@ from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES
 from bombus.weights.adapters import read_adapter_config
 from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
-from bombus_inference.backends.protocol import Tell
+from bombus_inference.backends.protocol import Policy, ReportStage
 from bombus_inference.backends.vllm import keeper as vllm_keeper
-from bombus_inference.settings import EngineSettings, VllmSettings
+from bombus_inference.settings import ComputeSettings, VllmSettings
 
 log = logging.getLogger(__name__)
 
 LINES_KEPT = 500
 LINE_BYTES_MAX = 1 << 20
 POLL_S = 0.2
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
-MODEL, ADAPTER = "policy", "adapter"  # what vLLM calls them
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM 0.32 can be told
+MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM 0.32 takes
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
-# Ours would lead the child to our packages instead of its own.
+# With our values the child would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
 
-_bad_news = re.compile(r"\b(ERROR|CRITICAL)\b")
-_whose_line = re.compile(r"^\(.*? pid=\d+\) (?:(?:ERROR|CRITICAL) .*?\] )?")
-_an_exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
+_error_level = re.compile(r"\b(ERROR|CRITICAL)\b")
+_line_prefix = re.compile(r"^\(.*? pid=\d+\) (?:(?:ERROR|CRITICAL) .*?\] )?")
+_exception = re.compile(r"^(\w+\.)*\w*(Error|Exception|Interrupt): .")
 
 
-def vllm_command(
-    python: Path,
-    model: Path,
-    socket: Path,
-    engine: EngineSettings,
-    vllm: VllmSettings,
-    max_model_len: int,
-    adapter: Path | None = None,
+def vllm_arguments(
+    policy: Policy, socket: Path, compute: ComputeSettings, vllm: VllmSettings, max_model_len: int
 ) -> list[str]:
-    """What starts vLLM's server for `model`, with exactly sampled tokens and their own logprobs.
+    """Return the arguments with which a Python starts vLLM's server for a policy.
 
-    An `adapter` on it is named `ADAPTER`, and can be exchanged by `adapter_swap`. Raises `EngineFault` when vLLM
-    cannot take it.
+    It samples exactly as requested and reports the logprobs of what it samples from. The policy's adapter, if it has
+    one, is named `ADAPTER` and can be replaced by `adapter_swap`. Raises `EngineFault` if vLLM cannot take it.
     """
-    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    arguments = ["-m", "vllm.entrypoints.openai.api_server"]
     options: dict[str, object] = {
-        "model": model,
+        "model": policy.folder,
         "served-model-name": MODEL,
         "uds": socket,
-        "dtype": engine.precision,
+        "dtype": compute.precision,
         "max-model-len": max_model_len,
-        "max-num-seqs": engine.max_running,
+        "max-num-seqs": compute.max_running,
         "tensor-parallel-size": vllm.tensor_parallel,
         "logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from
         "max-logprobs": TOP_LOGPROBS_MAX + 1,
-        "generation-config": "vllm",  # none: the model's own would change what is sampled
+        "generation-config": "vllm",  # none of the model's own, which would change how tokens are sampled
     }
-    if engine.kv_cache_bytes is not None or engine.device == "cpu":  # on a GPU it sees for itself what is free
-        options["kv-cache-memory-bytes"] = engine.cache_bytes
+    if compute.kv_cache_bytes is not None or compute.device == "cpu":  # on a GPU it finds out itself how much is free
+        options["kv-cache-memory-bytes"] = compute.cache_bytes
     if vllm.gpu_memory_utilization is not None:
         options["gpu-memory-utilization"] = vllm.gpu_memory_utilization
-    if adapter is not None:
+    if policy.adapter is not None:
         options |= {
-            "max-lora-rank": _lora_rank_max(read_adapter_config(adapter).r),
+            "max-lora-rank": _lora_rank_max(read_adapter_config(policy.adapter).r),
             "max-loras": 1,
-            "lora-modules": f"{ADAPTER}={adapter}",
+            "lora-modules": f"{ADAPTER}={policy.adapter}",
             "worker-extension-cls": f"{EXTENSION.stem}.AdapterSwap",
         }
     for name, value in options.items():
-        command += [f"--{name}", str(value)]
+        arguments += [f"--{name}", str(value)]
     flags = ["enable-scale-out", "enable-prefix-caching", "enable-prompt-tokens-details", "skip-tokenizer-init"]
     flags += ["disable-uvicorn-access-log", *(["enforce-eager"] if vllm.eager else [])]
-    flags += ["enable-lora"] if adapter is not None else []
-    return command + [f"--{flag}" for flag in flags]
+    flags += ["enable-lora"] if policy.adapter is not None else []
+    return arguments + [f"--{flag}" for flag in flags]
 
 
 def _lora_rank_max(rank: int) -> int:
-    """The least of vLLM's steps that takes adapters of this rank."""
+    """Return the least of vLLM's maximum ranks that takes adapters of this rank."""
     for step in LORA_RANKS:
         if rank <= step:
             return step
@@ -105,11 +99,11 @@ def _lora_rank_max(rank: int) -> int:
     )
 
 
-def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, str]:
-    """The child's variables: development routes on, nothing sent anywhere, its inner ports at this machine alone.
+def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, str]:
+    """Return the child's environment: development routes on, no usage reports, inner ports on this machine alone.
 
-    On `cuda:N` it has that GPU, or those from N on for as many as share the model. Raises `EngineFault` when they are
-    not there to be had.
+    On `cuda:N` it gets GPU N and, if several share the model, those that follow. Raises `EngineFault` if they are not
+    available.
     """
     variables = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
     variables |= {
@@ -120,23 +114,23 @@ def vllm_environment(engine: EngineSettings, vllm: VllmSettings) -> dict[str, st
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if engine.device == "cpu":
-        # By itself it pins its threads to cores, and trainers need those too. One core is left for its other processes,
-        # and threads that wait for each other must not burn what those need.
+    if compute.device == "cpu":
+        # By default it pins its threads to cores, which trainers need too. One core is left for its other processes,
+        # and waiting threads must not use it up by spinning.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        variables["OMP_NUM_THREADS"] = str(engine.threads or max(1, (os.cpu_count() or 1) - 1))
+        variables["OMP_NUM_THREADS"] = str(compute.threads or max(1, (os.cpu_count() or 1) - 1))
         variables.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    elif ":" in engine.device:
-        first = int(engine.device.partition(":")[2])
+    elif ":" in compute.device:
+        first = int(compute.device.partition(":")[2])
         try:
             variables |= gpu_environment(range(first, first + vllm.tensor_parallel))
         except Refused as error:
-            raise EngineFault(f"vLLM cannot start on {engine.device}: {error.why}") from error
+            raise EngineFault(f"vLLM cannot start on {compute.device}: {error.why}") from error
     return variables
 
 
 class VllmServer:
-    """One life of the child. `ended` is set when it is over, whoever ended it."""
+    """One vLLM process, from its start to its end. `ended` is set when it has ended for whatever reason."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()
@@ -150,18 +144,20 @@ class VllmServer:
 
     @property
     def pid(self) -> int:
-        """Of the keeper, whose child it is."""
+        """The process id of the keeper, whose child vLLM is."""
         assert self._process is not None
         return self._process.pid
 
-    async def start(self, command: Sequence[str], variables: Mapping[str, str], start_s: float, tell: Tell) -> None:
-        """Returns once it answers. Raises `EngineFault` with its last words when it does not, having ended it."""
+    async def start(
+        self, command: Sequence[str], variables: Mapping[str, str], start_s: float, report_stage: ReportStage
+    ) -> None:
+        """Start it and return once it answers. If it does not, end it and raise `EngineFault` with its last words."""
         keeper = [sys.executable, "-I", str(Path(vllm_keeper.__file__)), str(os.getpid())]
         log.debug("starting %s", " ".join(command))
         try:
             await self._spawn([*keeper, *command], variables)
             async with asyncio.timeout(start_s):
-                await self._until_ready(tell)
+                await self._until_ready(report_stage)
             self._lines.clear()
         except TimeoutError:
             await self.stop()
@@ -172,12 +168,12 @@ class VllmServer:
             await asyncio.shield(self.stop())
             raise
 
-    async def _spawn(self, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    async def _spawn(self, command: Sequence[str], variables: Mapping[str, str]) -> None:
         modules = self._folder / "modules"
         modules.mkdir()
         shutil.copy(EXTENSION, modules)
         variables = {**variables, "PYTHONPATH": str(modules), "TMPDIR": str(self._folder)}
-        # A pipe of our own: with one of asyncio's the end of the process is only told once all have let go of it.
+        # Not a pipe of asyncio's: with that, the process counts as ended only once all its children have closed it.
         ours, theirs = os.pipe()
         output = asyncio.StreamReader(limit=LINE_BYTES_MAX)
         await asyncio.get_running_loop().connect_read_pipe(
@@ -185,7 +181,7 @@ class VllmServer:
         )
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *words, env=variables, cwd=self._folder, start_new_session=True,
+                *command, env=variables, cwd=self._folder, start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL, stdout=theirs, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
         finally:
@@ -193,7 +189,7 @@ class VllmServer:
         self._watching = asyncio.create_task(self._watch(self._process, output))
 
     async def stop(self) -> None:
-        """End it and all that it started. Returns when nothing of it is left."""
+        """End it and all processes that it started. Returns when none of them is left."""
         process = self._process
         if process is not None:
             if process.returncode is None:
@@ -208,32 +204,33 @@ class VllmServer:
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def last_words(self) -> str:
-        """Why it died, as far as it said: the first exception (the others follow from it), or its last line.
+        """Return why it died, as far as its output says: the first exception, or else its last line.
 
-        What it only warned of does not count, nor, once it is ready, what it said before.
+        Later exceptions follow from the first. Exceptions in warnings do not count, nor, once it is ready, does output
+        from before that.
         """
-        lines = [_whose_line.sub("", line) for line in self._lines]
-        first = next((at for at, line in enumerate(lines) if _an_exception.match(line)), len(lines) - 1)
+        lines = [_line_prefix.sub("", line) for line in self._lines]
+        first = next((at for at, line in enumerate(lines) if _exception.match(line)), len(lines) - 1)
         more = itertools.takewhile(lambda line: line.startswith(" "), lines[first + 1 :])
         return " ".join([*lines[first : first + 1], *map(str.strip, more)])[:REASON_CHARS_MAX] or "nothing"
 
-    async def _until_ready(self, tell: Tell) -> None:
+    async def _until_ready(self, report_stage: ReportStage) -> None:
         loop = asyncio.get_running_loop()
-        began = told = loop.time()
-        await tell("starting vLLM")
-        while not await self.is_well():
+        began = reported = loop.time()
+        await report_stage("starting vLLM")
+        while not await self.is_healthy():
             if self.ended.is_set():
                 raise EngineFault(f"vLLM did not start; its last words: {self.last_words()}")
-            if loop.time() - told >= TELL_EVERY_S:
-                told = loop.time()
-                log.info("vLLM is starting, %.0f s so far", told - began)
-                await tell(f"starting vLLM: {told - began:.0f} s so far")
+            if loop.time() - reported >= REPORT_EVERY_S:
+                reported = loop.time()
+                log.info("vLLM is starting, %.0f s so far", reported - began)
+                await report_stage(f"starting vLLM: {reported - began:.0f} s so far")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
                     await self.ended.wait()
 
-    async def is_well(self) -> bool:
-        """Whether it answers, and says that its engine runs."""
+    async def is_healthy(self) -> bool:
+        """Whether it answers and reports that its engine is running."""
         try:
             return (await self.client.get("/health", timeout=5.0)).status_code == 200
         except httpx.HTTPError:
@@ -242,23 +239,23 @@ class VllmServer:
     async def _watch(self, process: asyncio.subprocess.Process, output: asyncio.StreamReader) -> None:
         reading = asyncio.create_task(self._read(output))
         await process.wait()
-        _kill_group(process.pid)  # should the keeper itself have been killed
+        _kill_group(process.pid)  # in case the keeper itself was killed
         await reading
         self.ended.set()
 
     async def _read(self, output: asyncio.StreamReader) -> None:
-        """Its lines go into our log until all who write them are gone."""
+        """Copy its output to our log until all processes that write to it have ended."""
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # longer than a line can be
+            except ValueError:  # the line is over LINE_BYTES_MAX
                 continue
             if not line:
                 return
             text = line.decode(errors="replace").rstrip()
             if text:
                 self._lines.append(text)
-                log.log(logging.WARNING if _bad_news.search(text) else logging.DEBUG, "vLLM: %s", text)
+                log.log(logging.WARNING if _error_level.search(text) else logging.DEBUG, "vLLM: %s", text)
 
 
 def _kill_group(group: int) -> None:

@@ -1,31 +1,23 @@
-"""The words of vLLM's `/inference/v1/generate`: token ids in, token ids out, and which weights sampled them."""
+"""The wire format of vLLM's `/inference/v1/generate`: token ids in, token ids out, and which weights sampled them."""
 
 import msgspec
 from msgspec import Struct
 
 from bombus.hive.generation import Generate
-from bombus_inference.backends.answers import Portion, TopRow, likeliest
-from bombus_inference.backends.http_calls import EngineGone
+from bombus_inference.backends.answers import ChoiceDelta, most_likely
+from bombus_inference.backends.http_calls import BackendFailed
+from bombus_inference.backends.protocol import TopLogprobs
+from bombus_inference.backends.wire import ServerAnswer
 
 
-class Label(Struct, frozen=True):
-    """What vLLM is told to call its weights. vLLM only repeats it, so it carries the run as well."""
-
-    run: int
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.run}/{self.version}"
-
-
-class Entry(Struct):
+class VllmLogprob(Struct):
     token_id: int
     logprob: float
-    top_logprobs: list["Entry"] = []
+    top_logprobs: list["VllmLogprob"] = []
 
 
-class Logprobs(Struct):
-    content: list[Entry]
+class VllmLogprobs(Struct):
+    content: list[VllmLogprob]
 
 
 class VersionSpan(Struct):
@@ -34,40 +26,29 @@ class VersionSpan(Struct):
     end: int
 
 
-class Choice(Struct):
+class VllmChoice(Struct):
     index: int
     token_ids: list[int]
-    logprobs: Logprobs | None = None
+    logprobs: VllmLogprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[VersionSpan] | None = None
 
 
-class PromptDetails(Struct):
-    cached_tokens: int | None = None
+class VllmChunk(ServerAnswer):
+    """One server-sent event, or the whole answer of a request that is not streamed."""
+
+    choices: list[VllmChoice] = msgspec.field(default_factory=list)
 
 
-class Usage(Struct):
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class Problem(Struct):
-    message: str = ""
-
-
-class Chunk(Struct):
-    """One server-sent event, or the whole answer where nothing is streamed."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    error: Problem | None = None
-
-
-_chunks = msgspec.json.Decoder(Chunk)
+_chunks = msgspec.json.Decoder(VllmChunk)
 _encoder = msgspec.json.Encoder()
 
 
 def request_body(request: Generate, prompt: list[int], tokens_max: int, model: str) -> bytes:
-    """`tokens_max` is of prompt and completion together; `model` is vLLM's name of the model, or of an adapter."""
+    """Return the request's body. `tokens_max` is the limit of prompt and completion together.
+
+    `model` is vLLM's name of the model, or of an adapter.
+    """
     sampling = request.sampling
     parameters: dict[str, object] = {
         "n": request.n,
@@ -76,9 +57,9 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": True,  # what ends a turn is for the gateway to say
+        "ignore_eos": True,  # the gateway decides what ends a turn
         "detokenize": False,
-        # The sampled token is listed before the likeliest, and takes a place of its own where it is none of them.
+        # The sampled token is listed first, and takes an extra place if it is not among the most likely.
         "logprobs": sampling.top_logprobs + 1 if sampling.top_logprobs else 0,
     }
     if sampling.seed is not None:
@@ -89,28 +70,25 @@ def request_body(request: Generate, prompt: list[int], tokens_max: int, model: s
     return _encoder.encode(body)
 
 
-def portions(data: bytes, run: int, top_logprobs: int) -> list[Portion]:
-    """What one event or answer says, of weights of `run`. Raises `EngineGone`."""
+def parse_deltas(data: bytes, run: int, top_logprobs: int) -> list[ChoiceDelta]:
+    """Parse one event or answer, sampled by weights of `run`. Raises `BackendFailed`."""
     chunk = _chunks.decode(data)
-    if chunk.error is not None:
-        raise EngineGone(chunk.error.message)
-    details = chunk.usage.prompt_tokens_details if chunk.usage is not None else None
-    cached = (details.cached_tokens or 0) if details is not None else 0
-    return [_portion(choice, run, top_logprobs, cached) for choice in chunk.choices]
+    chunk.check()
+    return [_delta(choice, run, top_logprobs, chunk.cached_prompt_tokens) for choice in chunk.choices]
 
 
-def _portion(choice: Choice, run: int, top_logprobs: int, cached: int) -> Portion:
+def _delta(choice: VllmChoice, run: int, top_logprobs: int, cached: int) -> ChoiceDelta:
     entries = choice.logprobs.content if choice.logprobs is not None else []
     if [entry.token_id for entry in entries] != choice.token_ids:
-        raise EngineGone("the logprobs are not those of the tokens")
+        raise BackendFailed("the logprobs are not those of the tokens")
     if choice.finish_reason is not None and choice.weight_versions is None:
-        raise EngineGone("the engine does not say which weights sampled the tokens")
-    tops: list[TopRow] = []
+        raise BackendFailed("the engine does not say which weights sampled the tokens")
+    tops: list[TopLogprobs] = []
     if top_logprobs:
         tops = [
-            likeliest([(top.token_id, top.logprob) for top in entry.top_logprobs], top_logprobs) for entry in entries
+            most_likely([(top.token_id, top.logprob) for top in entry.top_logprobs], top_logprobs) for entry in entries
         ]
-    return Portion(
+    return ChoiceDelta(
         choice=choice.index,
         tokens=choice.token_ids,
         logprobs=[entry.logprob for entry in entries],
@@ -122,13 +100,13 @@ def _portion(choice: Choice, run: int, top_logprobs: int, cached: int) -> Portio
 
 
 def versions_of(spans: list[VersionSpan], run: int) -> list[int]:
-    """One version for each token. Raises `EngineGone` for weights that are not of `run`."""
+    """Return one version for each token. Raises `BackendFailed` for weights of another run."""
     versions: list[int] = []
     for span in spans:
-        its_run, slash, version = span.version.partition("/")
-        if not slash or its_run != str(run) or not version.isdecimal():
-            raise EngineGone(f"tokens were sampled by weights labelled {span.version!r}, not by those of run {run}")
+        span_run, slash, version = span.version.partition("/")
+        if not slash or span_run != str(run) or not version.isdecimal():
+            raise BackendFailed(f"tokens were sampled by weights labelled {span.version!r}, not by those of run {run}")
         if span.start != len(versions) or span.end < span.start:
-            raise EngineGone(f"the engine's version spans leave out tokens: {span.start} after {len(versions)}")
+            raise BackendFailed(f"the engine's version spans leave out tokens: {span.start} after {len(versions)}")
         versions += [int(version)] * (span.end - span.start)
     return versions

@@ -1,7 +1,6 @@
-"""The engine's thread, where torch and HTTP meet: calls go in by a queue, one bundle of answers a step comes out.
+"""The engine's thread: calls go in through a queue, and one bundle of deliveries comes out after each step.
 
-The engine belongs to this thread alone. Everything else that wants it says so with `call` and gets its turn between
-two steps.
+The engine belongs to this thread alone. Other code runs on it through `call`, between two steps.
 """
 
 import asyncio
@@ -15,9 +14,9 @@ from torch import Tensor
 
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
-from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure
+from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure, refusal_fault
 from bombus_inference.backends.torch.engine import Engine, Output, Stats
-from bombus_inference.backends.torch.patching import Patch
+from bombus_inference.backends.torch.patching import TensorPatch
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +29,10 @@ def _delivery(output: Output) -> Delivery:
     return Delivery(output.ticket, body, output.done, last if isinstance(last, Fault) else None)
 
 
-class Worker:
-    """Runs one engine, or none, in a thread of its own. `deliver` is called on the loop that made the worker.
+class EngineThread:
+    """Runs at most one engine in a thread of its own. `deliver` is called on the loop that made this object.
 
-    `failed` is completed with the exception when the engine breaks (out of memory, a bug): nothing runs after that.
+    `failed` gets the exception when the engine breaks (out of memory, a bug); nothing runs after that.
     """
 
     def __init__(self, deliver: Deliver) -> None:
@@ -43,12 +42,12 @@ class Worker:
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._engine: Engine | None = None
         self._open: set[int] = set()
-        self._answers: list[Delivery] = []
+        self._deliveries: list[Delivery] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # ---- for the loop -----------------------------------------------------------------------------------------
+    # ---- called on the loop -----------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:
         self._calls.put(lambda: self._add(ticket, request))
@@ -57,11 +56,11 @@ class Worker:
         self._calls.put(lambda: self._abort(ticket))
 
     async def install(self, engine: Engine | None, fault: Fault) -> None:
-        """Serve this engine, or nothing; requests that are open on the one before end with `fault`."""
+        """Serve this engine, or nothing. Requests that are open on the engine before it end with `fault`."""
         await self.call(lambda _: self._install(engine, fault))
 
     async def swap(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
-        """Other weights for the engine, see `Engine.swap_weights`. Raises `EngineFault` when it does not fit."""
+        """Call `Engine.swap_weights`. Raises `EngineFault` when the weights do not fit."""
 
         def swap(engine: Engine | None) -> None:
             if engine is None:
@@ -70,8 +69,8 @@ class Worker:
 
         await self.call(swap)
 
-    async def patch(self, patches: Mapping[str, Patch], version: int, run: int) -> None:
-        """Only what changed, see `Engine.patch_weights`. Raises `EngineFault` when it does not fit."""
+    async def patch(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
+        """Call `Engine.patch_weights`. Raises `EngineFault` when the patches do not fit."""
 
         def patch(engine: Engine | None) -> None:
             if engine is None:
@@ -81,13 +80,13 @@ class Worker:
         await self.call(patch)
 
     async def call(self, work: Callable[[Engine | None], T]) -> T:
-        """Do something with the engine between two steps. Raises what `work` raises."""
+        """Run `work` on the engine between two steps. Raises what `work` raises."""
         done: asyncio.Future[T] = self._loop.create_future()
 
         def turn() -> None:
             try:
                 result = work(self._engine)
-            except Exception as error:  # handed to whoever asked for it
+            except Exception as error:  # raised again where `call` is awaited
                 self._loop.call_soon_threadsafe(_fail, done, error)
             else:
                 self._loop.call_soon_threadsafe(_settle, done, result)
@@ -97,32 +96,32 @@ class Worker:
 
     @property
     def stats(self) -> Stats | None:
-        """Read while the engine may be running: each number is right, all together perhaps not."""
+        """The engine's counts, read while it may be running: each is right, but they may be of different steps."""
         engine = self._engine
         return None if engine is None else engine.stats
 
     async def stop(self) -> None:
-        """End the thread after its current step. Open requests end with a fault that may be tried elsewhere."""
+        """End the thread after its current step. Open requests end with a fault that allows a retry elsewhere."""
         self._calls.put(self._stop)
         await asyncio.to_thread(self._thread.join)
 
-    # ---- in the thread ----------------------------------------------------------------------------------------
+    # ---- called in the thread ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             while not self._stopping:
                 self._take_calls()
                 if self._engine is not None and self._engine.has_work:
-                    self._answers += map(_delivery, self._engine.step())
+                    self._deliveries += map(_delivery, self._engine.step())
                 self._hand_over()
-        except Exception as error:  # the thread's end: told to the loop, which brings the process down
+        except Exception as error:  # ends the thread; the loop is told, and ends the process
             log.exception("the engine broke")
             self._drop_all(Fault(why=f"the replica's engine broke: {error}", code=Code.INTERNAL, retry=True))
             self._hand_over()
             self._loop.call_soon_threadsafe(_fail, self.failed, error)
 
     def _take_calls(self) -> None:
-        """Everything that has arrived; waits for the first when there is nothing else to do."""
+        """Run all calls that have arrived. Wait for one when there is nothing else to do."""
         try:
             if self._engine is None or not self._engine.has_work:
                 self._calls.get()()
@@ -132,24 +131,23 @@ class Worker:
             pass
 
     def _hand_over(self) -> None:
-        """One wake-up of the loop for all that a step made."""
-        if not self._answers:
+        """Pass on everything that a step made, with a single wake-up of the loop."""
+        if not self._deliveries:
             return
-        answers, self._answers = self._answers, []
-        for answer in answers:
-            if answer.done:
-                self._open.discard(answer.ticket)
-        self._loop.call_soon_threadsafe(self._deliver, answers)
+        deliveries, self._deliveries = self._deliveries, []
+        for delivery in deliveries:
+            if delivery.done:
+                self._open.discard(delivery.ticket)
+        self._loop.call_soon_threadsafe(self._deliver, deliveries)
 
     def _add(self, ticket: int, request: Generate) -> None:
         if self._engine is None:
-            self._answers.append(failure(ticket, NOTHING_LOADED))
+            self._deliveries.append(failure(ticket, NOTHING_LOADED))
             return
         try:
             self._engine.add(ticket, request)
         except Refused as refused:
-            elsewhere = refused.code in (Code.OVERLOADED, Code.WRONG_PHASE)
-            self._answers.append(failure(ticket, Fault(why=refused.why, code=refused.code, retry=elsewhere)))
+            self._deliveries.append(failure(ticket, refusal_fault(refused)))
         else:
             self._open.add(ticket)
 
@@ -163,7 +161,7 @@ class Worker:
         self._engine = engine
 
     def _drop_all(self, fault: Fault) -> None:
-        self._answers += [failure(ticket, fault) for ticket in self._open]
+        self._deliveries += [failure(ticket, fault) for ticket in self._open]
         self._open.clear()
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""What the routes of one engine's swarm door share: its state, and how a command is carried out."""
+"""What the swarm routes of one engine share: its state, and how a command is carried out."""
 
 import logging
 import uuid
@@ -22,22 +22,22 @@ KEY_CHARACTERS_MAX = 256
 TRACEPARENT_CHARACTERS_MAX = 100
 
 
-class Json(Response):
+class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
 
 
-class Desk:
-    """One engine as a gateway sees it."""
+class EngineContext:
+    """One engine, as the swarm routes see and command it."""
 
     def __init__(self, gateway: Gateway, engine: str) -> None:
         self.gateway = gateway
         self.engine = engine
 
     async def ready(self) -> None:
-        """Raises `BusUnavailable` until this gateway has folded the log (R18)."""
+        """Raise `BusUnavailable` until this gateway has folded the log (R18)."""
         if not self.gateway.ready:
             raise BusUnavailable("this gateway is still reading the log")
 
@@ -45,25 +45,25 @@ class Desk:
     def state(self) -> EngineState:
         return self.gateway.follower.hive.engines.get(self.engine) or EngineState(name=self.engine)
 
-    async def ask(self, request: Request, message: Message, timeout_s: float = inf) -> AnyAnswer:
-        """Carry out a command; afterwards this gateway's own reads show it."""
+    async def execute(self, request: Request, command: Message, timeout_s: float = inf) -> AnyAnswer:
+        """Carry out a command. After it, this gateway's own reads show its effect."""
         traceparent = request.headers.get(TRACEPARENT, "")
         if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
             traceparent = ""
         try:
-            limit_s = min(timeout_s, self.gateway.settings.command_s_max)
-            answer = await self.gateway.bus.ask(message, limit_s, traceparent=traceparent)
+            limit_s = min(timeout_s, self.gateway.settings.bus_timeout_s)
+            answer = await self.gateway.bus.ask(command, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
-            # From the encoder: JSON allows numbers, text and depths that the log's format does not.
+            # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
             raise Refused(Code.MALFORMED, f"The body holds something that cannot be stored: {error}") from error
         try:
             await self.gateway.follower.wait_position(answer.position, POSITION_S)
         except TimeoutError:
-            log.warning("a command was carried out, but its event has not come back yet", extra={"command": message.id})
+            log.warning("a command was carried out, but its event has not come back yet", extra={"command": command.id})
         return answer
 
     def command_id(self, request: Request, kind: str, client: str, body: bytes) -> str:
-        """The sender's id when it gave an Idempotency-Key: then the same command gets the same answer (R3)."""
+        """Return the command's id. It follows from an Idempotency-Key: an equal command gets an equal answer (R3)."""
         key = request.headers.get("idempotency-key")
         if not key:
             return uuid.uuid4().hex
@@ -73,9 +73,9 @@ class Desk:
         return f"k-{digest(head + body).hex()}"
 
     def base_url(self, request: Request) -> str:
-        """Where the engine's OpenAI door is. Clients keep the path and put their own server's address before it.
+        """Return the URL of the engine's OpenAI door. Clients may keep its path and put their own address before it.
 
-        Without a path key (access.py): agents have their episode's. A client whose address has one puts it there again.
+        It has no path key (access.py), because agents have their episode's key.
         """
         origin = self.gateway.settings.public_url.rstrip("/") or f"{request.url.scheme}://{request.url.netloc}"
         return f"{origin}{request.url.path.rpartition('/')[0]}/v1"

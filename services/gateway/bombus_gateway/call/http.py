@@ -1,0 +1,139 @@
+"""The HTTP side of model calls, as plain ASGI: reading a request's body, writing whole and streamed responses."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from bombus.errors import BombusError, BusUnavailable, Code, Refused
+from bombus_gateway.access import HeaderPair
+from bombus_gateway.call.calls import Call, HungUp
+from bombus_gateway.call.replica_client import ReplicaGone
+from bombus_gateway.refusals import ERROR_HEADERS
+
+log = logging.getLogger(__name__)
+
+JSON: HeaderPair = (b"content-type", b"application/json")
+SSE: list[HeaderPair] = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+HeaderMap = dict[bytes, bytes]
+
+
+class ErrorEncoder(Protocol):
+    """Writes errors in a dialect's own shape."""
+
+    def error(self, error: Refused) -> bytes:
+        """Return the body of a response with an error's status."""
+        ...
+
+    def error_event(self, error: Refused) -> bytes:
+        """Return the last bytes of a stream that breaks off."""
+        ...
+
+
+class Responder:
+    """Writes one response. A failure is reported in the form that is still possible: as a status, or in the stream."""
+
+    def __init__(self, send: Send, errors: ErrorEncoder) -> None:
+        self._send = send
+        self._errors = errors
+        self._started = False
+        self._ended = False
+
+    async def whole(self, body: bytes, headers: Iterable[HeaderPair] = (), status: int = 200) -> None:
+        """Send a response of JSON at once."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [JSON, length, *headers])
+        self._ended = True
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def stream(self, events: bytes, headers: Iterable[HeaderPair] = (), more: bool = True) -> None:
+        """Send server-sent events. The first ones begin the response: until then an error is an HTTP status."""
+        if not self._started:
+            await self._start(200, [*SSE, *headers])
+        self._ended = not more
+        await self._send({"type": "http.response.body", "body": events, "more_body": more})
+
+    async def fail(self, error: Refused) -> None:
+        """Report a failure, unless the response is already complete."""
+        if not self._started:
+            headers = [(name.encode(), value.encode()) for name, value in ERROR_HEADERS.get(error.status, {}).items()]
+            await self.whole(self._errors.error(error), headers, error.status)
+        elif not self._ended:
+            await self.stream(self._errors.error_event(error), more=False)
+
+    async def _start(self, status: int, headers: Sequence[HeaderPair]) -> None:
+        self._started = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def route(
+    method: str, errors: ErrorEncoder, answer: Callable[[HeaderMap, Receive, Responder], Awaitable[None]]
+) -> ASGIApp:
+    """Return an ASGI application that lets `answer` respond, and responds with an error to whatever it raises."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = Responder(send, errors)
+        try:
+            if scope["method"] != method:
+                await response.whole(errors.error(Refused(Code.MALFORMED, f"Use {method} here.")), status=405)
+                return
+            await answer(dict(scope["headers"]), receive, response)
+        except HungUp:
+            pass
+        except BombusError as error:
+            await response.fail(_as_refusal(error))
+        except Exception:  # the boundary of the process: the client gets an answer, and the log the bug
+            log.exception("a model call failed by a bug")
+            await response.fail(Refused(Code.INTERNAL, "Something went wrong inside; the gateway's log says what."))
+
+    return app
+
+
+async def read_body(headers: HeaderMap, receive: Receive, limit: int) -> bytes:
+    """Return the body of a request. Raises `Refused` TOO_LARGE above `limit` bytes, `HungUp`."""
+    parts: list[bytes] = []
+    size = 0
+    if int(headers.get(b"content-length", b"0")) > limit:  # the server has checked that it is a number
+        raise Refused(Code.TOO_LARGE, f"The body is over the limit of {limit} bytes.")
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp("the client hung up while it was sending")
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > limit:
+            raise Refused(Code.TOO_LARGE, f"The body is over the limit of {limit} bytes.")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+@contextmanager
+def hang_up_on_disconnect(receive: Receive, call: Call) -> Iterator[None]:
+    """Hang the call up if its client closes the connection while the block runs. The body must have been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        call.hang_up()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+def _as_refusal(error: BombusError) -> Refused:
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, BusUnavailable):
+        return Refused(Code.BUS_DOWN, f"The log cannot be written just now; try again. ({error})")
+    if isinstance(error, ReplicaGone):
+        return Refused(Code.NO_REPLICA, f"The answer broke off: {error}.")
+    log.error("a model call failed", extra={"why": str(error)})
+    return Refused(Code.INTERNAL, str(error))

@@ -1,0 +1,77 @@
+"""Heartbeats of episodes, and confirmations of claims: gathered, and sent to the coordinator in few messages."""
+
+import asyncio
+import logging
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bombus.bus import Bus
+from bombus.errors import BusUnavailable, Refused
+from bombus.hive.inbox import Touch
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+CONFIRM_S = 0.2
+_SEND_S = 5.0
+TOUCHES_MAX = 10_000  # episodes or claims in one message
+
+
+class Heartbeats:
+    """Sends one message a second for each engine with the episodes that are alive, sooner for claims (R5, R13)."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._open: dict[str, Counter[str]] = {}
+        self._seen: dict[str, set[str]] = {}
+        self._confirmed: dict[str, list[str]] = {}
+
+    def touch(self, engine: str, episode: str) -> None:
+        """Report that this episode is alive now."""
+        self._seen.setdefault(engine, set()).add(episode)
+
+    def confirm(self, engine: str, claim: str) -> None:
+        """Report that the answer to this claim was written to a live connection."""
+        self._confirmed.setdefault(engine, []).append(claim)
+
+    @contextmanager
+    def keep_alive(self, engine: str, episode: str) -> Iterator[None]:
+        """Report this episode as alive while the block runs: it has an open call."""
+        calls = self._open.setdefault(engine, Counter())
+        calls[episode] += 1
+        self.touch(engine, episode)
+        try:
+            yield
+        finally:
+            calls[episode] -= 1
+            if calls[episode] <= 0:
+                del calls[episode]
+
+    async def run(self) -> None:
+        """Send what was gathered, until cancelled."""
+        beat = 0
+        beats = round(HEARTBEAT_S / CONFIRM_S)
+        while True:
+            await asyncio.sleep(CONFIRM_S)
+            beat += 1
+            if beat % beats == 0 or any(self._confirmed.values()):
+                await self.flush()
+
+    async def flush(self) -> None:
+        for engine in {*self._open, *self._seen, *self._confirmed}:
+            episodes = tuple(self._seen.pop(engine, set()).union(self._open.get(engine, ())))
+            confirmed = tuple(self._confirmed.pop(engine, ()))
+            for start in range(0, max(len(episodes), len(confirmed)), TOUCHES_MAX):
+                end = start + TOUCHES_MAX
+                await self._send(engine, episodes[start:end], confirmed[start:end])
+
+    async def _send(self, engine: str, episodes: tuple[str, ...], confirmed: tuple[str, ...]) -> None:
+        touch = Touch(id=uuid.uuid4().hex, engine=engine, episodes=episodes, confirmed=confirmed)
+        try:
+            await self._bus.send(touch, timeout_s=_SEND_S)
+        except (BusUnavailable, Refused) as error:
+            # Open calls are touched again a second later.
+            self._confirmed.setdefault(engine, []).extend(confirmed)
+            log.warning("signs of life were not sent", extra={"engine": engine, "why": str(error)})

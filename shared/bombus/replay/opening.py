@@ -1,0 +1,125 @@
+"""Opening the log that a command line names: a running hive's, one in a stopped hive's data folder, or an archive."""
+
+import argparse
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bombus.bus import Bus, EmbeddedServer, ServerRefused
+from bombus.bus.wire import STREAM_NOT_FOUND
+from bombus.cli import DEFAULT_NATS, URL_FILE
+from bombus.replay.archive import FileSource
+from bombus.replay.source import BusSource, NotOnLog, Source
+
+CONNECT_S = 10.0
+NATS_PORT = 4222
+PROBE_S = 2.0  # for finding out whether a hive still runs on a data folder
+STORE_BYTES_MAX = 1 << 50  # streams reserve their limits; a server that only reads must not be refused for want of disk
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which log to read; see `open_source`."""
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--nats", metavar="URL", help="the log of a running hive (default: $BOMBUS_NATS)")
+    where.add_argument(
+        "--data",
+        metavar="DIR",
+        type=Path,
+        help="the data folder of a hive, running or stopped (default: .bombus, if it is here)",
+    )
+    where.add_argument("--log", metavar="FILE", type=Path, help="an archive made by `bombus log export`")
+    parser.add_argument(
+        "--hive", metavar="NAME", help="which hive, on a bus that has several (default: $BOMBUS_HIVE, or main)"
+    )
+
+
+@asynccontextmanager
+async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
+    """Open the log that the command line names. Raises `NotOnLog` when there is none, `BusUnavailable`."""
+    hive = arguments.hive or os.environ.get("BOMBUS_HIVE", "main")
+    url = arguments.nats or os.environ.get("BOMBUS_NATS", "")
+    if arguments.log is not None:
+        with FileSource.open(arguments.log) as archive:
+            yield archive
+    elif arguments.data is not None or (not url and URL_FILE.parent.is_dir()):
+        data = arguments.data or URL_FILE.parent
+        async with _on_folder(data, arguments.hive) as source:
+            yield source
+    else:
+        async with _on_bus(url or DEFAULT_NATS, hive, f"hive {hive}") as source:
+            yield source
+
+
+@asynccontextmanager
+async def _on_bus(url: str, hive: str, title: str, timeout_s: float = CONNECT_S) -> AsyncIterator[BusSource]:
+    async with await Bus.connect(url, hive, name="replay", timeout_s=timeout_s) as bus:
+        try:
+            await bus.state(bus.subjects.events_stream)
+        except ServerRefused as refused:
+            if refused.err_code != STREAM_NOT_FOUND:
+                raise
+            raise NotOnLog(f"there is no hive {hive} on this bus; name yours with --hive") from refused
+        yield BusSource(bus, title)
+
+
+@asynccontextmanager
+async def _on_folder(data: Path, hive: str | None) -> AsyncIterator[BusSource]:
+    """Use the bus of the hive that runs there, or else a server of our own on its files while they are read."""
+    running = data / URL_FILE.name
+    if running.is_file():
+        url = running.read_text().strip()
+        if await _still_runs(data, url):
+            async with _on_bus(url, hive or "main", f"the log in {data}") as source:
+                yield source
+            return
+    name = _hive_in(data, hive)
+    with _served(data / "nats") as server:
+        await asyncio.to_thread(server.start)
+        async with _on_bus(server.url, name, f"the log in {data}") as source:
+            yield source
+
+
+async def _still_runs(data: Path, url: str) -> bool:
+    """Whether the bus at the address in a folder is that folder's own: a hive that was killed leaves its address
+    behind, and its port may since have been taken. An external bus is known by its address alone."""
+    ours = data / "nats" / "nats-server.conf"
+    expected = re.search(r"^server_name: (\S+)$", ours.read_text(), re.MULTILINE) if ours.is_file() else None
+    for server in url.split(","):
+        place = urlsplit(server)
+        try:
+            async with asyncio.timeout(PROBE_S):
+                reader, writer = await asyncio.open_connection(place.hostname, place.port or NATS_PORT)
+                with closing(writer):
+                    greeting = await reader.readline()
+        except (OSError, TimeoutError):
+            continue
+        name = re.search(rb'"server_name":"([^"]*)"', greeting)
+        if greeting.startswith(b"INFO ") and (expected is None or (name and name[1].decode() == expected[1])):
+            return True
+    return False
+
+
+@contextmanager
+def _served(folder: Path) -> Iterator[EmbeddedServer]:
+    server = EmbeddedServer(folder, store_bytes_max=STORE_BYTES_MAX)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def _hive_in(data: Path, wanted: str | None) -> str:
+    """Return the name of the hive whose log is in a data folder. Raises `NotOnLog`."""
+    streams = (data / "nats" / "jetstream" / "jetstream").glob("*/streams/BOMBUS_*_events")
+    names = sorted(stream.name.removeprefix("BOMBUS_").removesuffix("_events") for stream in streams)
+    if wanted in names or (wanted is None and len(names) == 1):
+        return wanted or names[0]
+    if not names:
+        raise NotOnLog(f"{data} has no log: name the folder that was given to `bombus up --data-dir`")
+    if wanted is None:
+        raise NotOnLog(f"{data} has several hives: choose one of {', '.join(names)} with --hive")
+    raise NotOnLog(f"{data} has no hive {wanted}; its hives are {', '.join(names)}")

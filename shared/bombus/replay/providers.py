@@ -1,0 +1,60 @@
+"""What `bombus replay episode` takes from services: functions that they register as entry points, in pyproject.toml.
+
+Each formula stays in its service, and `shared/` names no service's module. Without a service, a view shows what it can
+and says what to install.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from bombus.cli import NotInstalled
+from bombus.config.job import RunConfig
+from bombus.hive.events import BatchEpisode
+from bombus.hive.records import CallRecord
+
+GROUP = "bombus.replay"
+
+TokenText = Callable[[int], str]
+
+
+class TokenTexts(Protocol):
+    """Entry point `token_texts`, registered by the gateway."""
+
+    def __call__(self, files: Mapping[str, bytes]) -> TokenText:
+        """Return a function from a token id to its text. Raises `EngineFault` for files that cannot be used."""
+        ...
+
+
+class CallAdvantages(Protocol):
+    """Entry point `call_advantages`, registered by the trainer."""
+
+    def __call__(self, group: Sequence[tuple[BatchEpisode, Sequence[CallRecord]]], job: RunConfig) -> list[list[float]]:
+        """Return the advantage of each call of each episode of a group.
+
+        Raises `ValueError` when an episode does not have one reward for each of its calls, or when the job's estimator
+        needs more than the group.
+        """
+        ...
+
+
+def token_texts() -> TokenTexts:
+    """Raises `NotInstalled`."""
+    found: TokenTexts = registered("token_texts", extra="gateway")
+    return found
+
+
+def call_advantages() -> CallAdvantages:
+    """Raises `NotInstalled`."""
+    found: CallAdvantages = registered("call_advantages", extra="trainer")
+    return found
+
+
+def registered(name: str, extra: str) -> Any:
+    """Return what a service registered under a name. Raises `NotInstalled`, with the extra that brings the service."""
+    for entry in entry_points(group=GROUP, name=name):
+        try:
+            return entry.load()
+        except ModuleNotFoundError as error:
+            raise NotInstalled(error.name or name, extra) from error
+    raise NotInstalled(f"{GROUP}:{name}", extra)

@@ -1,0 +1,224 @@
+"""The documentation is true: its paths, links, commands and pictures are those of the tree."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bombus.cli import COMMANDS, main
+from tests import log_rules
+from tests.overwatch.picture import PICTURE, picture, words
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+DECISIONS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *ROOT.glob("bench/*.md")})
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (DOCS / "architecture.md").read_text()
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+WITH_SUBCOMMANDS = {"replay", "log"}
+INSTALLED = {"git", "cd", "pip", "curl", "torchrun"}  # commands that are not ours
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def section(title: str) -> str:
+    found = re.search(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", ARCHITECTURE, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/architecture.md has the section {title!r}"
+    return found[1]
+
+
+def rows(title: str) -> list[list[str]]:
+    """Return the cells of a section's table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# ---- every page -----------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[str]:
+    """Return the commands of a page: lines of its `sh` blocks, and lines after a prompt in others.
+
+    A line that ends with a backslash continues in the next one.
+    """
+    text = page.read_text().replace("\\\n", " ")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for kind, block in blocks if kind == "sh" for line in block.splitlines()]
+    lines += [line.removeprefix("$ ") for _, block in blocks for line in block.splitlines() if line.startswith("$ ")]
+    return [command for line in lines if (command := re.split(r"[#|]", line)[0].strip())]
+
+
+def is_bombus(word: str) -> bool:
+    return word == "bombus" or word.endswith("/bombus")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_command_of_a_page_exists(page: Path) -> None:
+    for command in commands(page):
+        first, *rest = shlex.split(command)
+        if first == "make":
+            assert rest[0] in TARGETS, command
+        elif is_bombus(first):
+            assert rest[0] in COMMANDS, command
+        elif first.endswith("python"):
+            assert exists_as_module(rest[1]) if rest[0] == "-m" else (ROOT / rest[0]).exists(), command
+        else:
+            assert first in INSTALLED or (ROOT / first).is_file(), command
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_flag_of_a_bombus_command_exists(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(page):
+        first, *rest = shlex.split(command)
+        flags = {word for word in rest if word.startswith("--")}
+        if is_bombus(first) and flags:
+            with pytest.raises(SystemExit):
+                main([*rest[: 2 if rest[0] in WITH_SUBCOMMANDS else 1], "--help"])
+            assert flags <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out)), command
+
+
+def exists_as_module(name: str) -> bool:
+    if name == "pytest":
+        return True
+    path = name.replace(".", "/")
+    folders = [ROOT, ROOT / "shared", *(ROOT / "services").iterdir()]
+    return any((folder / f"{path}.py").is_file() or (folder / path / "__main__.py").is_file() for folder in folders)
+
+
+def test_every_benchmark_of_the_results_exists() -> None:
+    named = re.findall(r"`[^`]*?python (?:-m (bench\.\w+)|(bench/\w+\.py))", (ROOT / "bench/RESULTS.md").read_text())
+    assert named
+    for module, path in named:
+        assert exists_as_module(module) if module else (ROOT / path).is_file(), module or path
+
+
+def anchor(heading: str) -> str:
+    """Return the name that a heading has in a link, by GitHub's rule."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, heading = target.partition("#")
+        leads_to = (page.parent / file).resolve() if file else page
+        assert leads_to.exists(), f"{name_of(page)} links to {target}"
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", leads_to.read_text(), re.MULTILINE)
+            assert heading in map(anchor, headings), f"{name_of(page)} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_file_that_a_page_names_exists(page: Path) -> None:
+    """A name in backquotes with a top folder of the tree in front is a path."""
+    tops = "|".join(("shared", "services", "tests", "bench", "examples", "docs", "deploy"))
+    for path in re.findall(rf"`((?:{tops})/[\w./-]*)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
+
+
+# ---- the README -----------------------------------------------------------------------------------------------
+
+
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_the_readmes_file_map_has_every_package_and_only_what_exists() -> None:
+    block = re.search(r"<!-- file map -->\n```\n(.*?)```", README, re.DOTALL)
+    assert block, "the README has a file map"
+    named = [line.split()[0] for line in block[1].splitlines() if line.strip()]
+    for name in named:
+        assert (ROOT / name).exists(), f"{name} is in the README and not in the tree"
+    for folder in (ROOT / "services").glob("*/bombus_*"):
+        assert f"{name_of(folder)}/" in named
+
+
+def test_the_readmes_program_is_the_one_that_the_tests_run() -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert program == (ROOT / "examples/readme.py").read_text()
+    assert len([line for line in program.splitlines() if line.strip()]) <= 20
+
+
+async def test_the_readmes_picture_is_the_screen_of_today() -> None:
+    assert f"]({name_of(PICTURE)})" in README
+    assert words(PICTURE.read_text()) == words(await picture()), "run: python -m tests.overwatch.picture"
+
+
+def test_every_page_of_the_docs_can_be_reached_from_the_readme() -> None:
+    for page in [*DOCS.glob("*.md"), DOCS / "decisions/README.md", ROOT / "CONTRIBUTING.md"]:
+        assert f"]({name_of(page)})" in README, name_of(page)
+
+
+# ---- docs/architecture.md -------------------------------------------------------------------------------------
+
+
+def test_every_path_of_the_change_table_exists_and_it_has_at_least_twenty_rows() -> None:
+    table = rows("To change ... open ...")
+    assert len(table) >= 20
+    for change, opened in table:
+        assert named(opened), change
+        for path in named(opened):
+            assert (ROOT / path).exists(), f"to change {change}: {path} does not exist"
+
+
+def test_every_folder_of_shared_and_services_is_among_the_rooms() -> None:
+    rooms = {path.rstrip("/") for folder, _ in rows("The rooms") for path in named(folder)}
+    for room in rooms:
+        assert (ROOT / room).is_dir(), f"{room} is in docs/architecture.md and not in the tree"
+    for top in (ROOT / "shared/bombus", *(ROOT / "services").glob("*/bombus_*")):
+        for package in (top, *(init.parent for init in top.rglob("__init__.py"))):
+            assert name_of(package) in rooms, f"{name_of(package)} is not in docs/architecture.md"
+
+
+# ---- docs/log.md ----------------------------------------------------------------------------------------------
+
+
+def test_the_log_page_names_the_tests_of_each_rule() -> None:
+    assert log_rules.PAGE.read_text() == log_rules.page(), "run: python -m tests.log_rules"
+
+
+def test_every_test_that_the_log_page_names_exists() -> None:
+    there = set(log_rules.tests())
+    for rule, found in log_rules.held_by().items():
+        assert set(found) <= there, f"R{rule} of tests/log_rules.py names a test that does not exist"
+        assert found or rule in log_rules.NOT_BUILT, f"R{rule} has no test and is not said to be missing"
+
+
+def test_every_rule_is_on_the_log_page() -> None:
+    text = log_rules.PAGE.read_text().partition("## Which tests")[0]
+    assert [int(rule) for rule in re.findall(r"^\*\*R(\d+)\b", text, re.MULTILINE)] == list(log_rules.RULES)
+
+
+# ---- docs/decisions -------------------------------------------------------------------------------------------
+
+
+def test_decisions_are_numbered_without_gaps() -> None:
+    assert [int(page.name[:4]) for page in DECISIONS] == list(range(1, len(DECISIONS) + 1))
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda page: page.name[:4])
+def test_a_decision_has_a_title_a_status_a_date_and_its_reasons(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    assert re.match(rf"# {int(page.name[:4])}\. \S", lines[0])
+    status = re.fullmatch(r"- Status: (?:accepted|superseded by \[(\d+)\]\(\S+\))", lines[2])
+    assert status, lines[2]
+    assert re.fullmatch(r"- Date: \d{4}-\d\d-\d\d", lines[3]), lines[3]
+    headings = [line.removeprefix("## ") for line in lines if line.startswith("## ")]
+    assert headings == ["Decision", "Why", "Turned down"]
+
+
+def test_the_index_names_each_decision_once_by_its_title() -> None:
+    index = (DOCS / "decisions/README.md").read_text()
+    entries = dict(re.findall(r"^- \[(\d+\. .*)\]\((\S+)\)$", index, re.MULTILINE))
+    titles = {page.read_text().splitlines()[0].removeprefix("# "): page.name for page in DECISIONS}
+    assert entries == titles
