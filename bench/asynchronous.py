@@ -33,7 +33,7 @@ ENGINE = "main"
 
 
 class SlowLetters(Letters):
-    """Each episode waits for its environment, from half of to one and a half times `tool_s`."""
+    """An environment that makes each episode wait, for half to one and a half times `tool_s`."""
 
     def __init__(self, tool_s: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class SlowLetters(Letters):
 
 
 class Seen:
-    """What the log says of the newest run."""
+    """What the log has of the newest run."""
 
     steps: list[ev.StepCompleted]
     dropped: int
@@ -101,7 +101,7 @@ async def measure(client: AsyncSwarmClient, seen: Seen, max_staleness: int, seco
         await player.play(await player.claim(REPEAT), [question] * REPEAT)
 
     async def in_step() -> None:
-        """One batch, then the next: what is sampled is trained by the version that sampled it."""
+        """Play one batch after the other: what is sampled is trained by the version that sampled it."""
         while True:
             await asyncio.gather(*(play_group() for _ in range(TASKS)))
 

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
+from bombus.config.job import validated
 from bombus.hive.events import WeightsReady
 from bombus.hive.generation import Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
@@ -31,17 +32,17 @@ from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.lora import adapters_of
-from bombus_trainer.data.batch import EpisodeCalls, Group
-from bombus_trainer.publish.export import export, export_adapter, export_base, export_delta
-from bombus_trainer.publish.host_copy import Held
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
+from bombus_trainer.publish.export import VersionTarget, export, export_adapter, export_base, export_delta
+from bombus_trainer.publish.host_copy import HostCopy
+from bombus_trainer.settings import TrainerSettings
 
 PROMPTS = ("Name a fruit.", "Write a word that rhymes with cat.", "What is the sea like?", "Count to five.")
 ANSWERS, ANSWER_TOKENS = 4, 24
 WAYS: dict[str, dict[str, object]] = {
-    "full, lr 1e-6": {"learning_rate": 1e-6},
-    "full, lr 1e-5": {"learning_rate": 1e-5},
-    "LoRA r16, lr 1e-4": {"learning_rate": 1e-4, "lora_rank": 16},
+    "full, lr 1e-6": {"lr": 1e-6},
+    "full, lr 1e-5": {"lr": 1e-5},
+    "LoRA r16, lr 1e-4": {"lr": 1e-4, "lora_rank": 16},
 }
 T = TypeVar("T")
 
@@ -51,8 +52,8 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
     return work(), process_time() - started
 
 
-def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:
-    """A batch of the model's own answers."""
+def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[EpisodeGroup]:
+    """Return a batch of the model's own answers."""
     asked = [tokenizer.encode(f"<|im_start|>user\n{each}<|im_end|>\n<|im_start|>assistant\n").ids for each in PROMPTS]
     sampling = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=1.0, seed=step)
     for ticket, prompt in enumerate(asked):
@@ -72,7 +73,7 @@ def play(engine: Engine, tokenizer: Tokenizer, step: int) -> list[Group]:
         episodes = tuple(
             episode(f"{step}-{ticket}-{choice}", prompt, *made[ticket, choice], tokenizer) for choice in range(ANSWERS)
         )
-        groups.append(Group(f"{step}-{ticket}", episodes))
+        groups.append(EpisodeGroup(f"{step}-{ticket}", episodes))
     return groups
 
 
@@ -93,19 +94,21 @@ def episode(name: str, prompt: list[int], tokens: bytes, logprobs: bytes, tokeni
 
 
 def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root: Path) -> None:
-    executor = Executor(folder, TrainerSettings.model_validate({"precision": Precision.BFLOAT16, **changes}))
+    executor = Executor(
+        folder, TrainerSettings(job=validated({"model": {"dtype": "bfloat16"}, "trainer": changes}, {}))
+    )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     compute = ComputeSettings(kv_cache_bytes=256 << 20, max_model_len=512)
-    held = Held()
-    newest = export(executor, root / "weights", 0, 1, held=held)
+    held = HostCopy()
+    newest = export(executor, VersionTarget(root / "weights", 0, 1), held=held)
     engine = Engine(load_policy(Path(newest.where), compute), compute, run=1, version=0)
     base = Path(newest.where) / FULL_FILE
     for step in range(1, steps + 1):
         executor.train_step(play(engine, tokenizer, step), step)
-        full, full_s = timed(lambda step=step: export(executor, root / "full", step, 1))  # type: ignore[misc]
+        full, full_s = timed(lambda step=step: export(executor, VersionTarget(root / "full", step, 1)))  # type: ignore[misc]
         ready = WeightsReady(engine="main", run=1, version=step - 1, weights=newest)
         newest, delta_s = timed(
-            lambda step=step, ready=ready: export_delta(executor, root / "weights", step, 1, "", held, ready)  # type: ignore[misc]
+            lambda step=step, ready=ready: export_delta(executor, VersionTarget(root / "weights", step, 1), held, ready)  # type: ignore[misc]
         )
         if newest.format != DELTA_FORMAT:
             print(f"{name:18} step {step}: a full copy, too much has changed")
@@ -135,7 +138,7 @@ def bench(name: str, folder: Path, changes: dict[str, object], steps: int, root:
 
 def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
     beneath = export_base(executor, root / "adapters", step)
-    adapter, adapter_s = timed(lambda: export_adapter(executor, root / "adapters", step, step, "", beneath))
+    adapter, adapter_s = timed(lambda: export_adapter(executor, VersionTarget(root / "adapters", step, step), beneath))
     _, merge_s = timed(lambda: merge_files(Path(beneath.where), Path(adapter.where), root / f"merged-{step}"))
     print(
         f"{name:18} step {step}: adapter {adapter.bytes / 1e6:.2f} MB = {adapter.bytes / beneath.bytes:.2%}; trainer: "
@@ -145,7 +148,7 @@ def bench_adapter(name: str, executor: Executor, step: int, root: Path) -> None:
 
 
 def rounded(executor: Executor) -> float:
-    """The norm of what bfloat16 makes of merged weights less these, over the norm of what adapters add."""
+    """Return the norm of the rounding error of merged weights in bfloat16, over the norm of what adapters add."""
     lost = added = 0.0
     for adapter in adapters_of(executor.model._model).values():
         whole = adapter.merged()

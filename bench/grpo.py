@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
-from bombus.config.algorithms import Aggregation
+from bombus.config.job import validated
 from bombus.hive.generation import Finished, Generate, Tokens
 from bombus.hive.records import CallRecord, Choice, SamplingParams, Span, pack_tokens, unpack_tokens
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import EpisodeCalls, Group
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
+from bombus_trainer.settings import TrainerSettings
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz=.0123456"
@@ -39,7 +39,7 @@ TRL_SCRIPT = Path(__file__).with_name("grpo_trl.py")
 
 
 def build(folder: Path, seed: int) -> None:
-    """A two-layer Llama of some 0.4 million parameters, one token a character."""
+    """Save a two-layer Llama of some 0.4 million parameters, with one token per character."""
     from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -69,8 +69,8 @@ def reward(letter: int, tokens: list[int]) -> float:
     return sum(token == letter for token in tokens) / TOKENS
 
 
-def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[list[Group], float]:
-    """One group for each letter, and the mean reward."""
+def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[list[EpisodeGroup], float]:
+    """Sample one group for each letter. Returns the groups and the mean reward."""
     equals = CHARACTERS.index("=") + 2
     sampling = SamplingParams(max_tokens=TOKENS, stop_token_ids=(1,))
     for ticket, letter in enumerate(letters):
@@ -103,20 +103,14 @@ def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[lis
             )
             episodes.append(EpisodeCalls(name, got, (record,)))
             rewards.append(got)
-        groups.append(Group(str(ticket), tuple(episodes)))
+        groups.append(EpisodeGroup(str(ticket), tuple(episodes)))
     return groups, statistics.fmean(rewards)
 
 
 def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    settings = TrainerSettings(
-        seed=arguments.seed,
-        learning_rate=arguments.lr,
-        weight_decay=0.0,
-        grad_clip=1.0,
-        precision=Precision.FLOAT32,
-        aggregation=Aggregation.TOKEN,
-    )
-    executor = Executor(folder, settings)
+    trainer = {"lr": arguments.lr, "weight_decay": 0.0, "grad_clip": 1.0, "loss_aggregation": "token"}
+    job = validated({"model": {"dtype": "float32", "seed": arguments.seed}, "trainer": trainer}, {})
+    executor = Executor(folder, TrainerSettings(job=job))
     limits = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
     engine = Engine(load_policy(folder, limits), limits, run=1, version=0)
     numbers = random.Random(arguments.seed)
@@ -134,7 +128,7 @@ def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def reached(curve: list[tuple[float, float]]) -> tuple[float, int] | None:
-    """Seconds and steps until the mean of the last `WINDOW` rewards was the goal."""
+    """Return seconds and steps until the mean of the last `WINDOW` rewards reached the goal."""
     for end in range(WINDOW, len(curve) + 1):
         if statistics.fmean(mean for _, mean in curve[end - WINDOW : end]) >= GOAL:
             return curve[end - 1][0], end
@@ -162,7 +156,7 @@ def one(python: str, script: list[str], folder: Path, seed: int, arguments: argp
 def compare(arguments: argparse.Namespace) -> None:
     contestants = {"bombus": [sys.executable, "-m", "bench.grpo", "--ours"]}
     if arguments.trl:
-        contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: there is a vllm.py beside it
+        contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: this folder has a vllm.py
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     print("| seed | who | steps/s | steps to 0.9 | seconds to 0.9 | last reward |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="bombus-grpo-") as place:

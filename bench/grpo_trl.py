@@ -1,4 +1,4 @@
-"""TRL's side of `bench.grpo`: run by the Python of an environment that has TRL; prints one line of JSON."""
+"""TRL's side of `bench.grpo`. It is run by the Python of an environment with TRL, and prints one line of JSON."""
 
 import argparse
 import json

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from bombus.config.job import validated
 from bombus.weights.models import build_tiny, load_model
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
 from bombus_trainer.backends.torch.model import PolicyModel
-from bombus_trainer.data.packing import Item, Terms, pack
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.data.packing import Terms, TrainingItem, pack
+from bombus_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,9 @@ SHORT = Workload("short answers: 8 x 8, prompt 54, completions 1-15", 8, 8, 54, 
 LONG = Workload("long prompts: 2 x 8, prompt 300, completions 1-100", 2, 8, 300, 100)
 
 
-def items_of(work: Workload, vocab: int) -> list[Item]:
+def items_of(work: Workload, vocab: int) -> list[TrainingItem]:
     random = np.random.default_rng(0)
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     first_id = 0
     for _ in range(work.groups):
         prompt = random.integers(0, vocab, work.prompt)
@@ -53,13 +54,13 @@ def items_of(work: Workload, vocab: int) -> list[Item]:
             positions = np.arange(work.prompt, len(tokens))
             ones = np.ones(len(positions), dtype=np.float32)
             ids = np.arange(first_id, first_id + len(positions))
-            items.append(Item(tokens, positions, Terms(ids, tokens[positions], ones, ones, ones, ones)))
+            items.append(TrainingItem(tokens, positions, Terms(ids, tokens[positions], ones, ones, ones, ones)))
             first_id += len(positions)
     return items
 
 
-def run_packed(policy: PolicyModel, items: list[Item], bin_tokens: int, share: bool) -> tuple[float, int]:
-    """The summed logprob and how many rows were computed."""
+def run_packed(policy: PolicyModel, items: list[TrainingItem], bin_tokens: int, share: bool) -> tuple[float, int]:
+    """Return the summed logprob and how many rows were computed."""
     total, rows = 0.0, 0
     for packed in pack(items, bin_tokens, share):
         loss = policy.score(packed).logprobs_N.sum()
@@ -68,8 +69,8 @@ def run_packed(policy: PolicyModel, items: list[Item], bin_tokens: int, share: b
     return total, rows
 
 
-def run_padded(model: PreTrainedModel, items: list[Item], bin_tokens: int) -> tuple[float, int]:
-    """The same, from batches that are padded to their longest sequence; neighbours in length go together."""
+def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: int) -> tuple[float, int]:
+    """Do the same with batches padded to their longest sequence, each of sequences of similar length."""
     ordered = sorted(items, key=lambda each: len(each.tokens_T))
     total, rows, start = 0.0, 0, 0
     while start < len(ordered):
@@ -101,7 +102,7 @@ def run_padded(model: PreTrainedModel, items: list[Item], bin_tokens: int) -> tu
 
 
 def measure(work: Workload, folder: Path, bin_tokens: int, repeats: int) -> None:
-    policy = PolicyModel.load(folder, TrainerSettings(precision=Precision.FLOAT32))
+    policy = PolicyModel.load(folder, TrainerSettings(job=validated({"model": {"dtype": "float32"}}, {})))
     plain = load_model(folder, dtype="float32")
     items = items_of(work, policy.vocab_size)
     trained = sum(len(each.terms) for each in items)

@@ -21,20 +21,21 @@ from time import process_time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from bombus.config.job import validated
 from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
 from bombus.weights.models import load_model
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import TrainerSettings
 
 WAYS = ("chunked", "full logits", "trainer", "plain")
-WHOLE = ("full logits", "plain")  # ways that hold all logits, their softmax and its gradient
+WHOLE = ("full logits", "plain")  # ways that keep all logits, their softmax and its gradient
 PROMPT = 8
 
 
 def peak_bytes() -> int:
-    """Of this process, since it began."""
+    """Return the peak resident memory of this process so far."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
@@ -56,7 +57,7 @@ def output_layer(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[st
     hidden_UH = torch.randn(tokens, hidden, requires_grad=True)
     weight_VH = torch.randn(vocabulary, hidden, requires_grad=True)
     targets_N = torch.randint(vocabulary, (tokens,))
-    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # what the library allocates once
+    (torch.randn(256, 256) @ torch.randn(256, 256)).sum()  # makes the library allocate what it allocates once
     before, started = peak_bytes(), process_time()
     if way == "chunked":
         rows = TrainerSettings().logits_bytes_max // (4 * vocabulary)
@@ -78,29 +79,27 @@ def output_layer(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[st
 
 
 def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> dict[str, float]:
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    wide_model(
+        folder,
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=2 * hidden,
         num_hidden_layers=1,
-        num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=tokens,
         tie_word_embeddings=True,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    settings = TrainerSettings(bin_tokens=tokens, share_prefixes=False, weight_decay=0.0, importance_cap=0.0)
+    job = validated({"trainer": {"weight_decay": 0.0, "tis_clip": 0.0}}, {})
+    settings = TrainerSettings(job=job, bin_tokens=tokens, share_prefixes=False)
     answers = torch.randint(vocabulary, (2, tokens // 2))
     if way == "trainer":
         executor = Executor(folder, settings, {})
-        group = Group("task", tuple(answer(row, reward) for reward, row in enumerate(answers.tolist())))
+        group = wide_group(answers.tolist(), PROMPT, logprob=-5.0)
         before, started = peak_bytes(), process_time()
         metrics = executor.train_step([group], 1)
         loss, norm = metrics["loss"], metrics["grad_norm"]
     else:
         model = load_model(folder)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.config.lr, weight_decay=0.0)
         before, started = peak_bytes(), process_time()
         logits = model(input_ids=answers, use_cache=False).logits[:, PROMPT - 1 : -1]
         chosen = torch.log_softmax(logits, dim=-1).gather(2, answers[:, PROMPT:, None])[..., 0]
@@ -108,28 +107,40 @@ def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> d
         advantages = torch.tensor([[-0.5], [0.5]]) / (0.5**0.5 + 1e-6)  # rewards 0 and 1, less their mean, by their std
         value = -((chosen - chosen.detach()).exp() * advantages).mean()
         value.backward()
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip))
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.config.grad_clip))
         optimizer.step()
         loss = float(value.detach())
     return {"bytes": peak_bytes() - before, "cpu_s": process_time() - started, "loss": loss, "gradient": norm}
 
 
-def answer(tokens: list[int], reward: int) -> EpisodeCalls:
-    """One call that has sampled all tokens behind the prompt."""
-    sampled = pack_tokens(tokens[PROMPT:])
-    count = len(tokens) - PROMPT
-    logprobs = torch.full((count,), -5.0).numpy().tobytes()
-    record = CallRecord(
-        id=f"call-{reward}",
-        engine="main",
-        run=1,
-        episode=f"episode-{reward}",
-        prompt_tail=pack_tokens(tokens[:PROMPT]),
-        prompt_tokens=PROMPT,
-        choices=(Choice(tokens=sampled, logprobs=logprobs, spans=spans_of([0] * count)),),
-        sampling=SamplingParams(temperature=1.0),
-    )
-    return EpisodeCalls(record.episode, float(reward), (record,))
+def wide_model(folder: Path, hidden_size: int, **shape: object) -> None:
+    """Save a Llama of four heads with this shape, its weights always from the same seed."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=hidden_size, intermediate_size=2 * hidden_size, num_attention_heads=4, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def wide_group(answers: list[list[int]], prompt: int, logprob: float) -> EpisodeGroup:
+    """Make a group of one episode for each answer, whose reward is its place.
+
+    An answer is one call's tokens: the first `prompt` of them are given, the others were sampled at `logprob`.
+    """
+    episodes = []
+    for place, tokens in enumerate(answers):
+        count = len(tokens) - prompt
+        logprobs = torch.full((count,), logprob).numpy().tobytes()
+        record = CallRecord(
+            id=f"call-{place}",
+            engine="main",
+            run=1,
+            episode=f"episode-{place}",
+            prompt_tail=pack_tokens(tokens[:prompt]),
+            prompt_tokens=prompt,
+            choices=(Choice(tokens=pack_tokens(tokens[prompt:]), logprobs=logprobs, spans=spans_of([0] * count)),),
+            sampling=SamplingParams(temperature=1.0),
+        )
+        episodes.append(EpisodeCalls(record.episode, float(place), (record,)))
+    return EpisodeGroup("task", tuple(episodes))
 
 
 def main() -> None:

@@ -9,11 +9,12 @@ from time import perf_counter
 import torch
 from tests.trainer.small_batches import call, episode
 
+from bombus.config.job import validated
 from bombus.weights.models import resolve_model
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.machine import this_machine
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -21,7 +22,7 @@ from bombus_trainer.settings import TrainerSettings
 SHAPES = {"tiny": (8, 16, 48, 32), "smollm2": (2, 8, 56, 8)}  # groups, episodes of each, prompt and reply tokens
 
 
-def batch(model: str, vocab_size: int, step: int) -> list[Group]:
+def batch(model: str, vocab_size: int, step: int) -> list[EpisodeGroup]:
     groups, members, prompt, reply = SHAPES[model]
     random = torch.Generator().manual_seed(step)
 
@@ -33,12 +34,14 @@ def batch(model: str, vocab_size: int, step: int) -> list[Group]:
         asked = draw(prompt)
         names = [f"e{g}-{i}" for i in range(members)]
         calls = {name: call(name, asked, draw(reply), logprob=-5.0, episode=name) for name in names}
-        made.append(Group(f"t{g}", tuple(episode(name, float(i % 2), calls[name]) for i, name in enumerate(names))))
+        made.append(
+            EpisodeGroup(f"t{g}", tuple(episode(name, float(i % 2), calls[name]) for i, name in enumerate(names)))
+        )
     return made
 
 
-def measure(backend: Backend, model: str, steps: int) -> tuple[float, list[tuple[float, float]]]:
-    """Seconds of a step behind the first, and loss and gradient norm of each."""
+def measure(backend: TrainerBackend, model: str, steps: int) -> tuple[float, list[tuple[float, float]]]:
+    """Return seconds per step after the first, and loss and gradient norm of each step."""
     found, seconds = [], []
     for step in range(1, steps + 1):
         groups = batch(model, backend.vocab_size, step)
@@ -59,7 +62,7 @@ def main() -> None:
     print(this_machine("cpu"))
     for model in arguments.model:
         folder = resolve_model(model, dtype="float32")
-        settings = TrainerSettings(learning_rate=1e-5)
+        settings = TrainerSettings(job=validated({"trainer": {"lr": 1e-5}}, {}))
         ours, ours_found = measure(Executor(folder, settings), model, arguments.steps)
         verl, verl_found = measure(VerlExecutor(folder, settings, Ranks.alone()), model, arguments.steps)
         groups, members, prompt, reply = SHAPES[model]

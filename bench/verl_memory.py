@@ -13,14 +13,14 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
-from tests.trainer.small_batches import call, episode, tiny_model_folder
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.trainer.small_batches import tiny_tokenizer
 
-from bench.peak_memory import peak_bytes
-from bombus_trainer.backend import Backend
+from bench.peak_memory import peak_bytes, wide_group, wide_model
+from bombus.config.job import validated
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.machine import this_machine
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -30,38 +30,31 @@ SEQUENCES, PROMPT = 4, 20
 
 
 def model_folder(folder: Path, vocabulary: int, positions: int) -> Path:
-    tiny_model_folder(folder)  # its tokenizer
-    torch.manual_seed(0)
-    config = LlamaConfig(
+    tiny_tokenizer(folder)
+    wide_model(
+        folder,
         vocab_size=vocabulary,
         hidden_size=64,
-        intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=positions,
         tie_word_embeddings=False,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-def batch(vocabulary: int, tokens: int) -> list[Group]:
+def batch(vocabulary: int, tokens: int) -> list[EpisodeGroup]:
     random = torch.Generator().manual_seed(1)
-    episodes = []
-    for index in range(SEQUENCES):
-        reply = torch.randint(vocabulary, (tokens // SEQUENCES - PROMPT,), generator=random).tolist()
-        record = call(f"e{index}", list(range(PROMPT)), reply, logprob=-11.9, episode=f"e{index}")
-        episodes.append(episode(f"e{index}", float(index), record))
-    return [Group("task", tuple(episodes))]
+    replies = [torch.randint(vocabulary, (tokens // SEQUENCES - PROMPT,), generator=random) for _ in range(SEQUENCES)]
+    return [wide_group([[*range(PROMPT), *reply.tolist()] for reply in replies], PROMPT, logprob=-11.9)]
 
 
 def measure(way: str, tokens: int, vocabulary: int, entropy_coef: float) -> str:
-    settings = TrainerSettings(bin_tokens=tokens, entropy_coef=entropy_coef)
+    settings = TrainerSettings(job=validated({"trainer": {"entropy_coef": entropy_coef}}, {}), bin_tokens=tokens)
     with TemporaryDirectory() as place:
         folder = model_folder(Path(place), vocabulary, tokens)
         alone = Ranks.alone()
-        backend: Backend = (
+        backend: TrainerBackend = (
             Executor(folder, settings)
             if way == "torch"
             else VerlExecutor(folder, settings, alone, packed=way == "packed")

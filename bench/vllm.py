@@ -13,6 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from bombus.config.job import validated
 from bombus.hive.generation import FrameReader, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens
 from bombus.weights.models import resolve_model
@@ -21,7 +22,7 @@ from bombus_inference.backends.torch.backend import TorchBackend
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.publish.export import export_adapter, export_base
+from bombus_trainer.publish.export import VersionTarget, export_adapter, export_base
 from bombus_trainer.settings import TrainerSettings
 
 CONTEXT = 512
@@ -106,9 +107,9 @@ def make_policies(model: Path, lora_rank: int, kept: Path) -> list[Policy]:
     """Return two policies that are loaded from different files."""
     if not lora_rank:
         return [Policy(folder, 1, 0, CONTEXT) for folder in (model, Path(shutil.copytree(model, kept / "other")))]
-    executor = Executor(model, TrainerSettings(lora_rank=lora_rank))
+    executor = Executor(model, TrainerSettings(job=validated({"trainer": {"lora_rank": lora_rank}}, {})))
     base = export_base(executor, kept, 1)
-    adapters = [export_adapter(executor, kept, number, 1, "", base) for number in (0, 1)]
+    adapters = [export_adapter(executor, VersionTarget(kept, number, 1), base) for number in (0, 1)]
     return [Policy(Path(base.where), 1, 0, CONTEXT, adapter=Path(each.where)) for each in adapters]
 
 

@@ -409,7 +409,6 @@ def test_our_own_modules_are_imported_in_a_function_only_for_a_reason() -> None:
     assert used == set(LAZY_IMPORTS), "an entry that nothing needs any more"
 
 
-@pytest.mark.xfail(strict=False, reason="the other rooms rename theirs")
 def test_no_public_type_name_stands_in_two_files() -> None:
     owners: dict[str, set[str]] = {}
     for name, path in modules().items():
@@ -426,7 +425,6 @@ def test_no_public_type_name_stands_in_two_files() -> None:
     assert set(SAME_NAME_ALLOWED) <= set(twice), "an exception that nothing needs any more"
 
 
-@pytest.mark.xfail(strict=False, reason="the trainer has 16 modules")
 def test_no_folder_holds_more_modules_than_one_can_see_at_once() -> None:
     for root in PACKAGES.values():
         for folder in {path.parent for path in sources(root)}:

@@ -50,7 +50,7 @@ def refusal(capsys: pytest.CaptureFixture[str], main: Callable[[Sequence[str]], 
         ("trainer --device gpu", DEVICE),
         ("trainer --bin-tokens 3", "--bin-tokens 3 is refused: 3 is neither 0 nor at least 16"),
         ("trainer --threads -1", THREADS),
-        ("trainer --device gpu --threads -1", f"{DEVICE}; {THREADS}"),
+        ("trainer --device gpu --threads -1", f"{THREADS}; {DEVICE}"),
         (
             "trainer --operation-timeout 0",
             "--operation-timeout 0.0 is refused: it takes a number, more than 0.0, at most 86400.0",

@@ -30,7 +30,7 @@ from bombus_inference import service as inference
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import pack
-from bombus_trainer.data.sequences import Sequence, merge_calls
+from bombus_trainer.data.sequences import TokenSequence, merge_calls
 from tests.conftest import SMALL_STREAMS
 from tests.gateway.openai_hive import ENGINE, chain_of, new_id
 from tests.trainer.small_batches import item, tiny_settings
@@ -151,7 +151,7 @@ async def played(settings: GatewaySettings, model: Path, turns: int, edited: boo
             return [decode_record(found.data, ref) for found, ref in zip(stored, refs, strict=True)]
 
 
-def trained(records: list[CallRecord]) -> list[Sequence]:
+def trained(records: list[CallRecord]) -> list[TokenSequence]:
     """The sequences that a trainer makes of the records, read back from bytes as it does."""
     return list(merge_calls("e", records).sequences)
 

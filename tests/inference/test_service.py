@@ -20,7 +20,7 @@ from bombus.hive.generation import FrameReader, encode_request
 from bombus.hive.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
-from bombus_trainer.publish.directories import keep_only
+from bombus_trainer.publish.directories import remove_others
 from tests.inference.backends.small_engines import Answer, another, llama, request, worst_difference
 
 M = TypeVar("M", bound=AnyMessage)
@@ -220,7 +220,7 @@ async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_
     async with replica(nats_url, hive):
         writer = await asyncio.to_thread(slow.open, "wb")  # once the replica reads
         await coordinator.write(ready(1, 2, named[2]), ready(1, 3, named[3]))
-        keep_only(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
+        remove_others(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
         writer.close()
         assert await coordinator.receive_outcome() == 3
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 3)

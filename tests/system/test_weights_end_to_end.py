@@ -18,7 +18,7 @@ from bombus.weights.deltas import DELTA_FORMAT, FULL_FORMAT
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.settings import TrainerSettings
 from tests.inference.backends.small_engines import worst_difference
 from tests.inference.test_service import ask
@@ -61,7 +61,7 @@ def trained_model(stage: Stage, job: RunConfig) -> PreTrainedModel:
     if done is not None:
         executor.restore(Path(done.checkpoint), done.checkpoint_digest)
     with TemporaryDirectory() as folder:
-        where = export(executor, Path(folder), 0, 0).where
+        where = export(executor, VersionTarget(Path(folder), 0, 0)).where
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32)
     return model
 

@@ -1,6 +1,6 @@
-"""Starts trainers as processes of their own in milliseconds: a process that has imported torch forks for each.
+"""Start trainers as separate processes in milliseconds: a process that has imported torch forks for each.
 
-It runs no thread, so that a fork is whole. Commands and answers are lines of JSON on its stdin and stdout.
+It runs no threads, so that a fork loses none. Commands and answers are lines of JSON on its stdin and stdout.
 """
 
 import asyncio
@@ -10,28 +10,29 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import msgspec
 
 from bombus.faults import Point, arm
 
-THREADS = "1"  # of torch in a trainer: the same sums in each life
+THREADS = "1"  # of torch in a trainer, so that all its processes compute the same sums
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a wait for a trainer ended: `signal` killed it, or stopped it, at the point that it named last."""
+    """How a wait for a trainer ended: `signal` killed or stopped it. `said` is the last fault point that it logged."""
 
     signal: int
     stopped: bool
     said: str
 
-    def by(self, number: signal.Signals, point: Point) -> bool:
+    def by(self, number: Signals, point: Point) -> bool:
         return self.signal == number and self.said == f"{number.name} at {point}"
 
 
 class Forge:
-    """The test's end: one for several tests. `folder` gets what each trainer writes to its stderr."""
+    """The test's side, one for several tests. The trainers' stderr goes to `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -50,7 +51,7 @@ class Forge:
         return pid
 
     async def wait(self, pid: int) -> Ended:
-        """Until the trainer has died or was stopped."""
+        """Wait until the trainer has died or was stopped."""
         status = await self._ask({"wait": pid})
         stopped = os.WIFSTOPPED(status)
         if not stopped:

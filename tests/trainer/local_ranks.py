@@ -1,6 +1,6 @@
-"""Ranks that follow a leader, each a process with a whole model: what operations do when a rank fails or dies.
+"""Ranks that follow a leader, each a process with a whole model, to see what happens when a rank fails or dies.
 
-As a program it imports torch once and forks two ranks for each scenario, so that a scenario takes a second.
+Run as a program, it imports torch once and forks two ranks for each scenario, so that a scenario takes a second.
 """
 
 import os
@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus_trainer.backend import Backend, BackendLost, Interrupted
+from bombus_trainer.backend import BackendLost, Interrupted, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.operations import Board, Leader, follow
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Part, digest_of
+from bombus_trainer.publish.export import ModelPart, digest_of
 from bombus_trainer.ranks import Ranks
 from tests.trainer.small_batches import call, episode, tiny_settings
 
@@ -36,14 +36,14 @@ SCENARIOS = ("all is well", "no model", "one fails", "the leader fails", "one di
 
 
 class Seen(msgspec.Struct):
-    """What the leader's calls came to, in order, and how each rank's process ended."""
+    """The outcomes of the leader's calls, in order, and the exit code of each rank's process."""
 
     calls: list[str]
     codes: list[int]
 
 
 def play(folder: Path) -> dict[str, Seen]:
-    """What came of every scenario. `folder` has the model."""
+    """Return the outcome of every scenario. `folder` has the model."""
     words = [sys.executable, "-m", "tests.trainer.local_ranks", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # no threads to fork
     subprocess.run(words, env=environment, check=True, timeout=WAIT_S * len(SCENARIOS))
@@ -51,7 +51,7 @@ def play(folder: Path) -> dict[str, Seen]:
 
 
 class Rank(Executor):
-    """A whole model on each rank. They meet once in each step, as those that share one do all the time."""
+    """A whole model on each rank. They synchronise once in each step; ranks that share a model do so all the time."""
 
     def __init__(self, folder: Path, ranks: Ranks, scenario: str) -> None:
         if scenario == "no model":
@@ -61,7 +61,7 @@ class Rank(Executor):
         self.scenario = scenario
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         if self.scenario == "one fails" and not self.ranks.leads:
             raise MemoryError("no room for this rank")
@@ -77,11 +77,11 @@ class Rank(Executor):
         return metrics
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """By the leader alone: two that write the same checkpoint stand in each other's way."""
+        """Save on the leader alone: two ranks cannot write the same checkpoint at once."""
         return self.ranks.share(super().save(root, facts)) if self.ranks.leads else self.ranks.share()
 
-    def gather_weights(self, part: Part = Part.MODEL) -> None:
-        """Each of these ranks has the whole model: nothing is asked of the others."""
+    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
+        """Do nothing: each of these ranks has the whole model."""
 
 
 def main(folder: Path) -> None:
@@ -123,7 +123,7 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
     dist.init_process_group("gloo", store=PrefixStore("group", store), rank=rank, world_size=SIZE, timeout=timeout)
     board = Board(PrefixStore("board", store), Ranks.of_group(timeout), GRACE_S)
 
-    def load(_: RunConfig) -> Backend:
+    def load(_: RunConfig) -> TrainerBackend:
         return Rank(folder, board.ranks, scenario)
 
     if rank:
@@ -141,7 +141,7 @@ def _rank(folder: Path, scenario: str, rank: int, listening: socket.socket) -> i
 def _lead(leader: Leader, folder: Path) -> list[str]:
     first = call("a", list(range(20)), [1, 2, 3], episode="e1")
     second = call("b", list(range(20)), [4, 5], episode="e2")
-    groups = [Group("task", (episode("e1", 0.0, first), episode("e2", 1.0, second)))]
+    groups = [EpisodeGroup("task", (episode("e1", 0.0, first), episode("e2", 1.0, second)))]
     seen: list[str] = []
 
     def attempt(act: Callable[[], object]) -> None:

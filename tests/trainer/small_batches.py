@@ -1,14 +1,14 @@
-"""Small things that the trainer's tests share: call records, and a model of 30,000 parameters."""
+"""Helpers that the trainer's tests share: call records, and a model of 30,000 parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from bombus.config.job import validated
 from bombus.hive.records import (
     CallRecord,
     CallRef,
@@ -22,8 +22,9 @@ from bombus.hive.records import (
     spans_of,
 )
 from bombus_trainer.data.batch import EpisodeCalls
-from bombus_trainer.data.packing import Item, Terms
+from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.settings import TrainerSettings
+from tests.small_models import small_llama
 
 VOCAB = 64
 
@@ -41,7 +42,7 @@ def call(
     version: int = 0,
     episode: str = "main-1-1",
 ) -> CallRecord:
-    """A call with one choice for each of `sampled`. Without `prompt_tokens` the right number is worked out."""
+    """Make a call with one choice for each of `sampled`. `prompt_tokens` defaults to the correct number."""
     before = 0
     if parent is not None:
         before = parent.prompt_tokens + len(parent.choices[parent_choice].tokens) // 4
@@ -73,33 +74,22 @@ def episode(
     return EpisodeCalls(episode=name, reward=reward, records=records, call_rewards=call_rewards)
 
 
-def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, temperature: float = 1.0) -> Item:
-    """A sequence whose tokens at the positions `trained` are trained, with advantages 1 and weights 1."""
+def item(tokens: Sequence[int], trained: Sequence[int], first_id: int = 0, temperature: float = 1.0) -> TrainingItem:
+    """Make a sequence whose tokens at the positions `trained` are trained, with advantages 1 and weights 1."""
     positions = np.array(trained, dtype=np.int64)
     all_tokens = np.array(tokens, dtype=np.int64)
     ones = np.ones(len(positions), dtype=np.float32)
     ids = np.arange(first_id, first_id + len(positions))
     terms = Terms(ids, all_tokens[positions], ones * np.float32(temperature), -ones, ones, ones)
-    return Item(all_tokens, positions, terms)
+    return TrainingItem(all_tokens, positions, terms)
 
 
 def tiny_model_folder(
     folder: Path, tied: bool = False, dtype: torch.dtype = torch.float32, hidden_size: int = 32
 ) -> Path:
-    """A Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,  # far from uniform, so that mistakes show
-    )
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    """Save a Llama of two layers with grouped-query attention. Token 7 is the word `w7`."""
+    shape = {"vocab_size": VOCAB, "hidden_size": hidden_size, "max_position_embeddings": 512}
+    small_llama(**shape, tie_word_embeddings=tied).to(dtype).save_pretrained(folder)
     return tiny_tokenizer(folder)
 
 
@@ -110,5 +100,15 @@ def tiny_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def tiny_settings(**changes: object) -> TrainerSettings:
-    return TrainerSettings.model_validate({"learning_rate": 1e-2, "weight_decay": 0.0, **changes})
+def tiny_settings(rollout: Mapping[str, int] = {}, /, **changes: object) -> TrainerSettings:
+    """Make settings for the tiny model: `changes` are fields of `TrainerSettings` or of the trainer's part of a job.
+
+    `model` is a job's part of that name, and `rollout` has lengths.
+
+    All losses are clipped and corrected in the same way unless a test changes that.
+    """
+    own = {name: changes.pop(name) for name in list(changes) if name in TrainerSettings.model_fields}
+    model = changes.pop("model", {})
+    same = {"lr": 1e-2, "weight_decay": 0.0, "clip_low": 0.2, "clip_high": 0.2, "correction": "token_tis"}
+    job = validated({"rollout": dict(rollout), "model": model, "trainer": {**same, **changes}}, {})
+    return TrainerSettings.model_validate({"job": job, **own})

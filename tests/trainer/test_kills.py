@@ -1,6 +1,6 @@
-"""R11 on real trainer processes: killed at every named point, or frozen there while another takes over.
+"""R11 on real trainer processes: killed at every fault point, or frozen there while another takes over.
 
-Whatever happens, each step is completed once and every policy version has the bytes of an undisturbed run.
+Each step must still be completed once, and every policy version must have the bytes of an undisturbed run.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from tests.conftest import SMALL_STREAMS
 from tests.trainer.forked_trainers import Ended, Forge
 from tests.trainer.trainer_hive import WAIT_S, Stage, served, staged
 
-APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED)  # the last is passed only with an object store
+APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED)  # the last is reached only with an object store
 KILLED = [point for point in Point if point.startswith("trainer.") and point not in APART]
 WEIGHTS = [point for point in Point if point.startswith("trainer.weights.")]
-# Where a trainer is frozen while its successor makes the step: before, in the middle of and behind what it writes.
+# Where a trainer is frozen while its successor makes the step: before, during and after each of its writes.
 FROZEN = [
     Point.TRAINER_OPENED,
     Point.TRAINER_BIN_DONE,
@@ -41,11 +41,11 @@ FROZEN = [
 
 
 BY_OBJECTS: dict[str, object] = {"weights_by": "objects", "weights_full_every": 4}
-WAYS = {DELTA_FORMAT: 0, ADAPTER_FORMAT: 2}  # what travels at which rank of LoRA
+WAYS = {DELTA_FORMAT: 0, ADAPTER_FORMAT: 2}  # what is published, by the rank of LoRA
 
 
 class Life:
-    """A hive whose trainers are processes. Batches come by themselves, step k's the same in every hive."""
+    """A hive whose trainers are processes. Batches come automatically, and step k's is the same in every hive."""
 
     def __init__(self, stage: Stage, forge: Forge, url: str) -> None:
         self.stage = stage
@@ -61,13 +61,13 @@ class Life:
             return await self._forge.wait(pid)
 
     async def dies(self, point: Point, time: int = 1) -> None:
-        """Let a trainer work until it is killed there."""
+        """Let a trainer work until it is killed at `point`."""
         pid = await self.trainer(BOMBUS_KILL_AT=f"{point}:{time}")
         ended = await self.ended(pid)
         assert ended.by(signal.SIGKILL, point), (point, ended, self._forge.log(pid))
 
     async def freezes(self, point: Point) -> int:
-        """Let a trainer work until it is stopped there. When it goes on, it dies where it knows of its successor."""
+        """Let a trainer work until it is frozen at `point`. Once resumed, it dies when it notices its successor."""
         pid = await self.trainer(BOMBUS_STOP_AT=point, BOMBUS_KILL_AT=Point.TRAINER_SUPERSEDED)
         ended = await self.ended(pid)
         assert ended.by(signal.SIGSTOP, point), (point, ended, self._forge.log(pid))
@@ -77,7 +77,7 @@ class Life:
         await self.stage.until(Phase.ROLLING, version)
 
     def digests(self) -> list[str]:
-        """The sha256 of each policy version's weights. Versions go up by one from 0, steps from 1."""
+        """Return the sha256 of each policy version's weights, and check that versions count from 0 and steps from 1."""
         events = self.stage.events
         ready = [event for event in events if isinstance(event, WeightsReady)]
         steps = [event.step for event in events if isinstance(event, StepCompleted)]
@@ -86,12 +86,12 @@ class Life:
         return [event.weights.sha256 for event in ready]
 
     def mirror(self, where: str) -> Path:
-        """The trainer's own copy of what lies in the object store."""
+        """Return the trainer's own copy of a version in the object store."""
         (place,) = self.stage.options.folder.glob(f"weights/*/main/run-1/{Path(where).name}")
         return place
 
     def verify_files(self) -> None:
-        """What the log names newest is there, and is what the log says."""
+        """Check that the newest checkpoint and weights on the log exist, with the digests on the log."""
         engine = self.stage.engine
         assert engine.weights is not None
         served(engine.weights.weights)
@@ -100,7 +100,7 @@ class Life:
             assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == done.step
 
     def verify_tidy(self) -> None:
-        """Two checkpoints and two versions are kept, and nothing is left of those who died."""
+        """Check that two checkpoints and two versions are kept, and nothing is left of killed trainers."""
         newest = self.stage.engine.version
         for what, stem in (("checkpoints", "step"), ("weights", "version")):
             names = sorted(place.name for place in self.stage.options.folder.glob(f"{what}/*/main/run-1/*"))
@@ -144,7 +144,7 @@ def forge(forges: Forge) -> Iterator[Forge]:
 async def undisturbed(
     url: str, name: str, folder: Path, forge: Forge, versions: int, lora_rank: int = 0, **options: object
 ) -> list[str]:
-    """The digests of a run that nothing happens to, up to so many versions."""
+    """Return the digests of an undisturbed run, up to so many versions."""
     async with running(url, f"{name}-calm", folder / "calm", forge, lora_rank, **options) as life:
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, versions)
         return life.digests()
@@ -154,12 +154,12 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
     async with running(nats_url, hive, tmp_path / "killed", forge) as life:
-        for point in (*KILLED, *reversed(KILLED)):  # backwards each life has nearly a whole step to make
+        for point in (*KILLED, *reversed(KILLED)):  # in reverse order each process makes nearly a whole step
             await life.dies(point)
-        await life.dies(Point.TRAINER_WEIGHTS_PRUNED)  # a whole step, so that everybody's remains were tidied up
+        await life.dies(Point.TRAINER_WEIGHTS_PRUNED)  # a whole step, after which all leftovers were removed
         found = life.digests()
         opened = [event for event in life.stage.events if isinstance(event, TrainerOpened)]
-        assert len(opened) == 2 * len(KILLED) - 2 + 1  # two have died before they opened, one more made the last step
+        assert len(opened) == 2 * len(KILLED) - 2 + 1  # two died before they opened, one more made the last step
         life.verify_files()
         life.verify_tidy()
     assert len(found) > 10
@@ -171,16 +171,18 @@ async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_
 async def test_r15_killed_wherever_weights_are_put_out_a_trainer_leaves_no_version_that_cannot_be_put_together(
     nats_url: str, hive: str, tmp_path: Path, forge: Forge, form: str
 ) -> None:
-    """By the object store, as deltas where that is possible: what a replica needs is there at every moment."""
+    """Through the object store, as deltas where possible: what a replica needs is there at every moment."""
     rank = WAYS[form]
     async with running(nats_url, hive, tmp_path / "killed", forge, rank, **BY_OBJECTS) as life:
         bus, stage = life.stage.bus, life.stage
         fetcher = Fetcher(bus, "main", tmp_path / "cache", adapters=True)
         for point in (*WEIGHTS, *WEIGHTS):
-            await life.dies(point, 3 if rank else 2)  # behind version 0, and before that comes what adapters are on
+            await life.dies(
+                point, 3 if rank else 2
+            )  # after version 0, before which the model below the adapters is published
             ready = stage.engine.weights
             assert ready is not None
-            fetched = await fetcher.materialise(ready, lambda: 0)  # there is nobody who could give a full copy
+            fetched = await fetcher.materialise(ready, lambda: 0)  # no trainer is left to give a full copy
             file = fetched.folder / FULL_FILE if fetched.adapter is None else fetched.adapter / ADAPTER_FILE
             assert file_sha256(file) == ready.weights.sha256
         await life.dies(Point.TRAINER_WEIGHTS_PRUNED, 2)
@@ -201,7 +203,7 @@ async def test_r11_a_trainer_that_was_frozen_while_another_took_over_changes_not
         for point in FROZEN:
             zombie = await life.freezes(point)
             successor = await life.trainer()
-            # Far enough for all that the zombie has read to be gone.
+            # So many steps that everything the zombie has read is gone.
             await life.version(life.stage.engine.version + 3)
             os.kill(zombie, signal.SIGCONT)
             assert (await life.ended(zombie)).by(signal.SIGKILL, Point.TRAINER_SUPERSEDED), point

@@ -1,4 +1,4 @@
-"""The head of a trainer on several machines: what it runs here, and what it asks to be typed elsewhere."""
+"""The launcher of a trainer on several machines: what it runs here, and the commands that it prints for others."""
 
 import argparse
 import os
@@ -12,6 +12,7 @@ import pytest
 from bombus.errors import Refused
 from bombus.host.layout import Layout, services
 from bombus_trainer.launcher import add_arguments, layout_of, main, worker_line
+from bombus_trainer.options import TrainerOptions, add_options, options_of
 
 NATS = "nats://10.0.0.1:4222"
 
@@ -26,6 +27,19 @@ def trainer(layout: Layout) -> list[str]:
     return [str(service) for service in services(layout, NATS) if service.kind == "trainer"]
 
 
+def options_in(line: str) -> dict[str, object]:
+    """Return the options in a rank's command line, as the rank reads them."""
+    words = shlex.split(line)
+    options = parsed_rank(words[words.index("bombus_trainer.worker") + 1 :])
+    return options.model_dump(mode="json")
+
+
+def parsed_rank(words: list[str]) -> TrainerOptions:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return options_of(parser.parse_args(words))
+
+
 def test_the_line_to_type_on_a_machine_has_all_that_its_ranks_need(tmp_path: Path) -> None:
     words = ["--mode", "connect", "--nnodes", "4", "--nproc-per-node", "8", "--master-addr", "10.0.0.1"]
     words += ["--device", "cuda", "--data-dir", str(tmp_path), "--hive", "lab"]
@@ -33,24 +47,24 @@ def test_the_line_to_type_on_a_machine_has_all_that_its_ranks_need(tmp_path: Pat
     layout, ranks = layout_of(arguments)
     assert worker_line(layout, ranks, "main", NATS, 2) == (
         "torchrun --nproc_per_node=8 --nnodes=4 --node_rank=2 --master_addr=10.0.0.1 --master_port=29500 "
-        f"-m bombus_trainer.worker --nats {NATS} --hive lab --log-level info --engine main --folder {tmp_path}/engines "
-        "--device cuda --threads 0 --operation-timeout 1800"
+        f'-m bombus_trainer.worker --nats {NATS} --hive lab --log-level info --options \'{{"engine": "main", '
+        f'"folder": "{tmp_path}/engines", "device": "cuda", "operation_timeout_s": 1800.0}}\''
     )
     assert trainer(layout) == []
 
 
-def test_in_mode_auto_this_machine_is_node_0_and_the_job_is_verls(tmp_path: Path) -> None:
+def test_in_mode_auto_this_machine_is_node_0_and_the_backend_is_verl(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("bombus: {model: {path: tiny}}")
     words = ["--nnodes", "2", "--nproc-per-node", "1", "--config", str(tmp_path / "job.yaml"), "--api-port", "8080"]
     layout, _ = layout_of(parsed(*words))
     (line,) = trainer(layout)
     assert "-m bombus_trainer.torchrun --nproc_per_node=1 --nnodes=2 --node_rank=0 --master_addr=127.0.0.1" in line
-    assert line.endswith("--operation-timeout 1800")
+    assert options_in(line)["operation_timeout_s"] == 1800.0
     assert layout.jobs["main"].trainer.backend == "verl"
     assert layout.cluster.gateway.port == 8080
 
 
-def test_a_cluster_file_says_the_rest(tmp_path: Path) -> None:
+def test_a_cluster_file_configures_the_rest(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("hive: lab\nengines:\n  a: {inference: [{count: 3}]}\n  b: {}\n")
     layout, _ = layout_of(parsed("--config", str(file), "--engine", "a"))
@@ -68,7 +82,7 @@ engines:
     trainer: {device: cuda, threads: 3, weights_by: objects, weights_full_every: 8, bin_tokens: 9000, processes: 2}
     inference: [{device: cuda, count: 2}]
 """
-RANKS = "--device cuda --threads 3 --bin-tokens 9000 --weights-by objects --weights-full-every 8"
+RANKS = {"device": "cuda", "threads": 3, "weights_by": "objects", "weights_full_every": 8, "bin_tokens": 9000}
 
 
 @pytest.fixture
@@ -78,7 +92,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_what_the_file_says_of_ranks_and_gateway_holds_here_and_elsewhere(file: str, tmp_path: Path) -> None:
+def test_the_files_settings_of_ranks_and_gateway_hold_on_every_machine(file: str, tmp_path: Path) -> None:
     words = ["--config", file, "--nnodes", "2", "--trusted-network", "--debug-root", str(tmp_path)]
     layout, ranks = layout_of(parsed(*words))
     (here,) = trainer(layout)
@@ -86,13 +100,12 @@ def test_what_the_file_says_of_ranks_and_gateway_holds_here_and_elsewhere(file: 
     assert "--nproc_per_node=2" in here
     assert "--nproc_per_node=2" in there
     assert here.endswith(there[there.index(" -m bombus_trainer.worker") :]), "all ranks are told the same"
-    assert f"{RANKS} --operation-timeout 1800" in there.replace(f" --debug-root {tmp_path}", "")
-    assert f"--debug-root {tmp_path}" in there
+    assert options_in(there).items() >= {**RANKS, "operation_timeout_s": 1800.0, "debug_root": str(tmp_path)}.items()
     (gateway,) = [str(service) for service in services(layout, NATS) if service.kind == "gateway"]
     assert "--host 0.0.0.0 --port 8000" in gateway
 
 
-def test_flags_win_over_the_file_and_are_the_ranks_alone(file: str) -> None:
+def test_flags_win_over_the_file_and_apply_only_to_the_ranks(file: str) -> None:
     words = ["--config", file, "--device", "cpu", "--threads", "0", "--bin-tokens", "64", "--allow-download"]
     layout, ranks = layout_of(parsed(*words, "--nproc-per-node", "4", "--api-host", "127.0.0.1", "--api-port", "81"))
     assert (ranks.device, ranks.threads, ranks.bin_tokens, ranks.processes, ranks.weights_by) == (
@@ -147,7 +160,7 @@ def test_ranks_see_the_gpus_that_the_file_gives_each_machine(tmp_path: Path, mon
     assert line.startswith("CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 ")
 
 
-def test_nonsense_is_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flags_are_refused_in_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--nnodes", "0"]) == 2
     assert capsys.readouterr().err == "bombus_trainer.launcher: --nnodes 0 is refused: it takes 1 to 4096\n"
 

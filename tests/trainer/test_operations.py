@@ -1,4 +1,4 @@
-"""Ranks that train together: they do the same, agree on what failed, and none waits for one that is gone."""
+"""Ranks that train together run the same operations, agree on failures, and do not wait for a rank that is gone."""
 
 import pytest
 
@@ -23,14 +23,14 @@ def test_ranks_follow_their_leader_through_steps_checkpoints_and_what_all_refuse
     assert seen.codes == [0, 0]
 
 
-def test_what_no_rank_can_load_is_refused_in_its_own_words_and_they_go_on(played: dict[str, Seen]) -> None:
+def test_a_job_that_no_rank_can_load_is_refused_with_the_reason_and_the_ranks_go_on(played: dict[str, Seen]) -> None:
     seen = played["no model"]
     assert len(seen.calls) == 2
     assert all(call.startswith("EngineFault: the model at") for call in seen.calls)
     assert seen.codes == [0, 0]
 
 
-def test_a_rank_that_fails_alone_ends_all_and_its_words_reach_the_leader(played: dict[str, Seen]) -> None:
+def test_a_rank_that_fails_alone_ends_all_and_the_leader_reports_its_error(played: dict[str, Seen]) -> None:
     seen = played["one fails"]
     lost = "BackendLost: the trainer's ranks cannot go on together, and start again: rank 1: MemoryError: no room"
     assert seen.calls[0].startswith(lost)
@@ -44,7 +44,7 @@ def test_a_leader_that_fails_alone_does_not_wait_for_the_others(played: dict[str
     assert seen.calls[0].startswith("BackendLost")
 
 
-def test_a_rank_that_is_killed_is_missed(played: dict[str, Seen]) -> None:
+def test_a_rank_that_is_killed_ends_the_others(played: dict[str, Seen]) -> None:
     seen = played["one dies"]
     assert seen.calls[0].startswith("BackendLost")
     assert "nothing was heard of rank 1" in seen.calls[0]

@@ -1,4 +1,4 @@
-"""`bombus replay batch` and `train` on the log that a real trainer left: the same bytes, or the reason why not."""
+"""`bombus replay batch` and `train` on the log of a real trainer: the same bytes, or the reason why not."""
 
 import argparse
 import asyncio
@@ -18,7 +18,6 @@ from bombus.hive.state import Phase
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
 from bombus.replay.source import BusSource
-from bombus_trainer.data.sample_files import load_samples
 from bombus_trainer.data.samples import Sample
 from bombus_trainer.replay import batch as replay_batch
 from bombus_trainer.replay import train as replay_train
@@ -26,13 +25,14 @@ from bombus_trainer.replay.batch import batch_samples
 from bombus_trainer.replay.logged_run import read_run
 from bombus_trainer.replay.train import changed
 from tests.conftest import SMALL_STREAMS
+from tests.trainer.sample_reading import load_samples
 from tests.trainer.trainer_hive import ENGINE, staged
 
-STEPS = 4  # the checkpoints of the last two are kept
+STEPS = 4  # only the checkpoints of the last two are kept
 
 
 class Finished:
-    """A run of four steps: its folder, its log as a file, and step 2's samples as the bus gave them."""
+    """A run of four steps: its folder, its log as a file, and step 2's samples as read from the bus."""
 
     def __init__(self, folder: Path, hive: str, samples: list[Sample]) -> None:
         self.folder = folder
@@ -45,11 +45,12 @@ class Finished:
         module = {"batch": replay_batch, "train": replay_train}[command]
         parser = argparse.ArgumentParser()
         module.add_arguments(parser)
-        return module.run(parser.parse_args(["--log", str(self.log), *words]))
+        code: int = module.run(parser.parse_args(["--log", str(self.log), *words]))
+        return code
 
 
 async def train(url: str, hive: str, folder: Path, dtype: str, lora: bool = False) -> Finished:
-    """With `lora` only adapters are published."""
+    """Make a run. With `lora` only adapters are published."""
     async with await Bus.connect(url, hive, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with staged(bus, folder) as stage:
@@ -82,7 +83,7 @@ def finished_lora(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Fi
 
 @contextmanager
 def damaged(path: Path) -> Iterator[None]:
-    """One bit of a file is another one."""
+    """Flip one bit of a file."""
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     try:
@@ -91,7 +92,7 @@ def damaged(path: Path) -> Iterator[None]:
         path.write_bytes(whole)
 
 
-def test_a_step_is_made_again_from_its_checkpoint_to_the_same_bytes(
+def test_a_step_repeated_from_its_checkpoint_gives_the_same_bytes(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert finished.run("train", "--step", "4") == 0
@@ -100,7 +101,7 @@ def test_a_step_is_made_again_from_its_checkpoint_to_the_same_bytes(
     assert "step 4 agrees: its weights are the bytes of version 4" in said
 
 
-def test_a_run_that_published_adapters_is_made_again_to_the_same_adapters(
+def test_a_repeated_run_that_published_adapters_gives_the_same_adapters(
     finished_lora: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert finished_lora.run("train", "--step", "2") == 0
@@ -110,7 +111,7 @@ def test_a_run_that_published_adapters_is_made_again_to_the_same_adapters(
     assert "the model as loaded here has other weights than version 0" in capsys.readouterr().out
 
 
-def test_where_no_checkpoint_is_kept_the_steps_before_are_made_too(
+def test_where_no_checkpoint_is_kept_the_steps_before_are_repeated_too(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert finished.run("train", "--step", "2") == 0
@@ -119,9 +120,7 @@ def test_where_no_checkpoint_is_kept_the_steps_before_are_made_too(
     assert said.count("the same bytes as the log") == 2
 
 
-def test_a_checkpoint_that_was_tampered_with_is_told_and_not_used(
-    finished: Finished, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_reported_and_not_used(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
     (state,) = finished.engines.glob("checkpoints/*/main/run-1/step-00000003-*/state.safetensors")
     with damaged(state):
         assert finished.run("train", "--step", "4") == 0
@@ -130,7 +129,7 @@ def test_a_checkpoint_that_was_tampered_with_is_told_and_not_used(
     assert "starting from the model as loaded" in said
 
 
-def test_another_model_than_the_runs_is_told_and_the_bytes_do_not_agree(
+def test_a_different_model_is_reported_and_the_bytes_do_not_agree(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with damaged(finished.folder / "model" / "model.safetensors"):
@@ -141,7 +140,9 @@ def test_another_model_than_the_runs_is_told_and_the_bytes_do_not_agree(
     assert "what the step was made on is not known, its checkpoint is gone" in said
 
 
-def test_other_threads_are_given_as_the_reason(finished: Finished, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_different_number_of_threads_is_given_as_the_reason(
+    finished: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = torch.get_num_threads()
     try:
         with damaged(finished.folder / "model" / "model.safetensors"):
@@ -151,7 +152,7 @@ def test_other_threads_are_given_as_the_reason(finished: Finished, capsys: pytes
         torch.set_num_threads(before)
 
 
-def test_what_the_step_was_made_on_is_compared_while_its_checkpoint_says_so(
+def test_the_machines_are_compared_while_the_checkpoint_names_the_first(
     finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (state,) = finished.engines.glob("checkpoints/*/main/run-1/step-00000003-*/state.safetensors")
@@ -176,7 +177,7 @@ def test_a_branch_without_changes_is_the_run_itself(finished: Finished, tmp_path
         assert row["branch"]["loss"] == row["log"]["loss"]
 
 
-def test_a_branch_with_another_rate_has_other_weights_which_transformers_loads(
+def test_a_branch_with_another_learning_rate_has_other_weights_which_transformers_loads(
     finished: Finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "b"
@@ -192,7 +193,7 @@ def test_a_branch_with_another_rate_has_other_weights_which_transformers_loads(
     assert any(not torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
-def test_a_branch_with_another_loss_has_what_follows_from_it() -> None:
+def test_a_branch_with_another_loss_has_its_defaults() -> None:
     job = parse_job({"bombus": {"trainer": {"adv_estimator": "dr_grpo", "clip_high": 0.28, "lr": 0.5}}})
     branch = changed(job, ["loss=gspo"]).trainer
     assert (branch.clip_low, branch.clip_high, branch.lr) == (3e-4, 0.28, 0.5)
@@ -230,7 +231,9 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(
 # ---- batches ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_batch_out_of_a_file_is_that_of_the_bus_and_the_one_that_the_trainer_wrote(finished: Finished) -> None:
+async def test_a_batch_from_a_file_equals_that_from_the_bus_and_the_one_that_the_trainer_wrote(
+    finished: Finished,
+) -> None:
     with FileSource.open(finished.log) as source:
         found = await batch_samples(source, await read_run(source), 2)
     assert found == finished.samples

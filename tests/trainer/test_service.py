@@ -1,4 +1,4 @@
-"""The trainer on a real bus under a real coordinator; gateway, replica and clients are played."""
+"""The trainer on a real bus with a real coordinator; the tests act as gateway, replica and clients."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -17,16 +17,16 @@ from bombus.hive import inbox
 from bombus.hive.events import StepCompleted, Weights
 from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
-from bombus_trainer.backend import Backend, BackendLost
+from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import Group
-from bombus_trainer.data.reading import BusCalls, read_batch
-from bombus_trainer.data.sample_files import load_samples
+from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.service import Trainer
 from bombus_trainer.settings import TrainerSettings
+from tests.trainer.sample_reading import load_samples
 from tests.trainer.small_batches import VOCAB
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, served, staged
 
@@ -75,12 +75,12 @@ async def test_r15_only_two_versions_and_two_checkpoints_are_kept(stage: Stage) 
 
 
 async def play_trainer(stage: Stage) -> tuple[Executor, int, Weights]:
-    """Be a trainer that boots the run."""
+    """Act as a trainer that boots the run."""
     run = stage.engine.run
     opened = await stage.bus.inbox.request(inbox.TrainerOpens(id=stage.id(), engine=ENGINE, run=run, trainer="played"))
     assert isinstance(opened, inbox.Done)
     executor = Executor(stage.folder / "model", TrainerSettings.of_job(stage.job()))
-    weights = export(executor, stage.folder / "played", 0, opened.epoch)
+    weights = export(executor, VersionTarget(stage.folder / "played", 0, opened.epoch))
     await stage.say(
         inbox.WeightsSaved(id=stage.id(), engine=ENGINE, run=run, step=0, trainer_epoch=opened.epoch, weights=weights)
     )
@@ -99,7 +99,7 @@ async def test_r11_a_batch_that_a_dead_trainer_left_is_trained_once(stage: Stage
     await stage.until(Phase.ROLLING, version=1)
     assert stage.engine.step_done is not None
     assert stage.engine.step_done.trainer_epoch == 2
-    executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    executor.train_step(list((await read_batch(BusCallReader(stage.bus), batch)).groups), 1)
     ready = stage.engine.weights
     assert ready is not None
     same = served(ready.weights)
@@ -115,7 +115,7 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     await stage.follower.wait_for(lambda _: stage.engine.batch is not None, WAIT_S)
     batch = stage.engine.batch
     assert batch is not None
-    metrics = executor.train_step(list((await read_batch(BusCalls(stage.bus), batch)).groups), 1)
+    metrics = executor.train_step(list((await read_batch(BusCallReader(stage.bus), batch)).groups), 1)
     facts = Facts(engine=ENGINE, run=1, step=1, trainer_epoch=epoch, attempt=1, config_digest="", metrics=metrics)
     saved = executor.save(stage.folder / "played", facts)
     await stage.say(
@@ -263,7 +263,7 @@ async def test_debug_rollout_data_that_cannot_be_written_does_not_cost_the_step(
     assert stage.engine.step_failures == 0
 
 
-async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_refused_in_one_sentence(
+async def test_a_job_that_names_a_path_elsewhere_for_debug_rollout_data_is_refused_in_one_sentence(
     stage: Stage,
 ) -> None:
     stage.train()
@@ -276,7 +276,7 @@ async def test_a_job_that_names_a_place_of_its_own_for_debug_rollout_data_is_ref
 
 
 def other_tokenizer(folder: Path, words: int) -> Path:
-    """A tokenizer of so many words, and no model."""
+    """Save a tokenizer of so many words, without a model."""
     folder.mkdir()
     Tokenizer(WordLevel({f"v{token}": token for token in range(words)}, unk_token="v0")).save(
         str(folder / "tokenizer.json")
@@ -295,11 +295,11 @@ async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(s
         f"the tokenizer of {str(wrong)!r} is not that of the model {job.model.path!r}: its token 'v73' has the id 73, "
         "and the model's ids end at 63; set model.tokenizer to the model's own"
     )
-    await stage.start(job)  # the same trainer goes on with a job that is right
+    await stage.start(job)  # the same trainer goes on with a correct job
     await stage.until(Phase.ROLLING, version=0)
 
 
-async def test_a_tokenizer_from_elsewhere_that_fits_is_what_gateways_get(stage: Stage) -> None:
+async def test_gateways_get_the_jobs_own_tokenizer_if_it_fits(stage: Stage) -> None:
     fitting = other_tokenizer(stage.folder / "fitting", VOCAB)
     job = stage.job()
     stage.train()
@@ -324,16 +324,16 @@ async def test_a_backend_that_is_not_this_trainers_ends_the_run_and_says_how_to_
 
 
 class Lost(Executor):
-    """Stands for a model on several ranks of which one is gone."""
+    """Acts as a model on several ranks, one of which is gone."""
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
         raise BackendLost("rank 1: no room")
 
 
 async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_makes_the_step(stage: Stage) -> None:
-    def load(job: RunConfig) -> Backend:
+    def load(job: RunConfig) -> TrainerBackend:
         return Lost(Path(job.model.path), TrainerSettings.of_job(job))
 
     trainer = asyncio.create_task(Trainer(stage.bus, stage.options, load=load).run())

@@ -1,4 +1,4 @@
-"""What a job asks of the torch trainer, and what that cannot do."""
+"""How a job becomes the trainer's settings, and what is refused."""
 
 import logging
 from pathlib import Path
@@ -36,10 +36,8 @@ def test_every_algorithm_of_a_job_reaches_the_trainer() -> None:
         "overlong_penalty": 0.5,
     }
     settings = TrainerSettings.of_job(job(**asked))
-    ours = {"adv_estimator": "estimator", "tis_clip": "importance_cap", "tis_clip_low": "importance_floor"}
-    assert {name: getattr(settings, ours.get(name, name)) for name in asked} == asked
-    lengths = settings.response_tokens_max, settings.turn_tokens_max, settings.model_len_max
-    assert (settings.aggregation, lengths) == ("constant", (15000, 4096, 18000))
+    assert {name: getattr(settings.config, name) for name in asked} == asked
+    assert (settings.estimator, settings.loss, settings.config.loss_aggregation) == ("dr_grpo", "gspo", "constant")
 
 
 def test_micro_batches_are_the_jobs_on_a_gpu_and_smaller_on_a_cpu() -> None:
@@ -52,10 +50,10 @@ def test_micro_batches_are_the_jobs_on_a_gpu_and_smaller_on_a_cpu() -> None:
 
 def test_a_micro_batch_that_holds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="3 is neither 0 nor at least 16"):
-        TrainerOptions(folder=tmp_path, bin_tokens_max=3)
+        TrainerOptions(folder=tmp_path, bin_tokens=3)
 
 
-def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_limit_on_the_jobs_micro_batches_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bombus_trainer.loading")
     tiny = {"model": {"path": "tiny"}}
     for asked in (32_000, 512):
@@ -67,12 +65,7 @@ def test_a_job_whose_micro_batches_are_cut_is_told(tmp_path: Path, caplog: pytes
     ]
 
 
-def test_a_job_that_asks_for_nothing_trains_with_the_trainers_own_defaults() -> None:
-    settings = TrainerSettings.of_job(job())
-    assert settings == TrainerSettings(bin_tokens=settings.bin_tokens)
-
-
-def test_names_that_are_not_ours_are_verls() -> None:
+def test_names_that_are_not_ours_are_looked_up_in_verl() -> None:
     verls = TrainerSettings.of_job(job(backend="verl", adv_estimator="gpg", loss="sapo"))
     assert (verls.verl_adv_estimator, verls.verl_policy_loss) == ("gpg", "sapo")
     ours = TrainerSettings.of_job(job(backend="verl", adv_estimator="reinforce++", loss="vanilla"))

@@ -1,4 +1,4 @@
-"""Policy versions as a trainer publishes them: full copies and deltas, what is kept, and by which way they go."""
+"""Policy versions as a trainer publishes them: full copies and deltas, which are kept, and how they reach replicas."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -23,8 +23,8 @@ from bombus.hive.state import Phase
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, chain, file_sha256, rebuild
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import export, export_delta
-from bombus_trainer.publish.host_copy import Held
+from bombus_trainer.publish.export import VersionTarget, export, export_delta
+from bombus_trainer.publish.host_copy import HostCopy
 from bombus_trainer.versions import check_fits
 from tests.trainer.backends.test_executor import batch
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
@@ -44,7 +44,7 @@ SKETCHES = st.tuples(
 
 
 def two_versions(sketches: list[Sketch], seed: int) -> tuple[Tensors, Tensors]:
-    """Tensors, and the same with some of their elements changed, odd values among them."""
+    """Draw tensors, and the same with some elements changed, including unusual values."""
     before: dict[str, torch.Tensor] = {}
     after: dict[str, torch.Tensor] = {}
     random = np.random.default_rng(seed)
@@ -87,20 +87,20 @@ def test_a_delta_is_a_safetensors_file_that_names_what_it_changes(tmp_path: Path
     assert second.delta_bytes == (tmp_path / "1" / DELTA_FILE).stat().st_size
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"precision": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 2}, {"model": {"dtype": "bfloat16"}}], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_steps_that_travel_as_deltas_give_the_bytes_of_full_copies(
+def test_steps_published_as_deltas_give_the_bytes_of_full_copies(
     tmp_path: Path, changes: dict[str, object], tied: bool
 ) -> None:
-    executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(learning_rate=1e-4, **changes))
-    held = Held()
-    newest = export(executor, tmp_path / "w", 0, 1, held=held)
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(lr=1e-4, **changes))
+    held = HostCopy()
+    newest = export(executor, VersionTarget(tmp_path / "w", 0, 1), held=held)
     file = Path(newest.where) / FULL_FILE
     for step in (1, 2, 3):
         executor.train_step(batch(), step)
         ready = WeightsReady(engine=ENGINE, run=1, version=step - 1, weights=newest)
-        newest = export_delta(executor, tmp_path / "w", step, 1, "tok", held, ready)
-        full = export(executor, tmp_path / "full", step, 1)
+        newest = export_delta(executor, VersionTarget(tmp_path / "w", step, 1, "tok"), held, ready)
+        full = export(executor, VersionTarget(tmp_path / "full", step, 1))
         assert (newest.bytes, newest.sha256) == (full.bytes, full.sha256)
         if newest.format == DELTA_FORMAT:
             assert [path.name for path in Path(newest.where).iterdir()] == [DELTA_FILE]
@@ -136,7 +136,7 @@ def published(stage: Stage) -> list[Weights]:
 
 
 async def play_versions(stage: Stage, last: int) -> None:
-    """Let the engine make versions up to `last`."""
+    """Play batches until the engine has made version `last`."""
     for version in range(max(stage.engine.version, 0), last):
         await stage.until(Phase.ROLLING, version)
         await stage.play_batch(shift=version)
@@ -203,7 +203,7 @@ async def test_a_trainer_gives_a_full_copy_of_its_newest_version_also_after_a_re
         await asyncio.gather(trainer, return_exceptions=True)
 
 
-async def test_a_full_copy_goes_by_the_object_store_where_weights_do(stage: Stage) -> None:
+async def test_a_full_copy_goes_through_the_object_store_where_weights_do(stage: Stage) -> None:
     stage.train(options=delta_options(stage, weights_by="objects"))
     await stage.start(bfloat16_job(stage))
     await play_versions(stage, 1)
@@ -217,7 +217,7 @@ async def test_a_full_copy_goes_by_the_object_store_where_weights_do(stage: Stag
         await Blobs(stage.bus).delete(f"{newest.objects}/{FULL_FILE}")
 
 
-async def test_a_full_copy_of_what_the_trainer_does_not_hold_is_refused_with_a_sentence(stage: Stage) -> None:
+async def test_a_full_copy_of_a_version_that_the_trainer_does_not_hold_is_refused_with_a_sentence(stage: Stage) -> None:
     stage.train(options=delta_options(stage, weights_full_every=8))
     await stage.start(bfloat16_job(stage))
     await play_versions(stage, 2)
@@ -242,12 +242,12 @@ def test_r15_weights_too_large_for_the_object_store_are_refused_with_a_way_out(s
     check_fits(700_000_000, 2 << 30)
 
 
-async def test_weights_go_by_the_object_store_and_old_ones_are_removed_from_it(stage: Stage) -> None:
+async def test_weights_go_through_the_object_store_and_old_ones_are_removed_from_it(stage: Stage) -> None:
     stage.train(options=delta_options(stage, weights_by="objects"))
     await stage.start(bfloat16_job(stage))
     await play_versions(stage, 4)
     await stage.play_batch(shift=4)
-    await stage.until(Phase.ROLLING, 5)  # so that what version 4 has left over is gone
+    await stage.until(Phase.ROLLING, 5)  # after which the leftovers of version 4 are gone
     places: dict[str, set[str]] = {}
     for name in await Blobs(stage.bus).names("weights/"):
         folder, _, file = name.rpartition("/")

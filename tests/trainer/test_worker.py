@@ -1,4 +1,4 @@
-"""Ranks under torchrun on a real bus: rank 0 is the trainer, and what ends one ends all."""
+"""Ranks under torchrun on a real bus: rank 0 is the trainer, and when one ends, all end."""
 
 import asyncio
 import os
@@ -42,12 +42,12 @@ def failed(stage: Stage, run: int) -> bool:
     return stage.engine.run == run and bool(stage.engine.failure)
 
 
-async def test_rank_0_is_the_trainer_and_every_rank_hears_of_its_jobs(bus: Bus, nats_url: str, tmp_path: Path) -> None:
+async def test_rank_0_is_the_trainer_and_every_rank_gets_its_jobs(bus: Bus, nats_url: str, tmp_path: Path) -> None:
     async with (
         staged(bus, tmp_path) as stage,
         ranks(nats_url, bus.subjects.hive, tmp_path / "trainer", 2),
     ):
-        for run in (1, 2):  # they go on behind a job that none of them can do
+        for run in (1, 2):  # they go on after a job that none of them can do
             await stage.start(stage.job())
             await stage.follower.wait_for(
                 lambda _, run=run: stage.engine.failure != "" and stage.engine.run == run, WAIT_S

@@ -1,4 +1,4 @@
-"""A hive for the trainer's tests: a real bus and coordinator; gateway, replica and clients are played."""
+"""A hive for the trainer's tests: a real bus and coordinator, and stand-ins for gateway, replica and clients."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ WAIT_S = 30.0
 
 
 class Stage:
-    """A hive with a coordinator, ready to be configured. `engine` is the fold as everybody sees it."""
+    """A hive with a coordinator, ready to be configured. `engine` is the engine's state, folded from the log."""
 
     def __init__(self, bus: Bus, folder: Path) -> None:
         self.bus = bus
@@ -84,7 +84,7 @@ class Stage:
         return task
 
     async def replica(self) -> None:
-        """Serves whatever is newest, at once."""
+        """Act as a replica that serves each new version at once."""
         while True:
             await self.say(
                 inbox.ReplicaAlive(
@@ -110,10 +110,10 @@ class Stage:
     async def play_batch(
         self, spoil: str = "", shift: int = 0, noted: int = 0, versions: tuple[int, int] = (0, 0)
     ) -> None:
-        """Two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
+        """Play two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
 
-        The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; what the
-        coordinator is told of them is `noted`.
+        The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; `noted` is
+        the version that is reported to the coordinator.
         """
         for task, version in zip(("t1", "t2"), versions, strict=True):
             claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
@@ -140,7 +140,7 @@ class Stage:
             await self.bus.inbox.request(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
 
     async def feed(self) -> None:
-        """Play a batch whenever the engine rolls: step k's is the same in every hive."""
+        """Play a batch whenever the engine rolls; step k's is the same in every hive."""
         while True:
             await self.follower.wait_for(
                 lambda _: self.engine.phase == Phase.ROLLING and self.engine.step == self.engine.version
@@ -152,7 +152,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(bus: Bus, folder: Path) -> AsyncIterator[Stage]:
-    """A hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards."""
+    """Start a hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards."""
     tiny_model_folder(folder / "model")
     stage = Stage(bus, folder)
     coordinator = Coordinator(bus)
@@ -170,4 +170,5 @@ async def staged(bus: Bus, folder: Path) -> AsyncIterator[Stage]:
 def served(weights: Weights) -> dict[str, torch.Tensor]:
     file = Path(weights.where) / "model.safetensors"
     assert sha256(file.read_bytes()).hexdigest() == weights.sha256
-    return load_file(file)
+    tensors: dict[str, torch.Tensor] = load_file(file)
+    return tensors

@@ -1,4 +1,4 @@
-"""These tests run in verl's environment (`make test-verl`), and only there."""
+"""These tests run only in verl's environment (`make test-verl`)."""
 
 from importlib.util import find_spec
 

@@ -1,11 +1,11 @@
-"""Batches and settings on which both backends are compared: whatever a batch can be made of, small."""
+"""Small batches and settings on which both backends are compared, with everything that a batch can contain."""
 
 import math
 from pathlib import Path
 
 import torch
 
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
@@ -14,21 +14,24 @@ CASES: dict[str, dict[str, object]] = {
     "plain": {},
     "small micro-batches": {"bin_tokens": 64},
     "several updates": {"mini_batch_num": 2, "ppo_epochs": 2},
-    "decay and a schedule": {"weight_decay": 0.1, "warmup_steps": 2, "schedule": "linear", "total_steps": 8},
+    "decay and a schedule": {"weight_decay": 0.1, "warmup_steps": 2, "lr_schedule": "linear", "total_steps": 8},
     "a kl term": {"kl_coef": 0.1},
-    "tokens count alike": {"aggregation": "token", "estimator": "rloo"},
+    "tokens count alike": {"loss_aggregation": "token", "adv_estimator": "rloo"},
     "checkpointed activations": {"gradient_checkpointing": True},
-    "a sequence a pass": {"packing": False},
+    "a sequence a pass": {"enable_packing": False},
     "an entropy bonus": {"entropy_coef": 0.05},
     "gspo": {"loss": "gspo", "clip_low": 1e-3, "clip_high": 1e-3, "mini_batch_num": 2, "ppo_epochs": 2},
     "cispo": {"loss": "cispo", "mini_batch_num": 2, "ppo_epochs": 2},
     "sequence tis": {"correction": "sequence_tis"},
-    "sequence mask": {"correction": "sequence_mask", "importance_cap": 1.05, "bin_tokens": 64},
+    "sequence mask": {"correction": "sequence_mask", "tis_clip": 1.05, "bin_tokens": 64},
     "off-policy sequence masking": {"use_opsm": True},
 }
 STEPS = 2
-# One row without padding: what is done on GPUs with flash attention.
-PACKED = {"packed": {"bin_tokens": 256}, "packed, gspo": {**CASES["gspo"], "bin_tokens": 100}}
+# One row without padding, as on GPUs with flash attention.
+PACKED: dict[str, dict[str, object]] = {
+    "packed": {"bin_tokens": 256},
+    "packed, gspo": {**CASES["gspo"], "bin_tokens": 100},
+}
 CASES |= PACKED
 
 
@@ -36,10 +39,10 @@ def settings(case: str) -> TrainerSettings:
     return tiny_settings(**CASES[case])
 
 
-def groups(seed: int) -> list[Group]:
-    """Three tasks of four episodes: two turns, a branch, several temperatures, prompts and replies of any length."""
+def groups(seed: int) -> list[EpisodeGroup]:
+    """Make three tasks of four episodes: two turns, a branch, several temperatures, prompts and replies of any size."""
     episodes = {g: [_episode(f"e{g}{i}", 100 * seed + 10 * g + i, i) for i in range(4)] for g in range(3)}
-    return [Group(f"task{g}", tuple(members)) for g, members in episodes.items()]
+    return [EpisodeGroup(f"task{g}", tuple(members)) for g, members in episodes.items()]
 
 
 def _episode(name: str, seed: int, number: int) -> EpisodeCalls:

@@ -1,4 +1,4 @@
-"""One rank of a trainer without a hive: makes the steps of each case with both backends and writes down what came out.
+"""One rank of a trainer without a hive: make the steps of each case with both backends and write down the results.
 
 Run alone or by torchrun: `python -m tests.verl.rank FOLDER RESULTS.json`.
 """
@@ -15,12 +15,13 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from bombus.errors import EngineFault
 from bombus.weights.deltas import FULL_FILE, file_sha256
 from bombus.weights.merging import merge_files
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.verl.executor import VerlExecutor
-from bombus_trainer.data.batch import Group
-from bombus_trainer.publish.export import Part, export, export_adapter, export_base
+from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.publish.export import ModelPart, VersionTarget, export, export_adapter, export_base
 from bombus_trainer.ranks import Ranks
+from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
 
@@ -48,22 +49,43 @@ def main(folder: Path, results: Path) -> None:
         dist.destroy_process_group()
 
 
-def exported(backend: Backend, ranks: Ranks, folder: Path, version: int) -> Found:
-    """The digest of the weights and where they are, if we lead; the others take part in writing them."""
+def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) -> Found:
+    """Return the digest of the weights and where they are, on the leader; the others take part in writing them."""
     if isinstance(backend, VerlExecutor) and not ranks.leads:
         backend.gather_weights()
         return {}
-    weights = export(backend, folder, version, 1)
+    weights = export(backend, VersionTarget(folder, version, 1))
     return {"sha256": weights.sha256, "where": weights.where}
 
 
-def steps(backend: Backend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
-    """What the steps' metrics were, and the digest of the weights behind each; that before the first one leads."""
+def steps(backend: TrainerBackend, ranks: Ranks, folder: Path, first: int = 1) -> list[Found]:
+    """Return the steps' metrics and the digest of the weights after each, beginning with that before the first."""
     made: list[Found] = [exported(backend, ranks, folder, 0)]
     for step in range(first, first + STEPS):
         metrics = backend.train_step(groups(step), step)
         made.append({name: metrics[name] for name in KEPT} | exported(backend, ranks, folder, step))
     return made
+
+
+class VerlSettings(TrainerSettings):
+    """Settings that take verl's functions of these names, also where we have our own of the same name."""
+
+    estimator_name: str = ""
+    loss_name: str = ""
+
+    @property
+    def verl_adv_estimator(self) -> str:
+        return self.estimator_name
+
+    @property
+    def verl_policy_loss(self) -> str:
+        return self.loss_name
+
+
+def verl_settings(**changes: object) -> TrainerSettings:
+    """Make settings for the tiny model. `estimator_name` and `loss_name` are verl's, the others our own."""
+    names = {name: changes.pop(name) for name in ("estimator_name", "loss_name") if name in changes}
+    return VerlSettings.model_validate({**dict(tiny_settings(**changes)), **names})
 
 
 def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
@@ -73,26 +95,26 @@ def compare(model: Path, case: str, ranks: Ranks, folder: Path) -> Found:
 
 
 def lora(model: Path, ranks: Ranks, folder: Path) -> Found:
-    """Before its first step an adapter adds nothing; then its gradient is that of any adapter on these weights."""
-    chosen = tiny_settings(lora_rank=4, lora_alpha=8.0, kl_coef=0.1)
+    """Train an adapter, which adds nothing before its first step. That has the gradient of any adapter on the model."""
+    chosen = tiny_settings(lora_rank=4, lora_alpha=8, kl_coef=0.1)
     backend = VerlExecutor(model, chosen, ranks)
     return {"verl": steps(backend, ranks, folder), "merged_sha256": merged_adapter(backend, ranks, folder / "adapter")}
 
 
 def merged_adapter(backend: VerlExecutor, ranks: Ranks, folder: Path) -> str:
-    """The digest of what a replica makes of the adapter that we publish, if we lead."""
+    """Return the digest of what a replica makes of the published adapter, on the leader."""
     if not ranks.leads:
-        for part in (Part.BASE, Part.ADAPTER):
+        for part in (ModelPart.BASE, ModelPart.ADAPTER):
             backend.gather_weights(part)
         return ""
     base = export_base(backend, folder, 1)
-    adapter = export_adapter(backend, folder, STEPS, 1, "", base)
+    adapter = export_adapter(backend, VersionTarget(folder, STEPS, 1), base)
     merge_files(Path(base.where), Path(adapter.where), folder / "merged")
     return file_sha256(folder / "merged" / FULL_FILE)
 
 
 def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
-    """Two steps; and one, a checkpoint, another engine, and the other."""
+    """Make two steps; and make one, a checkpoint, and the other step with a new engine."""
     chosen = tiny_settings(weight_decay=0.1)
     found: Found = {}
     straight = VerlExecutor(model, chosen, ranks)
@@ -109,22 +131,23 @@ def restart(model: Path, ranks: Ranks, folder: Path) -> Found:
 
 
 def algorithms(model: Path, ranks: Ranks) -> Found:
-    """The first step under names of verl's registries, and what is said of names that cannot be."""
+    """Make the first step under names of verl's registries, and return the refusals of names that cannot be used."""
     found: Found = {}
     ours = VerlExecutor(model, tiny_settings(), ranks).train_step(groups(1), 1)
     found["ours"] = [ours["loss"], ours["grad_norm"]]
-    for name, changes in {
-        "vanilla": {"verl_policy_loss": "vanilla"},
-        "sapo": {"verl_policy_loss": "sapo"},
-        "gspo": {**CASES["gspo"], "verl_policy_loss": "gspo"},
-        "grpo": {"verl_adv_estimator": "grpo"},
-        "reinforce_plus_plus": {"verl_adv_estimator": "reinforce_plus_plus"},
-        "unknown loss": {"verl_policy_loss": "clever"},
-        "unknown estimator": {"verl_adv_estimator": "clever"},
-        "critic": {"verl_adv_estimator": "gae"},
-    }.items():
+    chosen: dict[str, dict[str, object]] = {
+        "vanilla": {"loss_name": "vanilla"},
+        "sapo": {"loss_name": "sapo"},
+        "gspo": {**CASES["gspo"], "loss_name": "gspo"},
+        "grpo": {"estimator_name": "grpo"},
+        "reinforce_plus_plus": {"estimator_name": "reinforce_plus_plus"},
+        "unknown loss": {"loss_name": "clever"},
+        "unknown estimator": {"estimator_name": "clever"},
+        "critic": {"estimator_name": "gae"},
+    }
+    for name, changes in chosen.items():
         try:
-            metrics = VerlExecutor(model, tiny_settings(**changes), ranks).train_step(groups(1), 1)
+            metrics = VerlExecutor(model, verl_settings(**changes), ranks).train_step(groups(1), 1)
             found[name] = [metrics["loss"], metrics["grad_norm"]]
         except EngineFault as error:
             found[name] = str(error)
@@ -132,23 +155,24 @@ def algorithms(model: Path, ranks: Ranks) -> Found:
 
 
 def few(model: Path, ranks: Ranks) -> Found:
-    """Steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
-    tasks = [Group("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
-    tasks += [Group("other", groups(1)[1].episodes[1:2])]
+    """Make steps of three sequences, a pass each: of two ranks one computes a sequence without terms."""
+    tasks = [EpisodeGroup("task", tuple(each for each in groups(1)[0].episodes if len(each.records) == 2)[:1])]
+    tasks += [EpisodeGroup("other", groups(1)[1].episodes[1:2])]
     found: Found = {}
-    for name, changes in {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"verl_policy_loss": "vanilla"}}.items():
-        chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus", **changes)
+    ways: dict[str, dict[str, object]] = {"ours": {}, "ours, kl": {"kl_coef": 0.1}, "verl's": {"loss_name": "vanilla"}}
+    for name, changes in ways.items():
+        chosen = verl_settings(enable_packing=False, adv_estimator="reinforce_plus_plus", **changes)
         metrics = VerlExecutor(model, chosen, ranks).train_step(tasks, 1)
         found[name] = [metrics["loss"], metrics["grad_norm"]]
         found["bins"] = metrics["bins"]
-    chosen = tiny_settings(packing=False, estimator="reinforce_plus_plus")
+    chosen = tiny_settings(enable_packing=False, adv_estimator="reinforce_plus_plus")
     metrics = Executor(model, chosen).train_step(tasks, 1)
     found["torch"] = [metrics["loss"], metrics["grad_norm"]]
     return found
 
 
 def work(model: Path, ranks: Ranks) -> Found:
-    """FLOPs of a step of two updates, by verl's engine and by ours where it shares no prefixes."""
+    """Return the FLOPs of a step of two updates, by verl's engine and by ours where it shares no prefixes."""
     chosen = tiny_settings(mini_batch_num=2, share_prefixes=False)
     verl = VerlExecutor(model, chosen, ranks).train_step(groups(1), 1)
     return {"verl": flops(verl), "torch": flops(Executor(model, chosen).train_step(groups(1), 1))}
@@ -159,7 +183,7 @@ def flops(metrics: dict[str, float]) -> float:
 
 
 def soft_capped(folder: Path, ranks: Ranks) -> str:
-    """What is said of a model that does more to its logits than our head can know."""
+    """Return the refusal of a model that does more to its logits than our head supports."""
     if ranks.leads:
         torch.manual_seed(0)
         config = Gemma2Config(
@@ -174,7 +198,7 @@ def soft_capped(folder: Path, ranks: Ranks) -> str:
         )
         Gemma2ForCausalLM(config).save_pretrained(folder)
         tiny_tokenizer(folder)
-    ranks.agree(True)  # nobody goes on before it is there
+    ranks.agree(True)  # no rank goes on before it is there
     try:
         VerlExecutor(folder, tiny_settings(), ranks)
     except EngineFault as error:

@@ -1,4 +1,4 @@
-"""verl's engine on one rank and on two gives what the torch backend gives, on the same batches."""
+"""verl's engine on one rank and on two gives the results of the torch backend on the same batches."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Everything that `tests.verl.rank` computes, once for each number of ranks."""
+    """Return everything that `tests.verl.rank` computes, once for each number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model_folder(model_folder(folder))
     ranks = ["torch.distributed.run", f"--nproc-per-node={request.param}", f"--master-port={free_port()}"]
@@ -64,7 +64,7 @@ def test_loss_and_gradient_norm_are_those_of_the_torch_backend(found: dict[str, 
         ("off-policy sequence masking", "masked_share"),
     ],
 )
-def test_what_looks_at_sequences_had_something_to_do(found: dict[str, Any], case: str, share: str) -> None:
+def test_what_depends_on_sequences_had_an_effect(found: dict[str, Any], case: str, share: str) -> None:
     assert found[case]["verl"][1][share] > 0.05
 
 
@@ -80,7 +80,7 @@ def test_a_steps_work_is_counted_as_by_the_torch_backend(found: dict[str, Any]) 
     assert found["work"]["torch"] > 0
 
 
-def test_a_model_that_does_more_to_its_logits_is_refused_at_once(found: dict[str, Any]) -> None:
+def test_a_model_that_transforms_its_logits_is_refused_at_once(found: dict[str, Any]) -> None:
     refusal = "this model's architecture (gemma2) cannot be trained here: it does more to its logits than multiply"
     assert found["soft-capped"].startswith(refusal)
 
@@ -98,7 +98,7 @@ def test_weights_are_those_of_the_torch_backend(found: dict[str, Any], case: str
 
 
 def test_adapters_are_trained_and_merged(found: dict[str, Any]) -> None:
-    """peft draws other adapters than ours, so only what both have in common is compared: the step's loss."""
+    """peft draws other adapters than ours, so only the step's loss is compared, which does not depend on them."""
     before, first, second = found["lora"]["verl"]
     assert before["sha256"] == found["plain"]["torch"][0]["sha256"]
     assert first["loss"] == pytest.approx(found["plain"]["torch"][1]["loss"], abs=TOLERANCE)
@@ -112,7 +112,7 @@ def test_adapters_are_trained_and_merged(found: dict[str, Any]) -> None:
     assert not torch.equal(base[changed], merged[changed])
 
 
-def test_an_adapter_that_travels_alone_makes_the_weights_that_travel_merged(found: dict[str, Any]) -> None:
+def test_an_adapter_published_alone_gives_the_weights_that_are_published_merged(found: dict[str, Any]) -> None:
     assert found["lora"]["merged_sha256"] == found["lora"]["verl"][-1]["sha256"]
 
 
@@ -123,7 +123,7 @@ def test_a_step_after_a_restart_is_the_step_without_one(found: dict[str, Any]) -
         assert restart["again"][name] == pytest.approx(restart["straight"][name], abs=1e-6)
 
 
-def test_losses_and_advantages_of_verls_registries_are_reached_by_name(found: dict[str, Any]) -> None:
+def test_losses_and_advantages_of_verls_registries_are_chosen_by_name(found: dict[str, Any]) -> None:
     algorithms = found["algorithms"]
     ours = algorithms["ours"]
     assert algorithms["vanilla"] == pytest.approx(ours, abs=TOLERANCE), "PPO with one update is PPO"
@@ -134,7 +134,7 @@ def test_losses_and_advantages_of_verls_registries_are_reached_by_name(found: di
         assert algorithms[name] != pytest.approx(ours, abs=TOLERANCE)
 
 
-def test_a_name_that_cannot_be_is_refused_with_all_that_can(found: dict[str, Any]) -> None:
+def test_an_unknown_name_is_refused_with_all_known_ones(found: dict[str, Any]) -> None:
     said = found["algorithms"]
     assert said["unknown loss"].startswith("trainer.loss = 'clever' is not in verl's registry: it has ")
     assert "gspo" in said["unknown loss"]

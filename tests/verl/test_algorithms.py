@@ -16,10 +16,10 @@ from verl.workers.config import ActorConfig
 from bombus.config.algorithms import Correction, Estimator, KlEstimator
 from bombus_trainer.algorithms.advantages import group_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
-from bombus_trainer.algorithms.corrections import line_means, sampler_correction
+from bombus_trainer.algorithms.corrections import CorrectionRule, line_means, sampler_correction
 from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
-from bombus_trainer.settings import TrainerSettings
+from tests.trainer.small_batches import tiny_settings
 
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
 SEQUENCES, LENGTH = 12, 10
@@ -27,7 +27,7 @@ SEEDS = range(5)
 
 
 class Batch:
-    """Twelve sequences of up to ten tokens, padded as verl has them (`_ST`) and flat as we have them (`_N`)."""
+    """Twelve sequences of up to ten tokens, padded as in verl (`_ST`) and flat as in our code (`_N`)."""
 
     def __init__(self, seed: int) -> None:
         random = torch.Generator().manual_seed(seed)
@@ -143,8 +143,8 @@ def with_gradient(values_ST: torch.Tensor, loss: Callable[[torch.Tensor], torch.
 def test_losses_and_their_gradients_are_verls(
     batch: Batch, name: str, theirs: str, dual_clip: float, weigh: Callable, mode: str, corrected: bool
 ) -> None:
-    settings = TrainerSettings(
-        loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, importance_cap=1.2 if corrected else 0.0
+    settings = tiny_settings(
+        loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, tis_clip=1.2 if corrected else 0.0
     )
     weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
 
@@ -162,6 +162,7 @@ def test_losses_and_their_gradients_are_verls(
             config=actor(**({"clip_ratio_c": dual_clip} if dual_clip else {})),
             rollout_is_weights=weights_ST,
         )
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
@@ -172,9 +173,7 @@ def test_losses_and_their_gradients_are_verls(
 @pytest.mark.parametrize("corrected", [False, True])
 def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch: Batch, corrected: bool) -> None:
     """Its ratio is to the sampler, verl's bypass mode; with a correction to the old policy, with verl's weights."""
-    settings = TrainerSettings(
-        loss="importance_sampling", correction="token_tis" if corrected else "none", importance_cap=1.2
-    )
+    settings = tiny_settings(loss="importance_sampling", correction="token_tis" if corrected else "none", tis_clip=1.2)
     weights_ST = (batch.old_ST - batch.sampler_ST).exp().clamp(max=1.2) if corrected else None
 
     def loss_here(logprobs_ST: torch.Tensor) -> torch.Tensor:
@@ -190,6 +189,7 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
             config=actor(clip_ratio_low=1.0, clip_ratio_high=1e6),
             rollout_is_weights=weights_ST,
         )
+        assert isinstance(loss, torch.Tensor)
         return loss
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
@@ -262,9 +262,8 @@ def test_corrections_are_verls(
     assert weights is not None
     theirs = batch.flat(weights.batch["rollout_is_weights"])
     inputs = batch.inputs()
-    mine = sampler_correction(
-        inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, Correction(correction), low, high
-    )
+    rule = CorrectionRule(Correction(correction), low, high)
+    mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
     torch.testing.assert_close(mine.importance_N, theirs, **TOLERANCE)
     assert mine.capped_N.any() or mine.masked_N.any()
 
@@ -275,20 +274,13 @@ def test_what_is_masked_is_what_verl_rejects(batch: Batch) -> None:
         kept_ST, _ = compute_rollout_rejection_mask(
             batch.sampler_ST - batch.old_ST, batch.mask_ST, option, rollout_rs_threshold="0.5_2.0"
         )  # its k1 is the negative of the log-ratio: of the inverse, between the inverse bounds
-        mine = sampler_correction(
-            inputs.old_logprobs_N,
-            inputs.sampler_logprobs_N,
-            inputs.lines_N,
-            SEQUENCES,
-            Correction(correction),
-            0.5,
-            2.0,
-        )
+        rule = CorrectionRule(Correction(correction), 0.5, 2.0)
+        mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
         assert mine.masked_N.tolist() == (batch.flat(kept_ST) == 0).tolist()
 
 
 def test_the_distance_of_a_sequence_from_its_sampler_is_verls_mean_k1(batch: Batch) -> None:
-    """verl has no off-policy sequence masking; what it compares with its bound verl can compute."""
+    """verl has no off-policy sequence masking, but it can compute what is compared with the bound."""
     divergence_S = line_means(batch.flat(batch.sampler_ST - batch.logprobs_ST), batch.lines_N, SEQUENCES)
     kept_ST, _ = compute_rollout_rejection_mask(
         batch.logprobs_ST - batch.sampler_ST, batch.mask_ST, "seq_mean_k1", rollout_rs_threshold="1e-30_1.1"

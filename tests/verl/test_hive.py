@@ -1,4 +1,4 @@
-"""GRPO through a whole hive: everything but the trainer in bombus' own environment, the trainer in verl's.
+"""GRPO through a whole hive, with the trainer in verl's environment and everything else in bombus' own.
 
 Run by verl's Python. `BOMBUS_PYTHON` is that of the other environment (default: the .venv of this tree).
 """
@@ -37,7 +37,7 @@ LENGTHS = {
 
 
 class Head:
-    """A process of bombus' own environment that keeps a hive running, and what it has printed."""
+    """A process in bombus' own environment that keeps a hive running, and what it has printed."""
 
     def __init__(self, folder: Path, module: str, *words: str) -> None:
         self.port = free_port()
@@ -57,7 +57,7 @@ class Head:
             )  # fmt: skip
 
     def until(self, pattern: str) -> str:
-        """The first line that it prints and the pattern matches."""
+        """Return the first line that it prints and the pattern matches."""
         assert self.process.stdout is not None
         timer = threading.Timer(WAIT_S, self.process.kill)
         timer.start()
@@ -84,7 +84,7 @@ def job(**trainer: object) -> Job:
 
 
 def agent(task: Task, credentials: Any) -> WorkflowOutput:
-    """Two turns. The reward sums up what the model says: a group rarely has the same twice, so steps have a signal."""
+    """Play two turns. The reward depends on all tokens, so it rarely repeats in a group, and steps have a signal."""
     said = ""
     messages = [{"role": "user", "content": task.main_query}]
     for _ in range(2):
@@ -110,7 +110,7 @@ def make_steps(client: SwarmClient, first: int, last: int) -> None:
 
 
 def checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """The manifests of the steps that are kept."""
+    """Return the manifests of the steps that are kept."""
     found = sorted((folder / "data/engines/checkpoints").rglob("manifest.json"))
     return [json.loads(path.read_bytes()) for path in found]
 
@@ -134,7 +134,7 @@ def test_two_grpo_steps_are_made_by_verl_through_the_whole_hive(one: tuple[Head,
     assert [each["facts"]["step"] for each in manifests] == [1, 2]
     assert {each["backend"] for each in manifests} == {"verl"}
     assert manifests[1]["facts"]["metrics"]["grad_norm"] > 0
-    # Before the first update and behind it: the replica samples from what verl computes.
+    # Before the first update and after it: the replica samples from what verl computes.
     assert all(each["facts"]["metrics"]["kl_sampler_abs"] < 1e-3 for each in manifests)
 
 
@@ -151,7 +151,7 @@ def test_a_loss_that_verl_does_not_have_ends_the_run_in_one_sentence(one: tuple[
 
 @contextmanager
 def nodes(lines: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """What was asked to be typed, typed: each line is a machine."""
+    """Run the printed commands: each line is a machine."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [subprocess.Popen([*torchrun, *shlex.split(line)[1:]], env=environment) for line in lines]
@@ -164,7 +164,7 @@ def nodes(lines: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
             each.wait(60)
 
 
-def test_two_machines_train_as_one_and_the_head_says_what_to_type(tmp_path: Path) -> None:
+def test_two_machines_train_together_and_the_launcher_prints_the_commands(tmp_path: Path) -> None:
     head = Head(
         tmp_path, "bombus_trainer.launcher", "--mode", "connect", "--nnodes", "2", "--nproc-per-node", "1",
         "--master-port", str(free_port()), "--api-port", str(port := free_port()),
@@ -183,7 +183,7 @@ def test_two_machines_train_as_one_and_the_head_says_what_to_type(tmp_path: Path
         head.stop()
 
 
-def test_in_mode_auto_the_head_is_a_machine_itself_and_asks_for_the_others(tmp_path: Path) -> None:
+def test_in_mode_auto_the_launcher_is_a_machine_itself_and_prints_commands_for_the_others(tmp_path: Path) -> None:
     head = Head(
         tmp_path, "bombus_trainer.launcher", "--mode", "auto", "--nnodes", "2", "--nproc-per-node", "1",
         "--master-port", str(free_port()), "--api-port", str(port := free_port()),

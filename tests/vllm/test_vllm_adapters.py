@@ -16,7 +16,7 @@ from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import VllmSettings
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.publish.export import export, export_adapter, export_base
+from bombus_trainer.publish.export import VersionTarget, export, export_adapter, export_base
 from tests.inference.backends.http_backends import BackendClient, ignore_stage, until_metric
 from tests.inference.backends.small_engines import reference_logprobs, request, worst_difference
 from tests.trainer.small_batches import tiny_settings
@@ -44,7 +44,7 @@ class Stage:
 def lora_executor(folder: Path, rank: int) -> Executor:
     llama(0).save_pretrained(folder)
     files = {"config.json": (folder / "config.json").read_bytes()}
-    return Executor(folder, tiny_settings(lora_rank=rank, lora_alpha=2.0 * rank), files)
+    return Executor(folder, tiny_settings(lora_rank=rank, lora_alpha=2 * rank), files)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -55,8 +55,8 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     base = export_base(executor, root / "w", 1)
     adapters, models = [], []
     for version in range(VERSIONS):
-        adapters.append(Path(export_adapter(executor, root / "w", version, 1, "", base).where))
-        models.append(load_model(Path(export(executor, root / "merged", version, 1).where)))
+        adapters.append(Path(export_adapter(executor, VersionTarget(root / "w", version, 1), base).where))
+        models.append(load_model(Path(export(executor, VersionTarget(root / "merged", version, 1)).where)))
         torch.manual_seed(version)
         for name, parameter in executor.model.trainable().items():
             if name.endswith("lora_b"):
@@ -121,7 +121,7 @@ async def test_an_adapter_that_vllm_cannot_load_ends_the_child_and_nothing_is_se
 async def test_ranks_beyond_vllms_are_refused_before_a_child_is_started(stage: Stage, tmp_path: Path) -> None:
     executor = lora_executor(tmp_path / "model", rank=513)
     base = export_base(executor, tmp_path / "w", 1)
-    adapter = Path(export_adapter(executor, tmp_path / "w", 0, 1, "", base).where)
+    adapter = Path(export_adapter(executor, VersionTarget(tmp_path / "w", 0, 1), base).where)
     with pytest.raises(EngineFault, match="rank 512 at most"):
         await stage.backend.load(Policy(Path(base.where), 2, 0, CONTEXT, adapter=adapter), ignore_stage)
     assert stage.backend.pid is None

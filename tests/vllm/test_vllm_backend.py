@@ -10,7 +10,7 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
@@ -21,6 +21,7 @@ from bombus_inference.backends.vllm.backend import VllmBackend
 from bombus_inference.settings import ComputeSettings, VllmSettings
 from tests.inference.backends.http_backends import BackendClient, ignore_stage, until_metric
 from tests.inference.backends.small_engines import Completion, reference_logprobs, request, worst_difference
+from tests.small_models import small_llama
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,18 +32,8 @@ LONG = CONTEXT - 16
 
 def llama(seed: int, vocabulary: int = 60) -> LlamaForCausalLM:
     """A model whose heads have the smallest size that vLLM supports on a CPU."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=128,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.2,
-    )
-    return LlamaForCausalLM(config).eval()
+    shape = {"vocab_size": vocabulary, "hidden_size": 128, "intermediate_size": 128}
+    return small_llama(seed, **shape, max_position_embeddings=CONTEXT).eval()
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor
 from bombus.hive.events import Weights
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE
 from bombus_trainer.publish.export import METADATA, write_delta
-from bombus_trainer.publish.host_copy import Changes, Held
+from bombus_trainer.publish.host_copy import Changes, HostCopy
 from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
 
 Tensors = Mapping[str, Tensor]
@@ -25,7 +25,7 @@ def write_full(path: Path, tensors: Tensors) -> Written:
 
 def write_versions(root: Path, versions: Sequence[Tensors]) -> list[Weights]:
     """Write version k into folder `k` below `root`, and return what the log says of each."""
-    held = Held()
+    held = HostCopy()
     made: list[Weights] = []
     for version, tensors in enumerate(versions):
         folder = root / str(version)

@@ -28,7 +28,15 @@ from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import ComputeSettings
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import Part, digest_like, digest_of, export, export_adapter, export_base
+from bombus_trainer.publish.export import (
+    ModelPart,
+    VersionTarget,
+    digest_like,
+    digest_of,
+    export,
+    export_adapter,
+    export_base,
+)
 from tests.inference.backends.small_engines import finish, request, worst_difference
 from tests.trainer.backends.test_executor import batch
 from tests.trainer.small_batches import tiny_model_folder, tiny_settings
@@ -53,18 +61,15 @@ class Made:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def made(tmp_path: Path, request: pytest.FixtureRequest) -> Made:
-    chosen = tiny_settings(lora_rank=2, lora_alpha=8.0, lora_targets=TARGETS, precision=request.param)
-    executor = Executor(tiny_model_folder(tmp_path / "model", tied=True), chosen.model_copy(update=LEARNS))
+    chosen = tiny_settings(lora_rank=2, lora_alpha=8, target_modules=",".join(TARGETS), model={"dtype": request.param})
+    executor = Executor(tiny_model_folder(tmp_path / "model", tied=True), chosen)
     root = tmp_path / "w"
     made = Made(executor, export_base(executor, root, 1), [], [])
     for version in (0, 1):
-        made.adapters.append(export_adapter(executor, root, version, 1, "tok", made.base))
-        made.merged.append(export(executor, tmp_path / "merged", version, 1))
+        made.adapters.append(export_adapter(executor, VersionTarget(root, version, 1, "tok"), made.base))
+        made.merged.append(export(executor, VersionTarget(tmp_path / "merged", version, 1)))
         executor.train_step(batch(), version + 1)
     return made
-
-
-LEARNS = {"learning_rate": 0.01}
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -91,7 +96,7 @@ def test_the_first_adapter_adds_nothing_and_each_digest_identifies_its_weights(m
         assert (weights.format, weights.sha256) == (ADAPTER_FORMAT, file_sha256(file))
         assert weights.bytes == file.stat().st_size < made.base.bytes
         assert chain(weights) == [weights, made.base]
-    assert digest_of(made.executor, part=Part.BASE) == made.base.sha256, "training does not change the base"
+    assert digest_of(made.executor, part=ModelPart.BASE) == made.base.sha256, "training does not change the base"
     third = digest_like(made.executor, made.adapters[0])
     assert third not in {weights.sha256 for weights in made.adapters}
     assert digest_like(made.executor, made.merged[0]) == digest_of(made.executor) != third

@@ -13,7 +13,7 @@ from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
-from bombus.hive.inbox import EngineBroke, Message, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
+from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
@@ -120,7 +120,7 @@ class ReplicaService:
     async def _leave_without_weights(self) -> None:
         """Leave the hive, so that no gateway sends requests. The next alive message joins it again without weights."""
         self._losses += 1
-        await self._say(
+        await self._bus.inbox.send_when_back(
             ReplicaLeaves(id=f"{self._instance}-lost-{self._losses}", engine=self._settings.engine, replica=self.name)
         )
 
@@ -162,7 +162,7 @@ class ReplicaService:
             run=ready.run,
             reason=f"replica {self.name} cannot load version {ready.version}: {why}",
         )
-        await self._say(broke)
+        await self._bus.inbox.send_when_back(broke)
         await self._follower.wait_for(lambda _: self._wanted() is not ready)
 
     async def _while_run_lasts(self, run: int, loading: Coroutine[None, None, None]) -> None:
@@ -199,7 +199,7 @@ class ReplicaService:
             version=version,
             replica=self.name,
         )
-        await self._say(loaded)
+        await self._bus.inbox.send_when_back(loaded)
 
     def _job(self, run: int) -> RunConfig:
         """Return the engine's job. Warn, once for each run, if our length limit is below the job's."""
@@ -216,15 +216,6 @@ class ReplicaService:
         return job
 
     # ---- messages ---------------------------------------------------------------------------------------------
-
-    async def _say(self, fact: Message) -> None:
-        """Put a fact into the inbox, however long the bus is away."""
-        while True:
-            try:
-                await self._bus.inbox.send(fact)
-                return
-            except BusUnavailable as error:
-                log.warning("a fact waits for the bus: %s", error)
 
     async def _report_stage(self, stage: str) -> None:
         """Report a stage for `engine_status_detail` while the engine boots. If the bus is away it is dropped."""

@@ -1,4 +1,4 @@
-"""What the trainer service needs of whatever trains: torch in this process, or verl's engine on one or more ranks."""
+"""The interface between the trainer service and what trains: torch in this process, or verl's engine on some ranks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -6,26 +6,26 @@ from typing import Protocol, TypeVar
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 
 
 class Interrupted(Exception):
-    """The step was told to stop between two micro-batches. It has left gradients and perhaps updates behind."""
+    """Raised when a step was stopped between two micro-batches. Gradients and perhaps updates of it remain."""
 
 
 class BackendLost(EngineFault):
-    """Some rank of the trainer failed where others did not, or is gone: only a new process can go on."""
+    """Raised when a rank has failed where others did not, or is gone: only a new process can go on."""
 
 
-class Backend(Protocol):
-    """One model in training. Not thread-safe: one call at a time.
+class TrainerBackend(Protocol):
+    """One model in training. It is not thread-safe: make one call at a time.
 
-    A step that raises may have made some of its updates: load another one, or `restore`, before the next.
+    A step that raises may have made some of its updates: load a new backend, or `restore`, before the next step.
     """
 
     @property
@@ -40,30 +40,32 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """Train on a batch and return the step's metrics; a batch without any signal changes nothing.
+        """Train on a batch and return the step's metrics. A batch without any signal changes nothing.
 
-        Raises `EngineFault` on a loss or gradient that is not finite (nothing is updated by it), `Interrupted` when
-        `interrupted()` says so between two micro-batches.
+        Raises `EngineFault` for a loss or gradient that is not finite, which updates nothing, and `Interrupted` when
+        `interrupted()` is true between two micro-batches.
         """
         ...
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """Write a checkpoint below `root`, and return only when it would survive a power cut."""
+        """Write a checkpoint below `root`. Returns once it would survive a power cut."""
         ...
 
     def restore(self, path: Path, digest: str) -> None:
         """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
         ...
 
-    def outline(self, part: Part = Part.MODEL) -> Outline: ...
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
-        """Hand the model as it is now to `use`: whole tensors, each made when its turn comes. Training is not
-        disturbed. Parts other than the model are those of LoRA."""
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
+        """Pass the current weights to `use`: whole tensors, each computed when its turn comes.
+
+        Training is not disturbed. Parts other than the model exist only with LoRA.
+        """
         ...
 
 
-Loader = Callable[[RunConfig], Backend]
-"""Makes a job's model ready at step 0. Raises `EngineFault` for what this trainer cannot do."""
+Loader = Callable[[RunConfig], TrainerBackend]
+"""Loads a job's model at step 0. Raises `EngineFault` for what this trainer cannot do."""

@@ -1,7 +1,7 @@
-"""`python -m bombus_trainer.launcher`: the head of a trainer whose ranks are on several machines.
+"""`python -m bombus_trainer.launcher`: start a hive whose trainer has its ranks on several machines.
 
-It runs everything of a hive but the trainer. In mode auto it also runs torchrun for this machine, which is node 0; in
-mode connect it prints what to type on every machine. The parts meet on the bus: rank 0 is the trainer.
+It runs all processes of a hive but the trainer. In mode auto it also runs torchrun for this machine, which is node 0;
+in mode connect it prints the command for every machine. All of them connect to the bus: rank 0 is the trainer.
 """
 
 import argparse
@@ -15,7 +15,16 @@ from bombus import logs
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.cli import URL_FILE
-from bombus.commands.deployment import add_trainer_arguments, document, flag_of, given, put_over, tell_ignored
+from bombus.commands.deployment import (
+    add_trainer_arguments,
+    check_counts,
+    check_engine,
+    document,
+    flag_of,
+    given,
+    put_over,
+    tell_ignored,
+)
 from bombus.config.cluster import reconcile, validated_cluster
 from bombus.config.documents import Tree
 from bombus.config.flags import Parser, check_range, name_of
@@ -31,7 +40,7 @@ AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096
 TIMEOUT_S_MAX = 86_400
 POLL_S = 0.2
-# The part of a cluster file and its field, and the flag that wins over it.
+# The flag that wins over a field of a part of the cluster file.
 FLAGS = {
     ("gateway", "host"): "--api-host",
     ("gateway", "port"): "--api-port",
@@ -50,20 +59,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto runs the ranks of this machine, node 0; connect prints the commands for all (default: %(default)s)",
     )
     parser.add_argument("--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start with")
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="machines (default: %(default)s)")
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="how many machines (default: %(default)s)")
     parser.add_argument(
         "--nproc-per-node",
         type=int,
         metavar="N",
-        help="ranks of each (default: the cluster file's processes, or what the job's come to, or 1)",
+        help="ranks on each machine (default: the cluster file's processes, or those of the job, or 1)",
     )
-    parser.add_argument("--master-addr", default="127.0.0.1", metavar="HOST", help="node 0 (default: %(default)s)")
+    parser.add_argument(
+        "--master-addr", default="127.0.0.1", metavar="HOST", help="address of node 0 (default: %(default)s)"
+    )
     parser.add_argument(
         "--master-port",
         type=int,
         default=29500,
         metavar="PORT",
-        help="of node 0, where ranks meet (default: %(default)s)",
+        help="port of node 0, where ranks meet (default: %(default)s)",
     )
     parser.add_argument(
         "--operation-timeout",
@@ -83,16 +94,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-host", metavar="HOST", help="where the gateway listens (default: the cluster file's, or 127.0.0.1)"
     )
     parser.add_argument(
-        "--api-port", type=int, metavar="PORT", help="of the gateway (default: the cluster file's, or 10086)"
+        "--api-port", type=int, metavar="PORT", help="the gateway's port (default: the cluster file's, or 10086)"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="of the ranks (default: the cluster file's trainer's, or cpu)"
+        "--device", choices=("cpu", "cuda"), help="the ranks' device (default: the cluster file's trainer's, or cpu)"
     )
     parser.add_argument(
         "--threads",
         type=int,
         metavar="N",
-        help="of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
+        help="threads of torch on the CPU; 0: torchrun's choice (default: the cluster file's trainer's, or 0)",
     )
     add_trainer_arguments(parser)
     parser.add_argument(
@@ -128,18 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
-    """What this machine runs, and what each machine's ranks are told. Raises `Refused(BAD_CONFIG)`."""
-    for flag, most in (("nnodes", NODES_MAX), ("nproc_per_node", PROCESSES_MAX), ("master_port", 65_535)):
-        value = getattr(arguments, flag)
-        if value is not None:
-            check_range(f"--{flag.replace('_', '-')}", value, 1, most)
+    """Return what this machine runs, and the trainer's part for each machine. Raises `Refused(BAD_CONFIG)`."""
+    check_counts(arguments, {"nnodes": NODES_MAX, "nproc_per_node": PROCESSES_MAX, "master_port": 65_535})
     check_range("--operation-timeout", arguments.operation_timeout, 1, TIMEOUT_S_MAX)
     name = arguments.engine
     plain, jobs = document(arguments.config, [name], {"inference": [{}]})
-    if name not in plain["engines"]:
-        raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(plain['engines'])}")
-    asked = validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS))
-    cluster, jobs = reconcile(asked, jobs, {name: arguments.nnodes})
+    check_engine(name, plain["engines"])
+    described = validated_cluster(_with_flags(plain, arguments), flag_of(arguments, FLAGS))
+    cluster, jobs = reconcile(described, jobs, {name: arguments.nnodes})
     engine = cluster.engines[name]
     trainer = engine.trainer
     assert trainer is not None  # put there by the flags
@@ -168,11 +175,11 @@ def layout_of(arguments: argparse.Namespace) -> tuple[Layout, TrainerPart]:
 
 
 def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
-    """The document with what the flags say put in: they are about the trainer and the gateway."""
-    said = given(arguments, device="device", threads="threads", processes="nproc_per_node")
-    said |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
+    """Return the document with the values of the flags, which are about the trainer and the gateway."""
+    typed = given(arguments, device="device", threads="threads", processes="nproc_per_node")
+    typed |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
     engine = plain["engines"][arguments.engine]
-    trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, said)
+    trainer = put_over({"backend": "verl", **(engine.get("trainer") or {})}, typed)
     return {
         **plain,
         **given(arguments, hive="hive", nats="nats", data_dir="data_dir"),
@@ -182,7 +189,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
 
 
 def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, node: int) -> str:
-    """What to type on the machine of that number."""
+    """Return the command to type on the machine of that number."""
     assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
     words = ["torchrun", *layout.rendezvous.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
@@ -190,14 +197,14 @@ def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, no
 
 
 async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    (layout.data_dir / URL_FILE.name).unlink(missing_ok=True)  # of one that was killed
+    (layout.data_dir / URL_FILE.name).unlink(missing_ok=True)  # left by a launcher that was killed
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(Supervisor(layout).run())
         tasks.create_task(_introduce(layout, trainer, arguments))
 
 
 async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
-    """Say what to type elsewhere, and when the trainer has come."""
+    """Print the commands for other machines, and report when the trainer is there."""
     nats = layout.cluster.nats or await _own_bus(layout.data_dir / URL_FILE.name)
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
@@ -212,12 +219,12 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
         following = asyncio.create_task(follower.run())
         try:
             ranks = arguments.nnodes * trainer.processes
-            waited = f"{ranks} ranks on {arguments.nnodes} machines" if arguments.nnodes > 1 else f"{ranks} ranks"
-            told = "" if layout.jobs else ", once a job is started"
-            print(f"waiting for the trainer of engine {arguments.engine}: {waited}{told}", flush=True)
+            expected = f"{ranks} ranks on {arguments.nnodes} machines" if arguments.nnodes > 1 else f"{ranks} ranks"
+            when = "" if layout.jobs else ", once a job is started"
+            print(f"waiting for the trainer of engine {arguments.engine}: {expected}{when}", flush=True)
             await follower.caught_up(None)
-            known = follower.hive.engine(arguments.engine).trainer_epoch
-            await follower.wait_for(lambda hive: hive.engine(arguments.engine).trainer_epoch != known)
+            before = follower.hive.engine(arguments.engine).trainer_epoch
+            await follower.wait_for(lambda hive: hive.engine(arguments.engine).trainer_epoch != before)
             print(f"the trainer of engine {arguments.engine} is there", flush=True)
         finally:
             following.cancel()
@@ -225,7 +232,7 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
 
 
 async def _own_bus(url_file: Path) -> str:
-    """The supervisor writes down where its server listens."""
+    """Wait until the supervisor has written down where its server listens."""
     while not await asyncio.to_thread(url_file.is_file):
         await asyncio.sleep(POLL_S)
     return url_file.read_text().strip()

@@ -1,4 +1,4 @@
-"""A job's model, ready to be trained by the backend that the job names, and its tokenizer as an object."""
+"""Load a job's model into the backend that the job names, and pack its tokenizer into an object."""
 
 import logging
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
-from bombus_trainer.backend import Backend
+from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
@@ -20,15 +20,15 @@ from bombus_trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
-SEEDS = 2**31  # of weights that are made on the spot
+SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
 
-def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> Backend:
-    """The job's model as step 0, by the job's backend, on all `ranks` (none: this process alone).
+def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
+    """Load the job's model at step 0 into the job's backend, on all `ranks` (None: this process alone).
 
     Raises `EngineFault` when there is no such model, or it cannot be trained in this process.
     """
-    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens_max)
+    settings = TrainerSettings.of_job(job, options.device, options.bin_tokens)
     ranks = ranks or Ranks.alone()
     asked = job.trainer.max_tokens_per_bin
     if ranks.leads and settings.bin_tokens < asked:
@@ -52,15 +52,16 @@ def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = 
                 f"trainer.backend is torch, which trains in one process, and this trainer has {ranks.size}: "
                 "set trainer.backend to verl, or start the trainer with `bombus trainer`"
             )
-        return load_executor(job, settings, options.allow_download)
+        return load_executor(settings, options.allow_download)
     from bombus_trainer.backends.verl.executor import VerlExecutor
 
     folder = _folder(job, options.allow_download)
     return VerlExecutor(folder, settings, ranks, text_files(job, folder, options.allow_download))
 
 
-def load_executor(job: RunConfig, settings: TrainerSettings, allow_download: bool = False) -> Executor:
-    """The job's model as step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Executor:
+    """Load the job's model at step 0. Raises `EngineFault` when there is none, or it is not the torch backend's."""
+    job = settings.job
     if job.trainer.backend != "torch":
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
     folder = _folder(job, allow_download)
@@ -73,15 +74,15 @@ def _folder(job: RunConfig, allow_download: bool) -> Path:
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:
-    """The tokenizer of the job's model, which is in `folder`. Raises `EngineFault` when it is not that model's."""
-    named = job.model.tokenizer
-    other = resolve_tokenizer(named, allow_download=allow_download) if named else None
+    """Return the files of the tokenizer for the model in `folder`. Raises `EngineFault` when they do not fit it."""
+    name = job.model.tokenizer
+    other = resolve_tokenizer(name, allow_download=allow_download) if name else None
     files = load_tokenizer_files(folder, other)
-    check_fit(files, job.model.path, named or job.model.path)
+    check_fit(files, job.model.path, name or job.model.path)
     return files
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:
-    """The object that gateways read a tokenizer from: its name, which is that of its content, and its bytes."""
+    """Return the object that gateways read a tokenizer from: its name, made from its digest, and its bytes."""
     blob = msgspec.msgpack.encode(dict(sorted(files.items())))
     return f"tokenizer-{sha256(blob).hexdigest()}", blob

@@ -1,4 +1,4 @@
-"""What decides the last bits of a sum besides its inputs: the same step on another machine may give other bytes."""
+"""Describe the machine, which decides the last bits of a sum: the same step elsewhere may give other bytes."""
 
 import platform
 from pathlib import Path
@@ -9,7 +9,10 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def this_machine(device: str) -> str:
-    """Such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`. Equal texts should give equal bytes."""
+    """Describe this machine, such as `cpu: AMD EPYC 9654 (AVX512), torch 2.13.0, 2 threads`.
+
+    Where the descriptions are equal, the bytes should be too.
+    """
     if device == "cpu":
         unit = f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
     else:

@@ -1,8 +1,9 @@
-"""What a trainer's ranks do together: the leader says what, the others follow, and nobody waits for one that failed.
+"""Operations of all ranks of a trainer: the leader announces them, the others follow, no rank waits for a failed one.
 
-Between operations the others wait at torch's store, for hours if need be: only within one does the process group's
-timeout count. Behind each, every rank says how it went. Where all say the same (a damaged checkpoint, a loss that is
-not finite) they can go on; where one has failed in its own way, others may be in the middle of an exchange: all end.
+Between operations the others wait at torch's store, for hours if need be; the timeout of the process group applies only
+within an operation. After each, every rank reports its outcome. When all report the same failure (a damaged checkpoint,
+a loss that is not finite) they can go on. When one has failed in its own way, others may be in the middle of an
+exchange: then all processes end.
 """
 
 import logging
@@ -16,10 +17,10 @@ from torch.distributed.distributed_c10d import Store
 
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError
-from bombus_trainer.backend import Backend, BackendLost, Loader
-from bombus_trainer.data.batch import Group
+from bombus_trainer.backend import BackendLost, Loader, TrainerBackend
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors
 from bombus_trainer.ranks import LEADER, Ranks
 from bombus_trainer.settings import TrainerSettings
 
@@ -27,13 +28,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 LOAD, STOP = "load", "stop"
-GRACE_S = 10.0  # for the others to say how it went, once one has failed
+GRACE_S = 10.0  # for the others to report, once one has failed
 POLL_S = 60.0
-Call = tuple[str, tuple[object, ...]]  # a method of the backend, and what it is given
+Operation = tuple[str, tuple[object, ...]]  # a method of the backend, and its arguments
 
 
 class Board:
-    """Where operations are announced and their outcomes left: a store that all ranks reach."""
+    """The store that all ranks reach, where operations are announced and their outcomes reported."""
 
     def __init__(self, store: Store, ranks: Ranks, grace_s: float = GRACE_S) -> None:
         self.ranks = ranks
@@ -41,25 +42,25 @@ class Board:
         self._store = store
         self._number = 0
 
-    def announce(self, call: Call) -> None:
-        """By the leader: the next operation, for all."""
+    def announce(self, operation: Operation) -> None:
+        """Start the next operation on all ranks. Called by the leader."""
         self._number += 1
         self._store.set(f"call/{self._number}", "there")
-        self.ranks.share(call)
+        self.ranks.share(operation)
 
-    def next(self) -> Call:
-        """By the others: wait for it, however long that takes."""
+    def next(self) -> Operation:
+        """Wait for the next operation, however long that takes. Called by the others."""
         self._number += 1
         while not self._arrives(f"call/{self._number}", POLL_S):
             pass
-        call: Call = self.ranks.share()
-        return call
+        operation: Operation = self.ranks.share()
+        return operation
 
-    def say(self, failure: Exception | None) -> None:
+    def report(self, failure: Exception | None) -> None:
         self._store.set(f"outcome/{self._number}/{self.ranks.rank}", "" if failure is None else f"!{_words(failure)}")
 
     def outcome(self, rank: int, patience_s: float) -> str | None:
-        """What went wrong at a rank ("": nothing), or None when it has not said so in time."""
+        """Return what went wrong at a rank ("": nothing), or None when it has not reported in time."""
         key = f"outcome/{self._number}/{rank}"
         return self._store.get(key).decode().removeprefix("!") if self._arrives(key, patience_s) else None
 
@@ -72,7 +73,7 @@ class Board:
 
 
 class Leader:
-    """Makes backends that all ranks have a part in. `load` makes this rank's part."""
+    """Loads backends that span all ranks. `load` loads this rank's part."""
 
     def __init__(self, board: Board, load: Loader, timeout_s: float) -> None:
         self._board = board
@@ -80,99 +81,100 @@ class Leader:
         self._timeout_s = timeout_s
         self._lost: BackendLost | None = None
 
-    def load(self, job: RunConfig) -> Backend:
-        """Raises `EngineFault` as `load` does, `BackendLost`."""
-        return _Led(self, self.together((LOAD, (job,)), lambda: self._load(job)))
+    def load(self, job: RunConfig) -> TrainerBackend:
+        """Load a job on all ranks. Raises `EngineFault` as `load` does, `BackendLost`."""
+        return _LeaderBackend(self, self.run((LOAD, (job,)), lambda: self._load(job)))
 
-    def together(self, call: Call, mine: Callable[[], T]) -> T:
-        """Have all ranks do `call`; `mine` is our part of it. Raises what all have raised, or `BackendLost`."""
+    def run(self, operation: Operation, ours: Callable[[], T]) -> T:
+        """Run an operation on all ranks; `ours` is this rank's part. Raises what all have raised, or `BackendLost`."""
         if self._lost is not None:
             raise self._lost
         failure: Exception | None = None
         try:
-            self._board.announce(call)
-            value = mine()
-        except Exception as error:  # whatever it is, the others must hear of it
+            self._board.announce(operation)
+            value = ours()
+        except Exception as error:  # whatever it is, the others have to learn of it
             failure = error
-        self._board.say(failure)
+        self._board.report(failure)
         patience_s = self._timeout_s if failure is None else self._board.grace_s
         others = {rank: self._board.outcome(rank, patience_s) for rank in range(1, self._board.ranks.size)}
-        if failure is None and all(said == "" for said in others.values()):
+        if failure is None and all(outcome == "" for outcome in others.values()):
             return value
-        if failure is not None and all(said == _words(failure) for said in others.values()):
+        if failure is not None and all(outcome == _words(failure) for outcome in others.values()):
             raise failure
         self._lost = BackendLost(_sentence(failure, others))
         raise self._lost from failure
 
     def stop(self) -> None:
-        """Let the others go, if they are still there."""
+        """End the other ranks, if they are still there."""
         try:
             if self._lost is None:
                 self._board.announce((STOP, ()))
-        except RuntimeError as error:  # they were told to stop as we were, and were faster
+        except RuntimeError as error:  # they were stopped too, and were faster
             log.info("the other ranks have gone already: %s", error)
 
 
-class _Led:
+class _LeaderBackend:
     """A backend of several ranks, as the leader's service sees it."""
 
-    def __init__(self, leader: Leader, mine: Backend) -> None:
+    def __init__(self, leader: Leader, ours: TrainerBackend) -> None:
         self._leader = leader
-        self._mine = mine
+        self._ours = ours
 
     @property
     def settings(self) -> TrainerSettings:
-        return self._mine.settings
+        return self._ours.settings
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        return self._mine.files
+        return self._ours.files
 
     @property
     def vocab_size(self) -> int:
-        return self._mine.vocab_size
+        return self._ours.vocab_size
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        return self._leader.together(
-            ("train_step", (groups, step)), lambda: self._mine.train_step(groups, step, interrupted)
+        return self._leader.run(
+            ("train_step", (groups, step)), lambda: self._ours.train_step(groups, step, interrupted)
         )
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        return self._leader.together(("save", (root, facts)), lambda: self._mine.save(root, facts))
+        return self._leader.run(("save", (root, facts)), lambda: self._ours.save(root, facts))
 
     def restore(self, path: Path, digest: str) -> None:
-        self._leader.together(("restore", (path, digest)), lambda: self._mine.restore(path, digest))
+        self._leader.run(("restore", (path, digest)), lambda: self._ours.restore(path, digest))
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
-        return self._mine.outline(part)
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
+        return self._ours.outline(part)
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
-        return self._leader.together(("gather_weights", (part,)), lambda: self._mine.read_weights(use, part))
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
+        return self._leader.run(("gather_weights", (part,)), lambda: self._ours.read_weights(use, part))
 
 
 def follow(board: Board, load: Loader) -> None:
-    """Do what the leader says until it says to stop. Raises `BackendLost` when this rank fails and the leader does not.
+    """Follow the leader's operations until it stops this rank.
 
-    By then it has left the process group, so that others do not wait for it.
+    Raises `BackendLost` when this rank fails and the leader does not. By then it has left the process group, so that
+    the others do not wait for it.
     """
-    backend: Backend | None = None
+    backend: TrainerBackend | None = None
     while True:
-        method, given = board.next()
+        method, arguments = board.next()
         if method == STOP:
             return
         failure: Exception | None = None
         try:
             if method == LOAD:
-                backend = None  # its memory is wanted
-                backend = load(*given)  # type: ignore[arg-type]
+                backend = None  # free its memory first
+                backend = load(*arguments)  # type: ignore[arg-type]
             else:
-                getattr(backend, method)(*given)
-        except Exception as error:  # the leader says it to the log, if it can
+                getattr(backend, method)(*arguments)
+        except Exception as error:  # the leader reports it on the log, if it can
             log.exception("rank %d failed to %s", board.ranks.rank, method)
             failure = error
-        board.say(failure)
+        board.report(failure)
         if failure is not None and board.outcome(LEADER, board.grace_s) is None:
             dist.destroy_process_group()
             board.outcome(LEADER, board.grace_s)
@@ -180,9 +182,9 @@ def follow(board: Board, load: Loader) -> None:
 
 
 def _sentence(failure: Exception | None, others: Mapping[int, str | None]) -> str:
-    failed = {rank: said for rank, said in others.items() if said}
-    silent = [rank for rank, said in others.items() if said is None]
-    parts = [f"rank {rank}: {said}" for rank, said in failed.items()]
+    failed = {rank: outcome for rank, outcome in others.items() if outcome}
+    silent = [rank for rank, outcome in others.items() if outcome is None]
+    parts = [f"rank {rank}: {outcome}" for rank, outcome in failed.items()]
     if failure is not None and not failed:
         parts.append(f"rank {LEADER}: {_words(failure)}")
     if silent:

@@ -1,57 +1,59 @@
-"""What a trainer process is told when it starts: whose steps it makes, and what its machine can bear."""
+"""The options of a trainer process: whose steps it makes, where it writes, and what its machine can bear."""
 
+import argparse
+import json
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-from bombus.config.parts import none_or_at_least
+from bombus.cli import add_hive_arguments
+from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
+from bombus.config.parts import TrainerMachineOptions
 from bombus.hive.subjects import check_name
-from bombus.weights.deltas import CHAIN_MAX
 
 OBJECTS_FULL_EVERY = 16
 
 
-class TrainerOptions(BaseModel):
+class TrainerOptions(TrainerMachineOptions):
     """`folder` holds checkpoints and weights; unless these go by objects, replicas must see it under the same path.
 
-    Below `debug_root` jobs may name files of their own (`trainer.save_debug_rollout_data`).
+    Jobs may write their debug rollout data below `debug_root`. `retry_s` is the pause after the first failure of a
+    step, doubled up to `retry_s_max`. A superseded trainer asks every `presence_s` whether its successor is alive.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    engine: str = "main"
-    folder: Path
-    debug_root: Path | None = None
+    engine: Annotated[str, Flag(metavar="NAME", help="the engine it works for", read=name_of("engine"))] = "main"
+    folder: Annotated[
+        Path, Flag(metavar="DIR", help="checkpoints and weights; replicas see it under the same path")
+    ] = Field(default=Path(".bombus/engines"), validate_default=True)
+    debug_root: Annotated[
+        Path | None,
+        Flag(
+            metavar="DIR",
+            help="jobs may write their debug rollout data anywhere below (default: only below the folder of their run)",
+        ),
+    ] = None
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
-    threads: int = Field(default=0, ge=0, le=1024, description="torch's on the CPU; 0: one for each core")
-    bin_tokens_max: int = Field(
-        default=0, ge=0, le=1 << 24, description="a micro-batch that fits this machine; 0: on a GPU the job's"
-    )
-    allow_download: bool = False
-    weights_by: Literal["folder", "objects"] = Field(default="folder", description="how weights reach the replicas")
-    weights_full_every: int = Field(
-        default=0, ge=0, le=CHAIN_MAX, description="versions; deltas in between; 1: no deltas; 0: as suits the way"
-    )
-    weights_lora: Literal["merged", "adapter"] = Field(default="adapter", description="what travels of a LoRA job")
-    operation_timeout_s: float = Field(
-        default=1800.0, gt=0.0, le=86_400.0, description="of what several ranks do together"
-    )
-    retry_s: float = Field(default=1.0, gt=0.0, le=600.0, description="after the first failure of a step")
-    presence_s: float = Field(
-        default=15.0, gt=0.0, le=3600.0, description="how often a superseded trainer asks for the other, and waits"
-    )
-    retry_s_max: float = Field(default=30.0, gt=0.0, le=3600.0)
+    operation_timeout_s: Annotated[
+        float,
+        Flag(
+            name="--operation-timeout",
+            metavar="SECONDS",
+            help="how long ranks wait for each other in a step, a checkpoint or an export",
+        ),
+    ] = Field(default=1800.0, gt=0.0, le=86_400.0)
+    retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
+    retry_s_max: Annotated[float, NoFlag()] = Field(default=30.0, gt=0.0, le=3600.0)
+    presence_s: Annotated[float, NoFlag()] = Field(default=15.0, gt=0.0, le=3600.0)
 
     @property
     def full_every(self) -> int:
-        """By a folder hashing a version costs more than reading it, so deltas save nothing unless that is far away."""
-        return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
+        """How many versions one full copy serves.
 
-    @field_validator("bin_tokens_max")
-    @classmethod
-    def _bins_hold_something(cls, tokens: int) -> int:
-        return none_or_at_least(tokens, 16)
+        In a folder 1, unless the operator says otherwise: there hashing a version costs more than reading it, so deltas
+        save nothing.
+        """
+        return self.weights_full_every or (1 if self.weights_by == "folder" else OBJECTS_FULL_EVERY)
 
     @field_validator("engine")
     @classmethod
@@ -63,3 +65,30 @@ class TrainerOptions(BaseModel):
     def _folder_is_absolute(cls, folder: Path) -> Path:
         """The log names files in it: they must be found from any working directory."""
         return folder.absolute()
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that every rank of a trainer takes."""
+    add_hive_arguments(parser)
+    add_settings_arguments(parser, TrainerOptions)
+    parser.add_argument(
+        "--options",
+        type=_json_object,
+        metavar="JSON",
+        help="options as one object, as `bombus up` gives them to its trainers; they win over the other flags",
+    )
+
+
+def options_of(arguments: argparse.Namespace) -> TrainerOptions:
+    """Return the options that were typed. Raises `Refused(BAD_CONFIG)`."""
+    return settings_from(TrainerOptions, arguments, arguments.options or {})
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"this is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"this is not a JSON object: {text}")
+    return found

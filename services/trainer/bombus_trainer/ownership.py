@@ -1,6 +1,6 @@
-"""Being a run's trainer: follows the log, opens the run, knows when it is over, says facts of its epoch (R11).
+"""Ownership of a run: become its trainer, notice when it is over, and publish facts under its trainer epoch (R11).
 
-What is done with it is in service.py.
+service.py decides what to do with a run that is owned.
 """
 
 import logging
@@ -10,38 +10,41 @@ from collections.abc import Callable
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable, Refused
 from bombus.faults import Point, reached
 from bombus.hive.events import AnyEvent, BatchReady
 from bombus.hive.inbox import Done, Message, TrainerOpens
 from bombus.hive.state import EngineState, Phase
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.presence import Presence
 
 log = logging.getLogger(__name__)
 
-ANSWER_S = 30.0
+OPEN_S = 30.0
 
 
 class RunOver(Exception):
-    """The run was stopped, has failed, or another trainer has opened it."""
+    """Raised when the run was stopped, has failed, or was opened by another trainer."""
 
 
-class Tenure:
-    """One trainer's place in its engine's runs, one after the other. `follow()` has to run beside everything else."""
+class RunOwnership:
+    """One trainer's hold on its engine's runs, one run after the other. `follow()` has to run as a task of its own.
+
+    A trainer that was superseded stands aside only for as long as its successor answers. Safety does not depend on
+    that: facts of an older trainer epoch are ignored, so an answer that comes too late costs an attempt, never a step.
+    """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str) -> None:
-        self.run = 0  # the run that is, or was last, ours
-        self.epoch = 0  # the trainer epoch in which we opened it; 0: not yet
+        self.run = 0  # the run that we own, or owned last
+        self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
-        self.batch_trace = ""  # of the end that completed the newest batch
+        self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
         self._name = name
         self._follower = Follower(bus, self._on_event)
-        self._presence = Presence(bus, options.engine)
 
-    # ---- what the log says ------------------------------------------------------------------------------------
+    # ---- the state of the run ---------------------------------------------------------------------------------
 
     @property
     def engine(self) -> EngineState:
@@ -54,7 +57,7 @@ class Tenure:
         await self._follower.caught_up()
 
     async def next_run(self) -> None:
-        """Wait for a run that is not ours yet, and make it ours."""
+        """Wait for a run that we have not owned yet, and take it."""
         await self._follower.wait_for(lambda _: self.engine.phase != Phase.OFFLINE and self.engine.run > self.run)
         self.run = self.engine.run
 
@@ -62,7 +65,7 @@ class Tenure:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run
 
     def is_over(self) -> bool:
-        """For us: a later trainer epoch than ours is somebody else's."""
+        """Whether the run is over for this trainer. A later trainer epoch than ours belongs to another trainer."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
 
@@ -73,12 +76,12 @@ class Tenure:
             self.over.set()
 
     async def wait(self, holds: Callable[[EngineState], bool], timeout_s: float | None = None) -> None:
-        """Until the fold says so. Raises `RunOver` when the run ends before, `TimeoutError`."""
+        """Wait until `holds` is true of the engine. Raises `RunOver` when the run ends first, `TimeoutError`."""
         await self._follower.wait_for(lambda _: self.is_over() or holds(self.engine), timeout_s)
         self.check()
 
     def check(self) -> None:
-        """Raises `RunOver` once it is."""
+        """Raise `RunOver` if the run is over."""
         if self.is_over():
             raise RunOver
 
@@ -88,10 +91,10 @@ class Tenure:
         except TimeoutError:
             pass
 
-    # ---- coming and going -------------------------------------------------------------------------------------
+    # ---- opening it and giving it up --------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Become the run's trainer: facts of the one before us are ignored from here on. Raises `RunOver`."""
+        """Become the run's trainer. From here on facts of the trainer before us are ignored. Raises `RunOver`."""
         self.epoch = 0
         self.over.clear()
         opens = TrainerOpens(
@@ -103,7 +106,7 @@ class Tenure:
         reached(Point.TRAINER_OPENING)
         while True:
             try:
-                answer = await self._bus.inbox.request(opens, ANSWER_S)
+                answer = await self._bus.inbox.request(opens, OPEN_S)
                 break
             except BusUnavailable as error:
                 log.warning("opening run %d: %s", self.run, error)
@@ -112,14 +115,14 @@ class Tenure:
                 log.info("run %d is not to be trained: %s", self.run, refused.why)
                 raise RunOver from None
         assert isinstance(answer, Done)
-        await self._follower.wait_position(answer.position, ANSWER_S)
+        await self._follower.wait_position(answer.position, OPEN_S)
         self.epoch = answer.epoch
-        await self._presence.announce(answer.epoch)
+        await self._answer_pings(answer.epoch)
         reached(Point.TRAINER_OPENED)
         self.check()
 
     async def stand_aside(self) -> None:
-        """Until the run has ended, or the trainer that opened it after us is gone."""
+        """Wait until the run has ended, or the trainer that opened it after us is gone."""
         if self.is_running():
             reached(Point.TRAINER_SUPERSEDED)
         patience_s = self._options.presence_s
@@ -128,23 +131,38 @@ class Tenure:
                 await self._follower.wait_for(lambda _: not self.is_running(), patience_s)
             except TimeoutError:
                 epoch = self.engine.trainer_epoch
-                there = await self._presence.is_there(epoch, patience_s)
-                if not there and self.engine.trainer_epoch == epoch:
+                alive = await self._is_alive(epoch, patience_s)
+                if not alive and self.engine.trainer_epoch == epoch:
                     log.warning("the trainer of run %d, epoch %d, is gone: taking over", self.run, epoch)
                     return
 
-    # ---- what we say ------------------------------------------------------------------------------------------
+    async def _answer_pings(self, epoch: int) -> None:
+        """Answer for this trainer epoch until the connection is closed.
 
-    async def say(self, fact: Message) -> None:
-        """Put a fact into the inbox however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
-        while True:
-            try:
-                await self._bus.inbox.send(fact)
-                return
-            except BusUnavailable as error:
-                log.warning("a fact waits for the bus: %s", error)
-                await self.pause(self._options.retry_s)
+        A process that is gone has no subscription, and one that hangs does not answer.
+        """
+
+        async def answer(message: ReceivedMessage) -> None:
+            await self._bus.answer(message.reply, Done(epoch=epoch))
+
+        await self._bus.client.subscribe(self._bus.subjects.trainer(self._options.engine, epoch), cb=answer)
+
+    async def _is_alive(self, epoch: int, timeout_s: float) -> bool:
+        """Return whether the trainer of that epoch answers within `timeout_s`. True while the bus itself is away."""
+        try:
+            await self._bus.requests.request(
+                self._bus.subjects.trainer(self._options.engine, epoch), timeout_s=timeout_s
+            )
+        except BusUnavailable:
+            return not self._bus.is_connected
+        return True
+
+    # ---- facts ------------------------------------------------------------------------------------------------
+
+    async def send(self, fact: Message) -> None:
+        """Put a fact into the inbox, however long the bus is away. Raises `RunOver` when the run ends meanwhile."""
+        await self._bus.inbox.send_when_back(fact, lambda: self.pause(self._options.retry_s))
 
     def id(self, what: str) -> str:
-        """The same fact has the same id, however often it is sent."""
+        """Return the id of a fact, which is the same however often it is sent."""
         return f"{self._options.engine}-{self.run}-{self.epoch}-{what}"

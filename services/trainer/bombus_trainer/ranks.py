@@ -1,6 +1,6 @@
-"""The processes that train one model together: what they tell each other besides gradients.
+"""What the processes that train one model together exchange besides gradients.
 
-Everything here goes over gloo, on the CPU, whatever the gradients travel by.
+Everything here uses gloo, on the CPU, whatever the gradients use.
 """
 
 from datetime import timedelta
@@ -17,7 +17,7 @@ LEADER = 0
 
 
 class Ranks:
-    """This process, `rank` of `size`. Every method is called by all ranks alike, and blocks until all have."""
+    """This process, `rank` of `size`. All ranks call every method, and each call blocks until all have."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank = rank
@@ -30,7 +30,7 @@ class Ranks:
 
     @classmethod
     def of_group(cls, timeout: timedelta) -> "Ranks":
-        """The ranks of torch's default process group, which has to be there."""
+        """Return the ranks of torch's default process group, which has to exist."""
         return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
 
     @property
@@ -38,7 +38,7 @@ class Ranks:
         return self.rank == LEADER
 
     def share(self, value: T | None = None) -> T:
-        """The leader's value, for everybody."""
+        """Return the leader's value on every rank."""
         if self._group is None:
             return cast(T, value)
         held = [value if self.leads else None]
@@ -46,7 +46,7 @@ class Ranks:
         return cast(T, held[0])
 
     def gather(self, value: T) -> list[T]:
-        """What each has brought, by rank."""
+        """Return every rank's value, by rank."""
         if self._group is None:
             return [value]
         held: list[T | None] = [None] * self.size
@@ -54,13 +54,13 @@ class Ranks:
         return cast(list[T], held)
 
     def total(self, values_N: Floats) -> Floats:
-        """The sum over ranks of an array [N], in place."""
+        """Sum an array [N] over the ranks, in place."""
         if self._group is not None:
             dist.all_reduce(torch.from_numpy(values_N), group=self._group)
         return values_N
 
     def agree(self, flag: bool) -> bool:
-        """The leader's flag."""
+        """Return the leader's flag on every rank."""
         if self._group is None:
             return flag
         held = np.array([flag if self.leads else False], dtype=np.float32)

@@ -1,7 +1,7 @@
 """`python -m bombus_trainer.ray_ranks`: a trainer's ranks as tasks of a Ray cluster, which finds machines for them.
 
-Each task is what torchrun would have started, and runs the same worker. When one ends, all do, and this process too:
-whoever started it starts it again.
+Each task runs the same worker that torchrun would have started. When one ends, all end, and this process with them:
+its supervisor has to start it again.
 """
 
 import argparse
@@ -15,8 +15,7 @@ from bombus import logs
 from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
 from bombus.host.process import die_with_parent
-from bombus_trainer.cli import add_options, options_of
-from bombus_trainer.options import TrainerOptions
+from bombus_trainer.options import TrainerOptions, add_options, options_of
 
 RANKS_MAX = 4096
 NO_RAY = "Ray is not installed here: run `bombus install verl`, and start this with the Python of that environment"
@@ -25,9 +24,15 @@ NO_RAY = "Ray is not installed here: run `bombus install verl`, and start this w
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="bombus_trainer.ray_ranks", description=__doc__)
     add_options(parser)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="a CPU or a GPU each (default: %(default)s)")
     parser.add_argument(
-        "--ray-address", metavar="HOST:PORT", help="of the cluster (default: one on this machine alone)"
+        "--ranks",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many ranks, with a CPU or a GPU each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="the cluster's address (default: a cluster on this machine alone)"
     )
     arguments = parser.parse_args(argv)
     try:
@@ -42,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bombus_trainer.ray_ranks: {NO_RAY}", file=sys.stderr)
         return 2
     die_with_parent()
-    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine)
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     own = {} if arguments.ray_address else {"num_cpus": arguments.ranks}
     ray.init(arguments.ray_address, include_dashboard=False, **own)
     try:
         return _run(arguments, options)
     finally:
-        ray.shutdown()  # with it go the tasks
+        ray.shutdown()  # this ends the tasks
 
 
 def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
@@ -62,13 +67,13 @@ def _run(arguments: argparse.Namespace, options: TrainerOptions) -> int:
         "WORLD_SIZE": str(arguments.ranks),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is here already
-        "LOCAL_RANK": "0",  # Ray shows a task its own device alone
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already
+        "LOCAL_RANK": "0",  # Ray shows a task only its own device
     }
     needs = {"num_gpus": 1} if options.device != "cpu" else {"num_cpus": 1}
     task: Any = ray.remote(max_retries=0, **needs)(_rank)
-    said = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level)
-    ranks = [task.remote(environment | {"RANK": str(rank)}, *said) for rank in range(arguments.ranks)]
+    given = (arguments.nats, arguments.hive, options.model_dump_json(), arguments.log_level)
+    ranks = [task.remote(environment | {"RANK": str(rank)}, *given) for rank in range(arguments.ranks)]
     ended, _ = ray.wait(ranks, num_returns=1)
     return int(ray.get(ended[0]))
 

@@ -1,4 +1,4 @@
-"""The trainer on the bus: follows the log, makes each outstanding step once, and says what came of it (R11)."""
+"""The trainer on the bus: follow the log, make each outstanding step once, and publish its outcome (R11)."""
 
 import asyncio
 import logging
@@ -16,15 +16,15 @@ from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import Phase
-from bombus_trainer.backend import Backend, BackendLost, Interrupted, Loader
-from bombus_trainer.data.reading import BusCalls, read_batch
+from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
+from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.ownership import RunOver, Tenure
+from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.directories import keep_only
+from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.versions import Versions
 
@@ -37,53 +37,54 @@ T = TypeVar("T")
 class Trainer:
     """Trains one engine's runs, one after the other, until cancelled.
 
-    Everything that it needs to go on after a crash is on the log or in the checkpoint that the log names.
+    Everything that it needs to go on after a crash is on the log, or in the checkpoint that the log names.
     """
 
     def __init__(self, bus: Bus, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
-        """`load` makes the backend of a job; without one, that is done in this process."""
+        """`load` loads a job into a backend; the default does that in this process."""
         self._load_backend = load or (lambda job: load_backend(job, options))
         self.name = name or f"trainer-{secrets.token_hex(4)}"
         self._bus = bus
         self._options = options
-        self._tenure = Tenure(bus, options, self.name)
+        self._ownership = RunOwnership(bus, options, self.name)
         self._attempt = 0
         self._tokenizer = ""
-        self._waited_s = 0.0  # for the newest batch
+        self._waited_s = 0.0  # how long for the newest batch
         self._debug: DebugRollouts | None = None
 
     async def run(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._tenure.follow())
+                tasks.create_task(self._ownership.follow())
                 tasks.create_task(self._serve())
         finally:
-            self._tenure.over.set()
+            self._ownership.over.set()
 
     async def _serve(self) -> None:
-        tenure = self._tenure
-        await tenure.caught_up()
+        ownership = self._ownership
+        await ownership.caught_up()
         while True:
-            await tenure.next_run()
-            while tenure.is_running():
+            await ownership.next_run()
+            while ownership.is_running():
                 try:
                     await self._train_run()
                 except RunOver:
-                    log.info("run %d is over for %s", tenure.run, self.name)
-                await tenure.stand_aside()
+                    log.info("run %d is over for %s", ownership.run, self.name)
+                await ownership.stand_aside()
 
     # ---- a run ------------------------------------------------------------------------------------------------
 
     async def _train_run(self) -> None:
-        """Load, publish what the log lacks, make outstanding steps; after a failure all of it again, a little later."""
-        tenure = self._tenure
-        await tenure.open()
-        async with Versions(self._bus, self._options, self._place("weights"), tenure.run, tenure.epoch) as versions:
+        """Load the model, publish what the log lacks, and make outstanding steps; start over after a failure."""
+        ownership = self._ownership
+        await ownership.open()
+        root = self._directory("weights")
+        async with Versions(self._bus, self._options, root, ownership.run, ownership.epoch) as versions:
             await self._make_steps(versions)
 
     async def _make_steps(self, versions: Versions) -> None:
-        tenure, options = self._tenure, self._options
-        executor: Backend | None = None
+        ownership, options = self._ownership, self._options
+        executor: TrainerBackend | None = None
         failures = 0
         while True:
             try:
@@ -97,39 +98,39 @@ class Trainer:
                 raise RunOver from None
             except RunOver:
                 raise
-            except BackendLost as error:  # nothing in this process can train any more: it ends, and is started again
+            except BackendLost as error:  # only a new process can train: this one ends
                 await self._report_failure(error, failures + 1)
                 raise
             except BusUnavailable as error:
-                log.warning("run %d waits for the bus: %s", tenure.run, error)
-            except Exception as error:  # out of memory, a full disk, a bug: counted, and in the end given up
+                log.warning("run %d waits for the bus: %s", ownership.run, error)
+            except Exception as error:  # out of memory, a full disk, a bug: counted, and given up in the end
                 failures += 1
-                log.exception("run %d: attempt %d failed", tenure.run, self._attempt)
+                log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
-            executor = None  # whatever the attempt left in it is gone before its successor is loaded
-            await tenure.pause(min(options.retry_s * 2.0 ** max(failures - 1, 0), options.retry_s_max))
+            executor = None  # free what the attempt left in it before the next one is loaded
+            await ownership.pause(min(options.retry_s * 2.0 ** max(failures - 1, 0), options.retry_s_max))
 
     async def _next_batch(self) -> None:
         start = perf_counter()
-        await self._tenure.wait(lambda engine: engine.batch is not None)
+        await self._ownership.wait(lambda engine: engine.batch is not None)
         self._waited_s = perf_counter() - start
 
     def _outstanding(self) -> BatchReady:
-        batch = self._tenure.engine.batch
+        batch = self._ownership.engine.batch
         if batch is None:
             raise RunOver
         return batch
 
-    async def _boot(self, versions: Versions) -> Backend:
-        """The model, ready to be trained. One that cannot be loaded ends the run."""
+    async def _boot(self, versions: Versions) -> TrainerBackend:
+        """Load the model and publish its tokenizer. A model that cannot be loaded ends the run."""
         await self._stage("loading the model")
         try:
             executor = await self._load()
             await versions.check(executor)
         except BackendLost:
             raise
-        except Exception as error:  # a stranger's model may fail in any way: the user is told which
-            log.exception("run %d cannot be trained", self._tenure.run)
+        except Exception as error:  # a user's model may fail in any way, which is reported
+            log.exception("run %d cannot be trained", self._ownership.run)
             await self._give_up(_reason(error))
         reached(Point.TRAINER_MODEL_LOADED)
         await self._publish_tokenizer(executor)
@@ -137,23 +138,24 @@ class Trainer:
         return executor
 
     async def _stage(self, stage: str) -> None:
-        tenure = self._tenure
-        if tenure.engine.phase == Phase.BOOTING:
-            message_id = tenure.id(stage.replace(" ", "-"))
-            await tenure.say(StageReached(id=message_id, engine=self._options.engine, run=tenure.run, stage=stage))
+        ownership = self._ownership
+        if ownership.engine.phase == Phase.BOOTING:
+            stage_id = ownership.id(stage.replace(" ", "-"))
+            message = StageReached(id=stage_id, engine=self._options.engine, run=ownership.run, stage=stage)
+            await ownership.send(message)
 
-    async def _load(self) -> Backend:
-        """The model as the log's newest step left it."""
-        engine = self._tenure.engine
+    async def _load(self) -> TrainerBackend:
+        """Load the model as the newest step on the log left it."""
+        engine = self._ownership.engine
         if engine.active is None:
             raise EngineFault("the engine runs without a configuration")
         job = RunConfig.from_json(engine.active.config)
         options = self._options
         done = engine.step_done
-        asked = job.trainer.save_debug_rollout_data
-        template = asked and allowed_template(asked, self._place("rollouts"), options.debug_root)
+        wanted = job.trainer.save_debug_rollout_data
+        template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 
-        def load() -> Backend:
+        def load() -> TrainerBackend:
             executor = self._load_backend(job)
             if done is not None:
                 executor.restore(Path(done.checkpoint), done.checkpoint_digest)
@@ -163,16 +165,16 @@ class Trainer:
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
 
-    async def _publish_tokenizer(self, executor: Backend) -> None:
+    async def _publish_tokenizer(self, executor: TrainerBackend) -> None:
         name, blob = pack_tokenizer(executor.files)
-        ready = self._tenure.engine.weights
+        ready = self._ownership.engine.weights
         if ready is None or ready.weights.tokenizer != name:
             await Blobs(self._bus).put(name, blob)
         self._tokenizer = name
 
-    async def _publish_missing_weights(self, executor: Backend, versions: Versions) -> None:
-        """Version 0, or that of a step which was completed and whose weights never reached the log."""
-        engine = self._tenure.engine
+    async def _publish_missing_weights(self, executor: TrainerBackend, versions: Versions) -> None:
+        """Publish version 0, or that of a completed step whose weights never reached the log."""
+        engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
             await self._stage("writing the first weights")
@@ -180,135 +182,135 @@ class Trainer:
         else:
             await versions.recall(executor, engine.weights)
 
-    async def _publish_weights(self, executor: Backend, version: int, versions: Versions) -> None:
-        tenure = self._tenure
-        weights = await versions.put_out(executor, version, self._tokenizer, tenure.engine.weights)
+    async def _publish_weights(self, executor: TrainerBackend, version: int, versions: Versions) -> None:
+        ownership = self._ownership
+        weights = await versions.publish(executor, version, self._tokenizer, ownership.engine.weights)
         saved = WeightsSaved(
-            id=tenure.id(f"weights-{version}"),
+            id=ownership.id(f"weights-{version}"),
             engine=self._options.engine,
-            run=tenure.run,
+            run=ownership.run,
             step=version,
-            trainer_epoch=tenure.epoch,
+            trainer_epoch=ownership.epoch,
             weights=weights,
         )
-        await tenure.say(saved)
+        await ownership.send(saved)
         reached(Point.TRAINER_WEIGHTS_SAID)
-        await tenure.wait(lambda engine: engine.version >= version)
+        await ownership.wait(lambda engine: engine.version >= version)
         reached(Point.TRAINER_WEIGHTS_SEEN)
-        await versions.prune((tenure.engine.weights, tenure.engine.weights_before))
+        await versions.prune((ownership.engine.weights, ownership.engine.weights_before))
         reached(Point.TRAINER_WEIGHTS_PRUNED)
 
     # ---- a step -----------------------------------------------------------------------------------------------
 
-    async def _step(self, executor: Backend, batch: BatchReady) -> None:
-        """One attempt: train, checkpoint, say so. Whatever it raises, the step may be repeated."""
+    async def _step(self, executor: TrainerBackend, batch: BatchReady) -> None:
+        """Make one attempt: train, save a checkpoint, report it. Whatever this raises, the step may be repeated."""
         self._attempt += 1
-        tenure = self._tenure
-        before = tenure.engine.step_done
+        ownership = self._ownership
+        before = ownership.engine.step_done
         reached(Point.TRAINER_BATCH_FOUND)
-        with telemetry.span("trainer.step", tenure.batch_trace, engine=self._options.engine, step=batch.step):
+        with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
             metrics = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
             saved = await self._checkpoint(executor, batch, metrics)
             done = StepDone(
-                id=tenure.id(f"step-{batch.step}-{self._attempt}"),
+                id=ownership.id(f"step-{batch.step}-{self._attempt}"),
                 engine=self._options.engine,
-                run=tenure.run,
+                run=ownership.run,
                 step=batch.step,
-                trainer_epoch=tenure.epoch,
+                trainer_epoch=ownership.epoch,
                 checkpoint=saved.path,
                 checkpoint_digest=saved.digest,
                 metrics=metrics,
             )
-            await tenure.say(done)
+            await ownership.send(done)
             reached(Point.TRAINER_STEP_SAID)
-            await tenure.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
+            await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
             named = [saved.path, *([before.checkpoint] if before else [])]
-            await _in_thread(lambda: keep_only(self._place("checkpoints"), named, tenure.epoch))
+            await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
 
-    async def _train(self, executor: Backend, batch: BatchReady) -> dict[str, float]:
+    async def _train(self, executor: TrainerBackend, batch: BatchReady) -> dict[str, float]:
         start = perf_counter()
-        read = await read_batch(BusCalls(self._bus), batch, self._tenure.engine.collection.trained_staleness)
+        read = await read_batch(BusCallReader(self._bus), batch, self._ownership.engine.collection.trained_staleness)
         read_s = perf_counter() - start
         reached(Point.TRAINER_BATCH_READ)
         for episode, why in read.lost.items():
             log.error("episode %s is left out of step %d: %s", episode, batch.step, why)
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
-        groups, interrupted = list(read.groups), self._tenure.over.is_set
+        groups, interrupted = list(read.groups), self._ownership.over.is_set
         metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
         metrics["episodes_stale"] = float(len(read.stale))
         metrics["seconds_read"] = read_s
         metrics["seconds_waited"] = self._waited_s
         if self._debug is not None:
-            origin, debug = Origin(self._options.engine, self._tenure.run, batch.step), self._debug
+            origin, debug = Origin(self._options.engine, self._ownership.run, batch.step), self._debug
             metrics |= await _in_thread(lambda: debug.save(origin, groups))
         return metrics
 
-    async def _checkpoint(self, executor: Backend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
+    async def _checkpoint(self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
         facts = Facts(
             engine=self._options.engine,
-            run=self._tenure.run,
+            run=self._ownership.run,
             step=batch.step,
-            trainer_epoch=self._tenure.epoch,
+            trainer_epoch=self._ownership.epoch,
             attempt=self._attempt,
             config_digest=batch.config_digest,
             metrics=metrics,
             machine=this_machine(self._options.device),
         )
-        return await _in_thread(lambda: executor.save(self._place("checkpoints"), facts))
+        return await _in_thread(lambda: executor.save(self._directory("checkpoints"), facts))
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
     async def _report_failure(self, error: Exception, failures: int) -> None:
-        """A failed step is counted by the coordinator; a failure outside of one (weights, say) by ourselves."""
-        tenure = self._tenure
-        batch = tenure.engine.batch
+        """Report a failure. The coordinator counts those of a step, this trainer those outside of one."""
+        ownership = self._ownership
+        batch = ownership.engine.batch
         if batch is None:
-            if failures >= tenure.engine.collection.max_step_failures:
+            if failures >= ownership.engine.collection.max_step_failures:
                 await self._give_up(_reason(error))
             return
-        counted = tenure.engine.step_failures
+        counted = ownership.engine.step_failures
         broke = StepBroke(
-            id=tenure.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),
+            id=ownership.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),
             engine=self._options.engine,
-            run=tenure.run,
+            run=ownership.run,
             step=batch.step,
-            trainer_epoch=tenure.epoch,
+            trainer_epoch=ownership.epoch,
             reason=_reason(error),
         )
-        await tenure.say(broke)
-        await tenure.wait(lambda engine: engine.step_failures > counted)
+        await ownership.send(broke)
+        await ownership.wait(lambda engine: engine.step_failures > counted)
 
     async def _give_up(self, reason: str) -> NoReturn:
-        tenure = self._tenure
+        ownership = self._ownership
         broke = EngineBroke(
-            id=tenure.id("gave-up"),
+            id=ownership.id("gave-up"),
             engine=self._options.engine,
-            run=tenure.run,
+            run=ownership.run,
             reason=reason,
-            trainer_epoch=tenure.epoch,
+            trainer_epoch=ownership.epoch,
         )
-        await tenure.say(broke)
-        await tenure.wait(lambda _: False)
+        await ownership.send(broke)
+        await ownership.wait(lambda _: False)
         raise RunOver
 
-    def _place(self, what: str) -> Path:
+    def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
-        return self._options.folder / what / hive / self._options.engine / f"run-{self._tenure.run}"
+        return self._options.folder / what / hive / self._options.engine / f"run-{self._ownership.run}"
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """So that the log is followed meanwhile: that is how a stop reaches a step."""
+    """Run `work` in a thread, so that the log is still followed: that is how a stop reaches a step."""
     return await asyncio.to_thread(work)
 
 
 def _reason(error: Exception) -> str:
-    """One sentence. Our own errors are written for people; of others the kind says most."""
+    """Describe an error in one sentence. Errors that are not ours need their type to be understood."""
     why = str(error) if isinstance(error, BombusError) else f"{type(error).__name__}: {error}"
     return why[:REASON_CHARS_MAX]
 

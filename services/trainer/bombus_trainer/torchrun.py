@@ -1,4 +1,4 @@
-"""`python -m bombus_trainer.torchrun`: torchrun, word for word, that does not outlive its supervisor."""
+"""`python -m bombus_trainer.torchrun`: torchrun with all its arguments, which does not outlive its supervisor."""
 
 import os
 import sys
@@ -13,5 +13,5 @@ if __name__ == "__main__":
     os.environ.pop(PARENT_VARIABLE, None)  # each rank's parent is this process
     try:
         main()
-    except SignalException as stopped:  # it has ended its ranks
+    except SignalException as stopped:  # torchrun has ended its ranks
         sys.exit(128 + stopped.sigval)

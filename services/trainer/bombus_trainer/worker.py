@@ -1,6 +1,6 @@
 """`torchrun ... -m bombus_trainer.worker`: one rank of a trainer. Rank 0 is the trainer on the bus, the others follow.
 
-It takes what `bombus trainer` takes, and the ranks from torchrun's environment.
+It takes the options of `bombus trainer`, and its rank from torchrun's environment.
 """
 
 import logging
@@ -20,11 +20,10 @@ from bombus.config.job import RunConfig
 from bombus.errors import Refused
 from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
 from bombus_trainer import service
-from bombus_trainer.backend import Backend, BackendLost
-from bombus_trainer.cli import add_options, options_of
+from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.loading import load_backend
 from bombus_trainer.operations import Board, Leader, follow
-from bombus_trainer.options import TrainerOptions
+from bombus_trainer.options import TrainerOptions, add_options, options_of
 from bombus_trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -42,10 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as error:
         print(f"bombus_trainer.worker: {error.why}", file=sys.stderr)
         return 2
-    os.environ[PARENT_VARIABLE] = str(os.getppid())  # torchrun: when it dies, so do we
+    os.environ[PARENT_VARIABLE] = str(os.getppid())  # when torchrun dies, so does this process
     die_with_parent()
     rank = os.environ["RANK"]
-    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=arguments.engine, rank=rank)
+    logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine, rank=rank)
     if options.threads:
         torch.set_num_threads(options.threads)
     return run(arguments.nats, arguments.hive, options)
@@ -54,13 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(url: str, hive: str, options: TrainerOptions) -> int:
     board = _join(options)
 
-    def load(job: RunConfig) -> Backend:
+    def load(job: RunConfig) -> TrainerBackend:
         return load_backend(job, options, board.ranks)
 
     if not board.ranks.leads:
         try:
             follow(board, load)
-        except (BackendLost, RuntimeError) as error:  # torch says that the leader is gone in many ways
+        except (BackendLost, RuntimeError) as error:  # torch has many errors for a leader that is gone
             log.error("rank %d ends: %s", board.ranks.rank, error)
             return 1
         return 0
@@ -71,7 +70,7 @@ def run(url: str, hive: str, options: TrainerOptions) -> int:
 
 
 def _join(options: TrainerOptions) -> Board:
-    """Meet the other ranks where torchrun says. Gradients travel by gloo on CPUs, by NCCL on GPUs."""
+    """Join the other ranks at torchrun's address. Gradients go through gloo on CPUs, through NCCL on GPUs."""
     timeout = timedelta(seconds=options.operation_timeout_s)
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     backend = "gloo"

@@ -5,7 +5,8 @@ command without an answer is put into the inbox again: the same command id gets 
 """
 
 import asyncio
-from collections.abc import Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from bombus.bus.headers import REPLY, TRACEPARENT
@@ -14,6 +15,8 @@ from bombus.bus.wire import ReceivedMessage
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message, Refusal, decode_answer, encode_message, kind_of
 from bombus.hive.subjects import Subjects
+
+logger = logging.getLogger(__name__)
 
 RETRY_S = 3.0  # longer than a slice of a claim's wait and a coordinator's takeover
 PENDING_MAX = 20_000
@@ -43,6 +46,20 @@ class InboxClient:
             timeout_s=timeout_s,
         )
         return ack.seq
+
+    async def send_when_back(self, message: Message, pause: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Put a fact into the inbox, however long the bus is away.
+
+        `pause` is awaited after each failed attempt; raising from it gives the fact up.
+        """
+        while True:
+            try:
+                await self.send(message)
+                return
+            except BusUnavailable as error:
+                logger.warning("a fact waits for the bus: %s", error)
+            if pause is not None:
+                await pause()
 
     async def request(self, message: Message, timeout_s: float = 10.0, *, traceparent: str = "") -> AnyAnswer:
         """Put a command into the inbox and return the coordinator's answer.

@@ -79,9 +79,7 @@ def add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
     """Return what the file and the flags say; flags override the file. Raises `Refused(BAD_CONFIG)`."""
-    for name in ("gateways", "coordinators", "replicas", "trainer_processes"):
-        if getattr(arguments, name) is not None:
-            check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, PROCESSES_MAX)
+    check_counts(arguments, dict.fromkeys(("gateways", "coordinators", "replicas", "trainer_processes"), PROCESSES_MAX))
     plain, jobs = document(arguments.config, arguments.engine or ["main"], DEFAULTS)
     _choose_engines(plain["engines"], arguments.engine)
     jobs = {name: job for name, job in jobs.items() if name in plain["engines"]}
@@ -151,10 +149,22 @@ def tell_ignored(jobs: Jobs) -> None:
             print(f"engine {name}: {key} of its job has no effect{why}", file=sys.stderr)
 
 
+def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:
+    """Raise `Refused(BAD_CONFIG)` for a count that was given and is not within 1 to `most`, by its attribute."""
+    for name, limit in most.items():
+        if getattr(arguments, name) is not None:
+            check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), 1, limit)
+
+
+def check_engine(name: str, engines: Tree) -> None:
+    """Raise `Refused(BAD_CONFIG)` when the file has no engine of that name."""
+    if name not in engines:
+        raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(engines)}")
+
+
 def _choose_engines(engines: Tree, wanted: list[str] | None) -> None:
     for name in wanted or ():
-        if name not in engines:
-            raise Refused(Code.BAD_CONFIG, f"--engine {name} is none of the file's engines: {', '.join(engines)}")
+        check_engine(name, engines)
     for name in [name for name in engines if wanted and name not in wanted]:
         del engines[name]
 

@@ -1,11 +1,11 @@
-"""The names by which a job chooses how it is trained, and what others call the same (docs/algorithms.md)."""
+"""The names by which a job chooses its algorithms, and other projects' names for the same (docs/algorithms.md)."""
 
 from enum import StrEnum
 from typing import TypeVar
 
 
 class Estimator(StrEnum):
-    """Of advantages."""
+    """How advantages are estimated."""
 
     GRPO = "grpo"
     RLOO = "rloo"
@@ -16,7 +16,7 @@ class Estimator(StrEnum):
 
     @property
     def over_batch(self) -> bool:
-        """Whether advantages are normalised over all tokens of a batch: a group alone does not give them."""
+        """Whether advantages are normalised over all tokens of a batch: one group is not enough to compute them."""
         return self in (Estimator.REINFORCE_PLUS_PLUS, Estimator.REINFORCE_PLUS_PLUS_BASELINE)
 
 
@@ -28,9 +28,9 @@ class Loss(StrEnum):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 its ratio is clipped where a job does not say: docs/algorithms.md has the sources.
+        """How far below and above 1 the ratio is clipped by default; docs/algorithms.md has the sources.
 
-        A ratio is above 0, so 1 below is no bound.
+        A ratio is above 0, so 1 below means that there is no lower bound.
         """
         if self is Loss.GSPO:
             return 3e-4, 4e-4
@@ -38,7 +38,7 @@ class Loss(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """Of the terms of an update to one number."""
+    """How the terms of an update are reduced to one number."""
 
     EPISODE = "episode"
     TOKEN = "token"
@@ -52,7 +52,7 @@ class KlEstimator(StrEnum):
 
 
 class Correction(StrEnum):
-    """Of the difference between the sampler's logprobs and the trainer's."""
+    """How the difference between the sampler's logprobs and the trainer's is corrected for."""
 
     NONE = "none"
     TOKEN_TIS = "token_tis"
@@ -63,7 +63,7 @@ class Correction(StrEnum):
 
 
 class Overlong(StrEnum):
-    """What becomes of an episode one of whose calls was cut at a limit of the job."""
+    """What happens to an episode one of whose calls was cut off at a limit of the job."""
 
     KEEP = "keep"
     MASK = "mask"
@@ -79,13 +79,16 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
     },
     KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
 }
-CRITIC_ESTIMATORS = ("gae", "ppo")  # verl's name and slime's
+CRITIC_ESTIMATORS = ("gae", "ppo")  # by verl's name and by slime's
 
-Name = TypeVar("Name", bound=StrEnum)
+Algorithm = TypeVar("Algorithm", bound=StrEnum)
 
 
-def named(kind: type[Name], text: str) -> Name | None:
-    """What `text` names, by our name or another's; `dr-grpo` and `reinforce++` are understood. None: nothing."""
+def named(kind: type[Algorithm], text: str) -> Algorithm | None:
+    """Return the algorithm that `text` names, by our name or an alias; None when it names none.
+
+    Spellings such as `dr-grpo` and `reinforce++` are accepted.
+    """
     plain = text.lower().replace("-", "_").replace("++", "_plus_plus")
     plain = ALIASES.get(kind, {}).get(plain, plain)
     return next((name for name in kind if name == plain), None)

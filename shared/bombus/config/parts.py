@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from bombus.config.flags import Flag
+
 PROCESSES_MAX = 64
 GPU_MAX = 1023
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
@@ -47,7 +49,48 @@ class PlacedPart(Part):
         return self
 
 
-class TrainerPart(PlacedPart):
+class TrainerMachineOptions(BaseModel):
+    """What the operator of a trainer's machine decides: in a cluster file, and by the flags of `bombus trainer`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    threads: Annotated[Threads, Flag(help="threads of torch on the CPU; 0: one for each core")] = 0
+    bin_tokens: Annotated[
+        int,
+        Flag(
+            metavar="TOKENS",
+            help="the most that a micro-batch holds, whatever a job's max_tokens_per_bin; 0: on a GPU what the job "
+            "says, on a CPU 4096",
+        ),
+    ] = Field(default=0, ge=0, le=1 << 24)
+    allow_download: Annotated[bool, Flag(help="models may be fetched from a hub")] = False
+    weights_by: Annotated[
+        Literal["folder", "objects"],
+        Flag(help="how weights reach the replicas: in a folder that they share, or by the hive's object store"),
+    ] = "folder"
+    weights_full_every: Annotated[
+        int,
+        Flag(
+            metavar="N",
+            help="a full copy every N versions, and in between only what has changed; 0: 1 by a folder, 16 by the "
+            "object store",
+        ),
+    ] = Field(default=0, ge=0, le=1024)
+    weights_lora: Annotated[
+        Literal["merged", "adapter"],
+        Flag(
+            help="what is published of a LoRA job: the model once and then only adapters, or in each step the model "
+            "with the adapter merged into it"
+        ),
+    ] = "adapter"
+
+    @field_validator("bin_tokens")
+    @classmethod
+    def _bins_hold_something(cls, tokens: int) -> int:
+        return none_or_at_least(tokens, 16)
+
+
+class TrainerPart(TrainerMachineOptions, PlacedPart):
     """The processes that train an engine. `threads` are torch's on the CPU in each process; 0: one for each core.
 
     Each process gets one of `devices`, and `device` is then cuda; where neither is given it is cpu. `share_devices`
@@ -60,18 +103,7 @@ class TrainerPart(PlacedPart):
     """
 
     backend: Literal["torch", "verl"] = "torch"
-    threads: Threads = 0
     processes: int = Field(default=1, ge=1, le=PROCESSES_MAX)
-    bin_tokens: int = Field(default=0, ge=0, le=1 << 24)
-    allow_download: bool = False
-    weights_by: Literal["folder", "objects"] = "folder"
-    weights_full_every: int = Field(default=0, ge=0, le=1024)
-    weights_lora: Literal["merged", "adapter"] = "adapter"
-
-    @field_validator("bin_tokens")
-    @classmethod
-    def _bin_tokens_hold_a_sequence(cls, tokens: int) -> int:
-        return none_or_at_least(tokens, 16)
 
     @model_validator(mode="after")
     def _torch_has_one_process(self) -> "TrainerPart":

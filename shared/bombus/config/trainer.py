@@ -7,11 +7,11 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, mo
 from bombus.config.algorithms import (
     CRITIC_ESTIMATORS,
     Aggregation,
+    Algorithm,
     Correction,
     Estimator,
     KlEstimator,
     Loss,
-    Name,
     Overlong,
     named,
 )
@@ -26,8 +26,8 @@ def _kl_estimator(value: object) -> object:
     return (named(KlEstimator, value) if isinstance(value, str) else None) or value
 
 
-def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
-    """The name as we have it. Raises `ValueError` for one that the torch backend does not know; verl may."""
+def _known(kind: type[Algorithm], name: str, info: ValidationInfo) -> str:
+    """Return our spelling of a name. Raises `ValueError` for one that the torch backend does not know; verl may."""
     if info.data.get("backend") != "torch":
         return name
     found = named(kind, name)
@@ -37,7 +37,7 @@ def _known(kind: type[Name], name: str, info: ValidationInfo) -> str:
 
 
 def _own_aggregation(given: Tree) -> Aggregation:
-    """That of the estimator, where the job gives none."""
+    """Return the estimator's own aggregation, the default where the job gives none."""
     dr_grpo = named(Estimator, given.get("adv_estimator", "")) is Estimator.DR_GRPO
     return Aggregation.CONSTANT if dr_grpo else Aggregation.EPISODE
 
@@ -51,26 +51,26 @@ def _own_clip_high(given: Tree) -> float:
 
 
 def _own_correction(given: Tree) -> Correction:
-    """The ratio of importance_sampling is to the sampler as it is: nothing is left to correct."""
+    """Return the loss's default: the ratio of importance_sampling is to the sampler, so nothing is left to correct."""
     return Correction.NONE if _loss(given) is Loss.IMPORTANCE_SAMPLING else Correction.TOKEN_TIS
 
 
 def _loss(given: Tree) -> Loss:
-    return named(Loss, given["loss"]) or Loss.CLIPPED  # one that is verl's has verl's own defaults, which are these
+    return named(Loss, given["loss"]) or Loss.CLIPPED  # the defaults of verl's losses are the same as these
 
 
 class TrainerConfig(ConfigGroup):
-    """How a batch becomes an optimizer step. The algorithms and their settings are those of docs/algorithms.md.
+    """How a batch becomes an optimizer step. docs/algorithms.md describes the algorithms and their settings.
 
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
-    in verl. `processes` train together, 0: as many as the trainer was started with. `clip_low`, `clip_high` and
-    `correction` follow from `loss` where they are not given, `loss_aggregation` from `adv_estimator`. `tis_clip` bounds
-    the importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning
-    rate does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are
-    trained. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
-    `sample_packing_sequence_len`), on a CPU 4096 at most unless the trainer's `--bin-tokens` says more, and without
-    `enable_packing` one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the trainer's
-    machine: below the run's folder, or where its operator allows.
+    in verl. `processes` train together; 0 means as many as the trainer was started with. `clip_low`, `clip_high` and
+    `correction` default to what suits `loss`, `loss_aggregation` to what suits `adv_estimator`. `tis_clip` bounds the
+    importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
+    does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
+    `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
+    `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
+    trainer's machine below the run's folder, or below where its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -105,7 +105,7 @@ class TrainerConfig(ConfigGroup):
     max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
     enable_packing: bool = True
     gradient_checkpointing: bool = False
-    enable_lora: bool | None = None  # none: as lora_rank says
+    enable_lora: bool | None = None  # None: follows lora_rank
     lora_rank: int = Field(default=0, ge=0, le=1024)
     lora_alpha: int = Field(default=16, ge=1, le=65_536)
     target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
@@ -117,10 +117,10 @@ class TrainerConfig(ConfigGroup):
     )
 
     def own_choices(self) -> Tree:
-        """The algorithms' names, and the fields that are not as they would be with these alone."""
+        """Return the algorithms' names, and the fields that differ from their defaults with these names."""
         names: Tree = {"backend": self.backend, "adv_estimator": self.adv_estimator, "loss": self.loss}
-        followed = TrainerConfig(**names).model_dump(mode="json")
-        return names | {name: value for name, value in self.model_dump(mode="json").items() if value != followed[name]}
+        defaults = TrainerConfig(**names).model_dump(mode="json")
+        return names | {name: value for name, value in self.model_dump(mode="json").items() if value != defaults[name]}
 
     @field_validator("adv_estimator")
     @classmethod

@@ -3,6 +3,7 @@
 `bombus.config.placement` says which GPUs a process gets; here they reach its environment.
 """
 
+import json
 import os
 import shlex
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.config.cluster import Cluster, EnginePart, Jobs
-from bombus.config.parts import InferencePart, TrainerPart
+from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host.environments import environment_python, environments_folder
@@ -167,16 +168,13 @@ def _common(layout: Layout, nats: str) -> tuple[str, ...]:
 def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:
     """Return the arguments of each rank of a trainer, which are the same on every machine."""
     folder = str((layout.data_dir / "engines").absolute())
-    arguments = [*_common(layout, nats), "--engine", engine, "--folder", folder]
-    arguments += ["--device", part.device, "--threads", str(part.threads)]
-    arguments += ["--debug-root", str(layout.debug_root)] if layout.debug_root is not None else []
-    arguments += ["--bin-tokens", str(part.bin_tokens)] if part.bin_tokens else []
-    arguments += ["--allow-download"] if part.allow_download else []
-    arguments += ["--weights-by", part.weights_by] if part.weights_by != "folder" else []
-    arguments += ["--weights-full-every", str(part.weights_full_every)] if part.weights_full_every else []
-    arguments += ["--weights-lora", part.weights_lora] if part.weights_lora != "adapter" else []
-    timeout_s = layout.rendezvous.operation_timeout_s if layout.rendezvous is not None else None
-    return arguments + (["--operation-timeout", f"{timeout_s:g}"] if timeout_s is not None else [])
+    options: dict[str, object] = {"engine": engine, "folder": folder, "device": part.device}
+    options |= part.model_dump(mode="json", include=set(TrainerMachineOptions.model_fields), exclude_defaults=True)
+    if layout.debug_root is not None:
+        options["debug_root"] = str(layout.debug_root)
+    if layout.rendezvous is not None:
+        options["operation_timeout_s"] = layout.rendezvous.operation_timeout_s
+    return [*_common(layout, nats), "--options", json.dumps(options)]
 
 
 def _trainer(part: TrainerPart, engine: str, layout: Layout, nats: str) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.records import SamplingParams, pack_tokens, unpack_logprobs, unpack_tokens
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.engine import Engine, Output
 from bombus_inference.settings import ComputeSettings
+from tests.small_models import small_llama
 
 VOCABULARY = 60
 CONTEXT = 256
@@ -21,18 +22,7 @@ CONTEXT = 256
 
 def llama(seed: int = 0) -> LlamaForCausalLM:
     """A model with grouped query heads and untied embeddings."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.5,
-    )
-    return LlamaForCausalLM(config).eval()
+    return small_llama(seed, vocab_size=VOCABULARY, max_position_embeddings=CONTEXT, initializer_range=0.5).eval()
 
 
 def qwen(seed: int = 0) -> Qwen2ForCausalLM:

@@ -1,20 +1,26 @@
-"""The sampler's logprobs against the trainer's: weights and masks worked out on paper."""
+"""Corrections for the difference between sampler and trainer: weights and masks worked out on paper."""
 
 import pytest
 import torch
 
 from bombus.config.algorithms import Correction
-from bombus_trainer.algorithms.corrections import Weights, line_means, off_policy_sequences, sampler_correction
+from bombus_trainer.algorithms.corrections import (
+    CorrectionRule,
+    CorrectionWeights,
+    line_means,
+    off_policy_sequences,
+    sampler_correction,
+)
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from tests.trainer.small_batches import tiny_settings
 
 OLD = torch.log(torch.tensor([0.5, 0.8, 0.1, 0.3]))
 SAMPLER = torch.log(torch.tensor([0.4, 0.2, 0.25, 0.3]))  # ratios 1.25, 4, 0.4, 1
-LINES = torch.tensor([0, 1, 0, 1])  # products 0.5 and 4: tokens of a sequence need not lie side by side
+LINES = torch.tensor([0, 1, 0, 1])  # products 0.5 and 4: tokens of a sequence need not be adjacent
 
 
-def corrected(correction: Correction, low: float = 0.0, high: float = 2.0) -> Weights:
-    return sampler_correction(OLD, SAMPLER, LINES, 2, correction, low, high)
+def corrected(correction: Correction, low: float = 0.0, high: float = 2.0) -> CorrectionWeights:
+    return sampler_correction(OLD, SAMPLER, LINES, 2, CorrectionRule(correction, low, high))
 
 
 @pytest.mark.parametrize(
@@ -41,27 +47,37 @@ def test_each_correction_by_hand(
     assert found.masked_N.tolist() == [mark == "x" for mark in masked]
 
 
-def test_a_long_sequences_product_stays_a_number() -> None:
+def test_a_long_sequences_product_stays_finite() -> None:
     far = torch.full((200,), -3.0)
-    found = sampler_correction(far, 2 * far, torch.zeros(200, dtype=torch.long), 1, Correction.SEQUENCE_TIS, 0.0, 2.0)
+    rule = CorrectionRule(Correction.SEQUENCE_TIS, 0.0, 2.0)
+    found = sampler_correction(far, 2 * far, torch.zeros(200, dtype=torch.long), 1, rule)
     assert found.importance_N.tolist() == [2.0] * 200
 
 
-def test_a_sequence_without_tokens_has_a_mean_of_nothing() -> None:
+def test_a_sequence_without_tokens_has_a_mean_of_0() -> None:
     assert line_means(torch.tensor([2.0, 4.0]), torch.tensor([0, 0]), 2).tolist() == [3.0, 0.0]
 
 
-def test_only_what_was_bad_and_far_from_the_sampler_is_left_out() -> None:
-    # mean of log(sampler / policy): (1 + 0) / 2 = 0.5 in the first sequence, -1 in the second
+def test_only_tokens_with_a_negative_advantage_in_sequences_far_from_the_sampler_are_left_out() -> None:
+    # mean of log(sampler / policy): (1 + 0 + 0) / 3 in the first sequence, -1 in the second
     policy, sampler = torch.tensor([-2.0, -3.0, -1.0, -1.0]), torch.tensor([-1.0, -4.0, -1.0, -1.0])
-    advantages = torch.tensor([-1.0, -1.0, 1.0, -1.0])
     lines = torch.tensor([0, 1, 0, 0])
-    # the first sequence: (1 + 0 + 0) / 3
-    assert off_policy_sequences(policy, sampler, advantages, lines, 2, delta=0.3).tolist() == [True, False, False, True]
-    assert not off_policy_sequences(policy, sampler, advantages, lines, 2, delta=0.34).any()
+    assert off_policy_sequences(policy, sampler, lines, 2, delta=0.3).tolist() == [True, False, True, True]
+    assert not off_policy_sequences(policy, sampler, lines, 2, delta=0.34).any()
+    inputs = LossInputs(
+        logprobs_N=policy,
+        old_logprobs_N=policy,
+        sampler_logprobs_N=sampler,
+        advantages_N=torch.tensor([-1.0, -1.0, 1.0, -1.0]),
+        weights_N=torch.ones(4),
+        lines_N=lines,
+        lines=2,
+    )
+    for delta, masked in ((0.3, [True, False, False, True]), (0.34, [False] * 4)):
+        assert policy_loss(inputs, tiny_settings(use_opsm=True, opsm_delta=delta)).masked_N.tolist() == masked
 
 
-def test_off_policy_masking_stands_beside_any_correction() -> None:
+def test_off_policy_masking_combines_with_a_correction() -> None:
     inputs = LossInputs(
         logprobs_N=torch.tensor([-2.0, -1.0]),
         old_logprobs_N=torch.tensor([-2.0, -1.0]),

@@ -26,7 +26,7 @@ def loss_of(
     entropy: torch.Tensor | None = None,
     **settings: object,
 ) -> PolicyLoss:
-    """The loss of tokens that count one each, in one sequence, of a sampler that is the old policy: unless said."""
+    """Compute the loss of tokens. By default they weigh 1, form one sequence, and the sampler is the old policy."""
     old_N = torch.as_tensor(old)
     lines_N = torch.tensor(lines or [0] * len(old_N))
     inputs = LossInputs(
@@ -56,7 +56,7 @@ def test_grpo_is_the_distance_from_the_mean_in_standard_deviations() -> None:
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1], normalise_std=False) == [-2.0, 0.0, 2.0]
 
 
-def test_dr_grpo_is_the_distance_from_the_mean_whatever_is_said_of_deviations() -> None:
+def test_dr_grpo_is_the_distance_from_the_mean_and_ignores_normalise_std() -> None:
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1], Estimator.DR_GRPO) == [-2.0, 0.0, 2.0]
 
 
@@ -98,7 +98,7 @@ def test_without_call_rewards_each_call_has_its_episodes_advantage() -> None:
 
 
 def test_a_calls_reward_is_compared_with_the_others_at_its_turn() -> None:
-    # turn 1: 1 and (of the episode without call rewards) 5, mean 3; turn 2: only one got there
+    # turn 1: 1 and (from the episode without call rewards) 5, mean 3; turn 2: only one reached it
     found = call_advantages([2.0, 5.0], [(1.0, 3.0), None], [[5, 5], [5]], normalise_std=False)
     assert found == [[-2.0, 0.0], [2.0]]
 
@@ -129,7 +129,7 @@ def test_the_surrogate_is_clipped_only_where_that_makes_it_worse() -> None:
 def test_a_bad_tokens_surrogate_stops_growing_at_the_third_clip() -> None:
     ratio = torch.tensor([9.0, 2.0, 9.0])
     advantages = torch.tensor([-1.0, -1.0, 1.0])
-    # 9 is cut to 3; 2 is below it; an advantage above 0 knows only the first two bounds: -1.2
+    # 9 is cut to 3; 2 is below it; for an advantage above 0 only the first two bounds apply: -1.2
     found = clipped_surrogate(ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert found.tolist() == pytest.approx([3.0, 2.0, -1.2])
 
@@ -139,7 +139,7 @@ def test_k3_is_zero_where_policies_agree() -> None:
     assert found.tolist() == pytest.approx([0.0, 0.5 - log(0.5) - 1.0])
 
 
-def test_k3_is_10_at_most_and_pulls_no_more_from_there() -> None:
+def test_k3_is_at_most_10_and_has_no_gradient_there() -> None:
     # d = 2, 3, 21, -5, -29: exp(d) - d - 1 is e^2 - 3, 15.09, more than a billion, 4 + e^-5, 28
     other = torch.tensor([-1.0, -1.0, -1.0, -6.0, -30.0])
     policy = torch.tensor([-3.0, -4.0, -22.0, -1.0, -1.0], requires_grad=True)
@@ -165,7 +165,7 @@ def test_k1_is_the_difference_and_k2_half_its_square() -> None:
     ],
 )
 def test_what_an_estimators_gradient_is_on_average(estimator: KlEstimator, expected: object) -> None:
-    """Over all tokens of a vocabulary, each as often as the policy draws it: of k1 nothing is left."""
+    """Averaged over a vocabulary by the policy's probabilities, the gradient of k1 is 0."""
     logits = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64, requires_grad=True)
     other = torch.softmax(torch.tensor([1.0, 0.0, -0.5, 0.2], dtype=torch.float64), dim=0)
     policy = torch.softmax(logits, dim=0)
@@ -186,7 +186,7 @@ def test_the_whole_loss_worked_out_by_hand() -> None:
         [0.25, 0.5],
         sampler=torch.log(torch.tensor([0.2, 0.5])),  # importance 2 and 0.8
         reference=torch.log(torch.tensor([0.5, 0.4])),  # k3: 0 and 2 - log 2 - 1
-        importance_cap=4.0,
+        tis_clip=4.0,
         kl_coef=0.1,
     )
     first = 0.25 * (2.0 * -1.2)
@@ -201,7 +201,7 @@ def test_the_whole_loss_worked_out_by_hand() -> None:
 def test_with_one_update_the_gradient_is_the_corrected_policy_gradient(loss: Loss) -> None:
     logprobs = torch.tensor([-1.0, -2.0]).requires_grad_()
     result = loss_of(
-        logprobs, logprobs.detach(), [1.0, -1.0], [0.5, 0.5], sampler=[-1.0, -2.5], importance_cap=2.0, loss=loss
+        logprobs, logprobs.detach(), [1.0, -1.0], [0.5, 0.5], sampler=[-1.0, -2.5], tis_clip=2.0, loss=loss
     )
     assert gradient(logprobs, result) == pytest.approx([-0.5, 0.5 * exp(0.5)])
 
@@ -232,15 +232,22 @@ def test_the_ratio_of_importance_sampling_is_to_the_sampler_and_bounded_only_by_
     old = torch.tensor([-2.0, -1.0])
     logprobs = (old + torch.tensor([log(1.5), log(0.5)])).requires_grad_()
     sampler = [-4.0, 0.0]
-    given = {"correction": correction, "importance_floor": floor, "loss": "importance_sampling"}
-    result = loss_of(logprobs, old, [1.0, -2.0], sampler=sampler, **given)
+    result = loss_of(
+        logprobs,
+        old,
+        [1.0, -2.0],
+        sampler=sampler,
+        loss="importance_sampling",
+        correction=correction,
+        tis_clip_low=floor,
+    )
     expected = [-weights[0] * 1.0, -weights[1] * -2.0]
     assert float(result.loss.detach()) == pytest.approx(sum(expected))
     assert gradient(logprobs, result) == pytest.approx(expected)  # dr / dlogp = r
 
 
-def test_at_the_first_update_importance_sampling_is_tinkers() -> None:
-    # current and old are one, e^2 times the sampler: -p / q A = -e^2, where a capped weight would say -2
+def test_at_the_first_update_importance_sampling_equals_tinkers() -> None:
+    # current and old are the same, e^2 times the sampler: -p / q A = -e^2, where a capped weight would give -2
     logprobs = torch.tensor([-1.0], requires_grad=True)
     result = loss_of(logprobs, logprobs.detach(), [1.0], sampler=[-3.0], loss="importance_sampling", correction="none")
     assert float(result.loss.detach()) == pytest.approx(-exp(2.0))
@@ -249,20 +256,20 @@ def test_at_the_first_update_importance_sampling_is_tinkers() -> None:
 
 @pytest.mark.parametrize("correction", list(Correction))
 @pytest.mark.parametrize("loss", list(Loss))
-def test_only_the_current_policy_carries_gradient(loss: Loss, correction: Correction) -> None:
-    """And through log pi alone: the ratio or its bound, the weight and the masks are its coefficient."""
+def test_only_the_current_policy_has_a_gradient(loss: Loss, correction: Correction) -> None:
+    """It goes through log pi alone: the ratio or its bound, the weight and the masks are its coefficient."""
     current, old, sampler = (
         torch.tensor(values, dtype=torch.float64, requires_grad=True)
         for values in ([-1.0, -1.3, -2.0, -0.4], [-1.1, -1.2, -2.1, -0.7], [-1.2, -1.0, -2.0, -0.5])
     )
     advantages, lines = torch.tensor([1.0, -1.0, 2.0, -0.5], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
     settings = tiny_settings(
-        loss=loss, correction=correction, importance_floor=0.95, clip_low=0.15, use_opsm=True, opsm_delta=0.02
+        loss=loss, correction=correction, tis_clip_low=0.95, clip_low=0.15, use_opsm=True, opsm_delta=0.02
     )
     inputs = LossInputs(current, old, sampler, advantages, torch.ones(4, dtype=torch.float64), lines, 2)
     result = policy_loss(inputs, settings)
     found = torch.autograd.grad(result.loss, (current, old, sampler), allow_unused=True)
-    assert found[1:] == (None, None)
+    assert all(each is None for each in found[1:])
     weight = result.importance_N.detach()
     ratio = (current - (sampler if loss == "importance_sampling" and correction == "none" else old)).exp().detach()
     if loss == Loss.GSPO:
@@ -326,12 +333,12 @@ def test_no_correction_touches_the_kl_term(correction: Correction) -> None:
         reference=torch.log(torch.tensor([0.5, 0.4])),
         kl_coef=0.1,
         correction=correction,
-        importance_floor=0.5,
+        tis_clip_low=0.5,
     )
     assert float(result.loss) == pytest.approx(0.1 * (1.0 - log(2.0)))
 
 
-def test_episodes_have_equal_places_and_tokens_share_theirs() -> None:
+def test_episodes_weigh_the_same_and_their_tokens_share_the_weight() -> None:
     assert episode_weights({"a": 2, "b": 8, "none": 0}) == {"a": 0.25, "b": 0.0625}
     assert token_weights({"a": 2, "b": 8, "none": 0}) == {"a": 0.1, "b": 0.1}
 

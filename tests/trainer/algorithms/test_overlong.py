@@ -1,4 +1,4 @@
-"""Calls that were cut at a limit of their job, and calls that came near it."""
+"""Calls that were cut off at a limit of their job, and calls that came close to it."""
 
 from dataclasses import replace
 
@@ -7,10 +7,11 @@ import pytest
 
 from bombus.hive.records import CallRecord, FinishReason
 from bombus_trainer.algorithms.overlong import soft_penalty
-from bombus_trainer.data.batch import EpisodeCalls, Group, prepare
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, prepare
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
-PENALTY = tiny_settings(overlong="penalty", overlong_buffer=20, turn_tokens_max=100)
+TURN_100 = {"max_response_length_in_one_turn": 100}
+PENALTY = tiny_settings(TURN_100, overlong="penalty", overlong_buffer=20)
 
 
 def cut(record: CallRecord) -> CallRecord:
@@ -23,21 +24,23 @@ def of_length(tokens: int, name: str = "c") -> CallRecord:
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (80, 0.0), (85, -0.25), (95, -0.75), (100, -1.0)])
-def test_a_call_loses_more_the_nearer_it_comes_to_its_limit(tokens: int, penalty: float) -> None:
-    # 100 tokens at most, the last 20 of them punished: (80 - tokens) / 20
+def test_the_penalty_of_a_call_grows_towards_its_limit(tokens: int, penalty: float) -> None:
+    # at most 100 tokens, the last 20 of them penalised: (80 - tokens) / 20
     assert soft_penalty(of_length(tokens), PENALTY) == penalty
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(5, 0.0), (90, -0.5), (99, -0.95), (100, -1.0)])
-def test_a_call_that_was_cut_where_its_client_asked_loses_what_its_length_costs(tokens: int, penalty: float) -> None:
+def test_a_call_that_its_client_limited_is_penalised_only_for_its_length(tokens: int, penalty: float) -> None:
     assert soft_penalty(cut(of_length(tokens)), PENALTY) == penalty
 
 
-def test_a_call_for_which_the_model_had_no_more_room_loses_all_of_it() -> None:
+def test_a_call_that_exhausted_the_models_length_gets_the_full_penalty() -> None:
     # a prompt of 2 tokens: 5 more fill a model of 7, and a model of 8 has room for another
     for length, penalty in ((7, -1.0), (8, 0.0)):
-        assert soft_penalty(cut(of_length(5)), PENALTY.model_copy(update={"model_len_max": length})) == penalty
-    assert soft_penalty(of_length(5), PENALTY.model_copy(update={"model_len_max": 7})) == 0.0  # it ended by itself
+        lengths = {"max_prompt_length": 1, "max_response_length": 6, "max_response_length_in_one_turn": 6}
+        settings = tiny_settings({**lengths, "max_model_len": length}, overlong="penalty", overlong_buffer=1)
+        assert soft_penalty(cut(of_length(5)), settings) == penalty
+    assert soft_penalty(of_length(5), PENALTY.model_copy(update={"model_len_max": 7})) == 0.0  # it ended on its own
 
 
 def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
@@ -47,13 +50,13 @@ def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
     assert both.was_cut(turn_tokens_max=10, model_len_max=11)
 
 
-def group(*members: EpisodeCalls) -> list[Group]:
-    return [Group("t", members)]
+def group(*members: EpisodeCalls) -> list[EpisodeGroup]:
+    return [EpisodeGroup("t", members)]
 
 
 def test_a_penalty_lowers_the_reward_that_is_compared() -> None:
     settings = tiny_settings(
-        overlong="penalty", overlong_buffer=20, overlong_penalty=2.0, turn_tokens_max=100, normalise_std=False
+        TURN_100, overlong="penalty", overlong_buffer=20, overlong_penalty=2.0, normalise_by_std=False
     )
     # rewards 1 - 2 x 0.5 = 0 and 1: mean 0.5
     found = prepare(group(episode("a", 1.0, of_length(90)), episode("b", 1.0, of_length(2))), settings, VOCAB)
@@ -62,8 +65,8 @@ def test_a_penalty_lowers_the_reward_that_is_compared() -> None:
     assert not kept.groups[0].signal
 
 
-def test_a_penalty_lowers_the_reward_of_the_very_call() -> None:
-    settings = tiny_settings(overlong="penalty", overlong_buffer=20, turn_tokens_max=100, normalise_std=False)
+def test_a_penalty_lowers_the_reward_of_that_call_only() -> None:
+    settings = tiny_settings(TURN_100, overlong="penalty", overlong_buffer=20, normalise_by_std=False)
     first, second = of_length(2, "x"), call("y", [9], [4] * 90)
     other = replace(episode("b", 0.0, of_length(2, "z"), call("w", [8], [4])), call_rewards=(0.0, 0.0))
     # turn 1: 0 and 0; turn 2: -0.5 and 0, mean -0.25
@@ -71,8 +74,11 @@ def test_a_penalty_lowers_the_reward_of_the_very_call() -> None:
     assert [float(line.advantages_T[-1]) for line in found.groups[0].lines] == [0.0, -0.25, 0.0, 0.25]
 
 
-def test_a_masked_episode_takes_no_place_in_the_loss_and_keeps_its_place_in_the_mean() -> None:
-    settings = tiny_settings(overlong="mask", normalise_std=False, turn_tokens_max=5)
+def test_a_masked_episode_does_not_count_in_the_loss_and_still_counts_in_the_mean_reward() -> None:
+    settings, longer = (
+        tiny_settings({"max_response_length_in_one_turn": turn}, overlong="mask", normalise_by_std=False)
+        for turn in (5, 6)
+    )
     members = [episode("a", 0.0, cut(of_length(5))), episode("b", 1.0, of_length(2)), episode("c", 2.0, of_length(3))]
     found = prepare(group(*members), settings, VOCAB)
     (ready,) = found.groups
@@ -81,5 +87,5 @@ def test_a_masked_episode_takes_no_place_in_the_loss_and_keeps_its_place_in_the_
     assert ready.tokens == {"a": 0, "b": 2, "c": 3}
     assert [line.first_id for line in ready.lines] == [0, 2]
     assert (found.terms, found.cut) == (5, 1)
-    asked_for = prepare(group(*members), settings.model_copy(update={"turn_tokens_max": 6}), VOCAB)
+    asked_for = prepare(group(*members), longer, VOCAB)
     assert (asked_for.terms, asked_for.cut) == (10, 0)

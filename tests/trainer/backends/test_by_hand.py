@@ -1,4 +1,4 @@
-"""A whole update worked out without any of the trainer's code: each call alone, through transformers as it is."""
+"""A whole update worked out without any of the trainer's code: each call alone, through plain transformers."""
 
 from collections.abc import Iterable, Iterator
 from math import sqrt
@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.hive.records import CallRecord, unpack_logprobs, unpack_tokens
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from tests.trainer.small_batches import episode, tiny_model_folder, tiny_settings
 from tests.verl.given import groups
 
@@ -22,14 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def batch() -> list[Group]:
-    """Three tasks, and one whose episodes all earned the same."""
+def batch() -> list[EpisodeGroup]:
+    """Make three tasks, and one whose episodes all earned the same."""
     equal = (episode(f"equal-{each.episode}", 1.0, *each.records) for each in groups(9)[0].episodes)
-    return [*groups(3), Group("equal", tuple(equal))]
+    return [*groups(3), EpisodeGroup("equal", tuple(equal))]
 
 
 def calls(records: Iterable[CallRecord]) -> Iterator[tuple[list[int], list[int], torch.Tensor, float]]:
-    """Prompt, completion, the sampler's logprobs and the temperature of each call."""
+    """Return prompt, completion, the sampler's logprobs and the temperature of each call."""
     so_far: dict[str, list[int]] = {}
     for record in records:
         prompt = (so_far[record.parent.id] if record.parent else []) + unpack_tokens(record.prompt_tail)
@@ -45,7 +45,7 @@ def weight(members: list[EpisodeCalls], one: EpisodeCalls, aggregation: str) -> 
     return 1 / (len(counts) * (counts[one.episode] if aggregation == "episode" else LENGTH))
 
 
-def advantage(group: Group, one: EpisodeCalls) -> float:
+def advantage(group: EpisodeGroup, one: EpisodeCalls) -> float:
     rewards = [each.reward for each in group.episodes]
     mean = sum(rewards) / len(rewards)
     return (one.reward - mean) / (sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)) + 1e-6)
@@ -75,22 +75,22 @@ def by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> tuple
 @pytest.mark.parametrize(
     ("loss", "correction"), [("cispo", "token_tis"), ("cispo", "token_mask"), ("importance_sampling", "none")]
 )
-def test_an_update_is_what_it_is_by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> None:
-    """Over all its micro-batches: none has a mean of its own, and what is masked, or earned nothing, keeps its place.
+def test_an_update_equals_one_worked_out_by_hand(folder: Path, aggregation: str, loss: str, correction: str) -> None:
+    """No micro-batch has a mean of its own, and tokens that are masked or earned nothing still count in the mean.
 
-    cispo is compared since its loss is i A log pi: its number depends on every token, where that of -r A has r = 1.
+    cispo is compared because its loss is i A log pi, which depends on every token, whereas in -r A all r are 1.
     """
     wanted = by_hand(folder, aggregation, loss, correction)
     floor = LOW if correction == "token_mask" else 0.0
     for bin_tokens in (48, 4096):
         settings = tiny_settings(
-            aggregation=aggregation,
+            {"max_response_length": LENGTH, "max_response_length_in_one_turn": LENGTH},
+            loss_aggregation=aggregation,
             loss=loss,
             correction=correction,
             clip_low=1.0,
-            importance_cap=HIGH,
-            importance_floor=floor,
-            response_tokens_max=LENGTH,
+            tis_clip=HIGH,
+            tis_clip_low=floor,
             bin_tokens=bin_tokens,
         )
         found = Executor(folder, settings).train_step(batch(), 1)

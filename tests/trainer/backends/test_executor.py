@@ -1,4 +1,4 @@
-"""Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on nonsense."""
+"""Whole steps on a tiny model: they learn, they repeat bit for bit, and they never update on corrupted input."""
 
 import json
 import math
@@ -14,13 +14,14 @@ from bombus.hive.records import digest
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.optim import learning_rate
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.data.packing import pack
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts
-from bombus_trainer.publish.directories import keep_only
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.directories import remove_others
+from bombus_trainer.publish.export import VersionTarget, export
+from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, call, episode, item, tiny_model_folder, tiny_settings
 
 
@@ -36,7 +37,7 @@ def facts(step: int, attempt: int = 1) -> Facts:
 
 
 def two_turns(name: str, seed: int, reward: float) -> EpisodeCalls:
-    """Two turns of made-up tokens, with logprobs near those of a uniform policy."""
+    """Make two turns of arbitrary tokens, with logprobs near those of a uniform policy."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(count: int) -> list[int]:
@@ -47,9 +48,9 @@ def two_turns(name: str, seed: int, reward: float) -> EpisodeCalls:
     return episode(name, reward, first, second)
 
 
-def batch(seed: int = 0) -> list[Group]:
+def batch(seed: int = 0) -> list[EpisodeGroup]:
     return [
-        Group(
+        EpisodeGroup(
             f"task{g}",
             tuple(two_turns(f"e{g}{i}", 100 * seed + 10 * g + i, reward=float(i % 2)) for i in range(4)),
         )
@@ -88,15 +89,15 @@ def test_a_step_after_a_restart_is_the_step_without_one(
     assert weights_of(restarted) == weights_of(executor)
 
 
-@pytest.mark.parametrize("changes", [{"learning_rate": 0.02}, {"learning_rate": 0.05, "lora_rank": 4}])
+@pytest.mark.parametrize("changes", [{"lr": 0.02}, {"lr": 0.05, "lora_rank": 4}])
 def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[str, object]) -> None:
-    """Every third token pays. Sampled from exported weights, so that the whole way round is in it."""
+    """Every third token pays. Tokens are sampled from exported weights, which closes the whole loop."""
     executor = Executor(folder, tiny_settings(**changes))
     prompt = list(range(18))
     random = torch.Generator().manual_seed(0)
     rewards = []
     for step in range(1, 13):
-        weights = export(executor, tmp_path, step - 1, 1)
+        weights = export(executor, VersionTarget(tmp_path, step - 1, 1))
         sampler = AutoModelForCausalLM.from_pretrained(weights.where, dtype=torch.float32)
         with torch.no_grad():
             logprobs = torch.log_softmax(sampler(torch.tensor([prompt])).logits[0, -1], dim=-1)
@@ -105,7 +106,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
             episode(f"e{i}", float(arm % 3 == 0), call(f"c{i}", prompt, [arm], logprob=float(logprobs[arm])))
             for i, arm in enumerate(arms)
         ]
-        metrics = executor.train_step([Group("arms", tuple(episodes))], step)
+        metrics = executor.train_step([EpisodeGroup("arms", tuple(episodes))], step)
         assert metrics["kl_sampler_abs"] < 1e-3
         rewards.append(metrics["reward_mean"])
     assert rewards[0] < 0.7
@@ -115,7 +116,7 @@ def test_grpo_learns_which_arm_pays(folder: Path, tmp_path: Path, changes: dict[
 def test_a_group_without_signal_changes_nothing(folder: Path) -> None:
     executor = Executor(folder, tiny_settings())
     before = weights_of(executor)
-    same = Group("t", tuple(two_turns(f"e{i}", i, reward=1.0) for i in range(4)))
+    same = EpisodeGroup("t", tuple(two_turns(f"e{i}", i, reward=1.0) for i in range(4)))
     metrics = executor.train_step([same], 1)
     assert weights_of(executor) == before
     assert (metrics["updates"], metrics["groups_without_signal"], metrics["tokens_computed"]) == (0, 1, 0)
@@ -133,7 +134,7 @@ def test_the_metrics_say_what_was_computed(folder: Path) -> None:
     assert metrics["lr"] == 1e-2
 
 
-def test_a_step_says_what_it_computed_a_second(folder: Path) -> None:
+def test_a_step_reports_its_flops_per_second(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(mini_batch_num=2))
     metrics = executor.train_step(batch(), 1)
     seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
@@ -143,11 +144,11 @@ def test_a_step_says_what_it_computed_a_second(folder: Path) -> None:
     assert "mfu" not in metrics
 
 
-def test_an_episode_whose_records_are_nonsense_leaves_its_group(folder: Path) -> None:
+def test_an_episode_with_corrupted_records_is_left_out_of_its_group(folder: Path) -> None:
     executor = Executor(folder, tiny_settings())
     outside = episode("odd", 100.0, call("odd", [1, 2], [VOCAB + 5]))
     (group, *_) = batch()
-    metrics = executor.train_step([Group(group.task, (*group.episodes, outside))], 1)
+    metrics = executor.train_step([EpisodeGroup(group.task, (*group.episodes, outside))], 1)
     assert metrics["episodes_left_out"] == 1
     other = Executor(folder, tiny_settings())
     other.train_step([group], 1)
@@ -158,7 +159,7 @@ def test_a_loss_that_is_not_finite_fails_the_step_and_updates_nothing(folder: Pa
     executor = Executor(folder, tiny_settings())
     before = weights_of(executor)
     (group, *_) = batch()
-    absurd = Group("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
+    absurd = EpisodeGroup("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
     with pytest.raises(EngineFault, match="not finite"):
         executor.train_step([absurd], 1)
     assert weights_of(executor) == before
@@ -183,19 +184,19 @@ def test_micro_batches_add_up_to_the_update_of_the_whole(folder: Path) -> None:
 
 
 ALGORITHMS: list[dict[str, object]] = [
-    {"estimator": "reinforce_plus_plus_baseline", "aggregation": "token"},
+    {"adv_estimator": "reinforce_plus_plus_baseline", "loss_aggregation": "token"},
     {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     {"loss": "cispo", "entropy_coef": 0.01},
     {"loss": "importance_sampling", "correction": "sequence_tis"},
     {"correction": "sequence_mask", "use_opsm": True, "opsm_delta": 0.01},
-    {"correction": "icepop", "importance_floor": 0.2, "importance_cap": 5.0},
-    {"kl_coef": 0.1, "kl_estimator": "k2", "aggregation": "constant"},
+    {"correction": "icepop", "tis_clip_low": 0.2, "tis_clip": 5.0},
+    {"kl_coef": 0.1, "kl_estimator": "k2", "loss_aggregation": "constant"},
 ]
 
 
 @pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: next(iter(changes.values())))
 def test_sharing_prefixes_and_splitting_bins_changes_no_algorithm(folder: Path, changes: dict[str, object]) -> None:
-    """Packed and shared, or each sequence in a bin of its own: the same losses and gradients over two updates."""
+    """Packed and shared, or each sequence in its own bin: losses and gradients are the same over two updates."""
     found = []
     for layout in ({"bin_tokens": 4096}, {"bin_tokens": 16, "share_prefixes": False}):
         executor = Executor(folder, tiny_settings(ppo_epochs=2, **changes, **layout))
@@ -218,7 +219,7 @@ def test_an_entropy_bonus_widens_the_distribution(folder: Path) -> None:
 def test_without_packing_each_sequence_is_computed_alone_and_the_update_is_the_same(folder: Path) -> None:
     found = []
     for packing in (False, True):
-        executor = Executor(folder, tiny_settings(packing=packing))
+        executor = Executor(folder, tiny_settings(enable_packing=packing))
         found.append(executor.train_step(batch(), 1))
     alone, packed = found
     assert alone["bins"] == 3 * 4
@@ -227,20 +228,20 @@ def test_without_packing_each_sequence_is_computed_alone_and_the_update_is_the_s
     assert alone["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4)
 
 
-def test_a_kl_term_pulls_back_to_the_model_as_loaded(folder: Path) -> None:
+def test_a_kl_term_pulls_back_to_the_initial_model(folder: Path) -> None:
     executor = Executor(folder, tiny_settings(kl_coef=0.5))
     assert executor.train_step(batch(1), 1)["kl_reference"] == pytest.approx(0.0, abs=1e-6)
     assert executor.train_step(batch(2), 2)["kl_reference"] > 0.0
 
 
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "lora_alpha": 8.0}])
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "lora_alpha": 8}])
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_weights_load_with_transformers_and_compute_the_same(
     tmp_path: Path, tied: bool, changes: dict[str, object]
 ) -> None:
     executor = Executor(tiny_model_folder(tmp_path / "model", tied), tiny_settings(**changes))
     executor.train_step(batch(), 1)
-    weights = export(executor, tmp_path / "weights", 1, trainer_epoch=1, tokenizer="tok")
+    weights = export(executor, VersionTarget(tmp_path / "weights", 1, 1, "tok"))
     place = Path(weights.where)
     assert weights.bytes == (place / "model.safetensors").stat().st_size
     assert (place / "chat_template.jinja").exists()
@@ -255,10 +256,10 @@ def test_exported_weights_load_with_transformers_and_compute_the_same(
 
 
 def test_an_export_of_adapters_is_base_plus_scaled_b_a(folder: Path, tmp_path: Path) -> None:
-    executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8.0))
+    executor = Executor(folder, tiny_settings(lora_rank=4, lora_alpha=8))
     executor.train_step(batch(), 1)
     base = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path, 1, 1).where).state_dict()
+    served = AutoModelForCausalLM.from_pretrained(export(executor, VersionTarget(tmp_path, 1, 1)).where).state_dict()
     name = "model.layers.1.mlp.down_proj"
     trained = executor.model.trainable()
     product = trained[f"{name}.lora_b"].detach() @ trained[f"{name}.lora_a"].detach()
@@ -271,11 +272,13 @@ def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path:
     folder = tiny_model_folder(tmp_path / "model", dtype=torch.bfloat16)
     executor = Executor(folder, tiny_settings())
     assert {value.dtype for value in executor.model.trainable().values()} == {torch.float32}
-    served = AutoModelForCausalLM.from_pretrained(export(executor, tmp_path / "weights", 0, 1).where, dtype="auto")
+    served = AutoModelForCausalLM.from_pretrained(
+        export(executor, VersionTarget(tmp_path / "weights", 0, 1)).where, dtype="auto"
+    )
     assert served.dtype == torch.bfloat16
 
 
-def test_a_checkpoint_of_which_one_byte_changed_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_one_changed_byte_is_refused(folder: Path, tmp_path: Path) -> None:
     executor = Executor(folder, tiny_settings())
     executor.train_step(batch(), 1)
     saved = executor.save(tmp_path, facts(1))
@@ -305,24 +308,24 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
     saved = [executor.save(tmp_path / "c", facts(step)) for step in (1, 2, 3)]
     for name in (".draft-epoch-1-left", ".draft-epoch-2-being-written", "step-00000009-epoch-2-attempt-1"):
         (tmp_path / "c" / name).mkdir()
-    keep_only(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
+    remove_others(tmp_path / "c", [saved[1].path, saved[2].path], trainer_epoch=1)
     assert sorted(place.name for place in (tmp_path / "c").iterdir()) == [
         ".draft-epoch-2-being-written",
         "step-00000002-epoch-1-attempt-1",
         "step-00000003-epoch-1-attempt-1",
         "step-00000009-epoch-2-attempt-1",
     ]
-    where = [export(executor, tmp_path / "w", version, 1).where for version in (0, 1, 2)]
-    keep_only(tmp_path / "w", where[1:], trainer_epoch=1)
+    where = [export(executor, VersionTarget(tmp_path / "w", version, 1)).where for version in (0, 1, 2)]
+    remove_others(tmp_path / "w", where[1:], trainer_epoch=1)
     assert sorted(str(place) for place in (tmp_path / "w").iterdir()) == where[1:]
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
-    linear = tiny_settings(learning_rate=1.0, warmup_steps=2, schedule="linear", total_steps=6)
+    linear = tiny_settings(lr=1.0, warmup_steps=2, lr_schedule="linear", total_steps=6)
     assert [learning_rate(step, linear) for step in range(1, 8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    cosine = tiny_settings(learning_rate=1.0, schedule="cosine", total_steps=4)
+    cosine = tiny_settings(lr=1.0, lr_schedule="cosine", total_steps=4)
     assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(10**6, tiny_settings(learning_rate=0.1, schedule="cosine")) == 0.1
+    assert learning_rate(10**6, tiny_settings(lr=0.1, lr_schedule="cosine")) == 0.1
 
 
 def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) -> None:
@@ -338,7 +341,7 @@ def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) 
     checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
     assert checkpoint.read_facts(place, saved.digest) == facts(1)
     (place / "state" / "1.pt").write_bytes(b"other")
-    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # what is not read
+    checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: name == "state/0.pt")  # not read
     with pytest.raises(EngineFault, match=r"damaged: state/1\.pt"):
         checkpoint.verify_files(place, saved.digest, "verl", 2, lambda name: True)
     (place / "state" / "1.pt").unlink()
@@ -354,14 +357,14 @@ def test_a_checkpoint_says_which_backend_and_how_many_ranks_can_go_on_from_it(fo
         Executor(folder, tiny_settings()).restore(Path(saved.path), saved.digest)
 
 
-def test_a_manifest_of_one_file_of_tensors_is_what_it_was(folder: Path, tmp_path: Path) -> None:
+def test_a_manifest_of_one_file_of_tensors_keeps_its_format(folder: Path, tmp_path: Path) -> None:
     saved = Executor(folder, tiny_settings()).save(tmp_path, facts(1))
     manifest = json.loads((Path(saved.path) / "manifest.json").read_bytes())
     assert manifest.keys() == {"format", "facts", "state_bytes", "state_sha256"}
     assert manifest["format"] == 1
 
 
-def test_what_verl_has_trained_is_not_trained_again_with_torch() -> None:
+def test_a_job_of_verl_is_refused_by_the_torch_backend() -> None:
     job = RunConfig.model_validate({"trainer": {"backend": "verl"}})
     with pytest.raises(EngineFault, match="only be done with the torch backend"):
-        load_executor(job, tiny_settings())
+        load_executor(TrainerSettings(job=job))

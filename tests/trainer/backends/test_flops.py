@@ -13,7 +13,7 @@ from tests.trainer.small_batches import VOCAB, tiny_model_folder
 
 
 def test_a_step_by_hand() -> None:
-    """10 matrix elements, 6 of the head, 2 of attention; 3 rows, 1 with logits, 6 pairs."""
+    """The step has 10 matrix elements, 6 of the head, 2 of attention; 3 rows, 1 with logits, 6 pairs."""
     cost = Cost(matrices=10, head=6, attention=2, trained=True)
     # forward: 2 x (10 x 3 + 6 x 1) = 72, and 4 x 2 x 6 = 48
     assert flops_of_step(cost, tokens=3, heads=1, pairs=6, backward=False) == 72 + 48
@@ -23,7 +23,7 @@ def test_a_step_by_hand() -> None:
 
 
 def test_pairs_of_a_trunk_with_two_branches() -> None:
-    """3 tokens see 1 + 2 + 3; two more on top of them see 4 + 5, and another one sees 4."""
+    """3 tokens attend to 1 + 2 + 3; two more after them to 4 + 5, and another one to 4."""
     segments = [Segment(0, 3, 0, -1), Segment(3, 2, 3, 0), Segment(5, 1, 3, 0)]
     assert attention_pairs(segments) == 6 + 9 + 4
 
@@ -66,5 +66,5 @@ def test_peaks_are_found_by_the_names_that_cuda_gives(name: str, peak: float | N
     assert peak_flops(name) == peak
 
 
-def test_a_cpus_peak_is_not_known() -> None:
+def test_the_peak_of_a_cpu_is_unknown() -> None:
     assert peak_of(torch.device("cpu")) is None

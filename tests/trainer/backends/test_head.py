@@ -1,4 +1,4 @@
-"""Logprobs and entropies a slice at a time, against autograd on whole logits."""
+"""Logprobs and entropies computed in slices, against autograd on whole logits."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_values_are_those_on_whole_logits() -> None:
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_an_entropy_that_nobody_pulls_on_has_no_gradient() -> None:
+def test_without_a_bonus_the_entropy_has_no_gradient() -> None:
     hidden, weight, head = given()
     logprobs, entropy = chosen_logprobs(hidden, weight, head)
     assert logprobs.requires_grad
@@ -61,7 +61,12 @@ def test_an_entropy_that_nobody_pulls_on_has_no_gradient() -> None:
 def test_no_tensor_of_a_batch_holds_a_vocabulary_for_each_row() -> None:
     hidden, weight, head = given()
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda t: t):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         chosen_logprobs(hidden, weight, head, entropy_grad=True)
     assert kept
     assert max(kept) <= max(hidden.numel(), weight.numel(), HEADS * HIDDEN)

@@ -1,4 +1,4 @@
-"""The packed, shared, chunked computation against plain transformers, one sequence at a time."""
+"""The packed, shared and chunked computation against plain transformers, one sequence at a time."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.model import PolicyModel
-from bombus_trainer.data.packing import Item, pack
+from bombus_trainer.data.packing import TrainingItem, pack
 from tests.trainer.small_batches import VOCAB, item, tiny_model_folder, tiny_settings
 
 
@@ -18,10 +18,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def branching_items() -> list[Item]:
-    """Three prompts; completions that share prompts, share each other's beginnings, or are the same."""
+def branching_items() -> list[TrainingItem]:
+    """Make three prompts, and completions that share prompts, share each other's beginnings, or are equal."""
     random = np.random.default_rng(0)
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     first_id = 0
     for _ in range(3):
         prompt = random.integers(0, VOCAB, random.integers(20, 60)).tolist()
@@ -36,7 +36,7 @@ def branching_items() -> list[Item]:
     return items
 
 
-def plain_logprobs(model: torch.nn.Module, wanted: Item) -> torch.Tensor:
+def plain_logprobs(model: torch.nn.Module, wanted: TrainingItem) -> torch.Tensor:
     logits = model(input_ids=torch.from_numpy(wanted.tokens_T)[None]).logits[0].double()
     at = torch.from_numpy(wanted.positions_N)
     scaled = logits[at - 1] / torch.from_numpy(wanted.terms.temperatures_N).double()[:, None]
@@ -84,7 +84,7 @@ def test_entropy_is_that_of_the_distribution_at_its_temperature(folder: Path) ->
 
 
 @pytest.mark.parametrize(
-    "changes", [{"gradient_checkpointing": True}, {"lora_rank": 4}, {"lora_rank": 4, "precision": "bfloat16"}]
+    "changes", [{"gradient_checkpointing": True}, {"lora_rank": 4}, {"lora_rank": 4, "model": {"dtype": "bfloat16"}}]
 )
 def test_other_ways_to_compute_give_gradients_to_every_trained_parameter(
     folder: Path, changes: dict[str, object]
@@ -130,9 +130,9 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -
 
 
 def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:
-    """What a GPU does with a bfloat16 model, here on the CPU."""
+    """A GPU does this with a bfloat16 model; here it runs on the CPU."""
     (packed,) = pack(branching_items(), 1 << 20)
-    policy = PolicyModel.load(folder, tiny_settings(precision="bfloat16"))
+    policy = PolicyModel.load(folder, tiny_settings(model={"dtype": "bfloat16"}))
     exact = policy.score(packed).logprobs_N.detach()
     policy._autocast = True
     rounded = policy.score(packed).logprobs_N
@@ -147,7 +147,7 @@ def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_st
     assert all(tensor.dtype == torch.bfloat16 for _, tensor in policy.dense_weights())
 
 
-def test_the_reference_is_the_model_as_loaded_with_and_without_adapters(folder: Path) -> None:
+def test_the_reference_is_the_initial_model_with_and_without_adapters(folder: Path) -> None:
     (packed,) = pack(branching_items(), 1 << 20)
     for changes in ({"lora_rank": 4}, {"kl_coef": 0.1}):
         policy = PolicyModel.load(folder, tiny_settings(**changes))

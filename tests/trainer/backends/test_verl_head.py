@@ -4,24 +4,24 @@ import pytest
 import torch
 from torch import nn
 
-from bombus_trainer.backends.verl.head import TermsHead, of_sequences, question_of, tensors_of
+from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
 from bombus_trainer.data.packing import Terms
 from bombus_trainer.data.sharding import MicroBatch
 from tests.trainer.small_batches import item
 
 HIDDEN, VOCABULARY = 8, 31
-LOGITS_BYTES = 16 * 4 * VOCABULARY  # slices of 16 rows, the least there are
+LOGITS_BYTES = 16 * 4 * VOCABULARY  # slices of 16 rows, the smallest
 
 
 def micro_batch() -> MicroBatch:
-    """Three sequences of 5, 2 and 30 tokens to compute; the second has nothing to train."""
+    """Make three sequences of 5, 2 and 30 tokens to compute; the second has nothing to train."""
     first = item([1, 2, 3, 4, 5, 6], [1, 3, 5])
     first.terms.temperatures_N[:] = [0.5, 1.0, 2.0]
     return [first, item([7, 8, 9], [], first_id=3), item(list(range(31)), range(2, 31), first_id=3, temperature=1.3)]
 
 
 def whole(hidden_T: list[torch.Tensor], weight_VH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From the logits of every sequence alone."""
+    """Compute the same from the logits of every sequence alone."""
     chosen, entropies = [], []
     for hidden_TH, each in zip(hidden_T, micro_batch(), strict=True):
         positions_N = torch.from_numpy(each.positions_N)
@@ -40,7 +40,7 @@ def test_logprobs_and_entropies_of_the_terms_are_those_of_whole_logits(packed: b
     output = nn.Linear(HIDDEN, VOCABULARY, bias=False)
     head = TermsHead(output, LOGITS_BYTES, entropy_grad)
     tensors = tensors_of(micro_batch())
-    head.question = question_of(tensors, packed, head.rows_max)
+    head.query = query_of(tensors, packed, head.rows_max)
     together = torch.cat(hidden)[None] if packed else nn.utils.rnn.pad_sequence(hidden, batch_first=True)
     logprobs_N, entropy_N = head(together)
     expected_N, entropies_N = whole(hidden, output.weight)
@@ -72,7 +72,7 @@ def test_positions_begin_again_and_each_document_is_a_row_of_its_own() -> None:
 def test_nothing_of_the_size_of_all_logits_is_kept_for_the_backward_pass() -> None:
     hidden = torch.randn(1, 37, HIDDEN, requires_grad=True)
     head = TermsHead(nn.Linear(HIDDEN, VOCABULARY, bias=False), LOGITS_BYTES, entropy_grad=True)
-    head.question = question_of(tensors_of(micro_batch()), True, head.rows_max)
+    head.query = query_of(tensors_of(micro_batch()), True, head.rows_max)
     kept: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,21 +1,21 @@
-"""From groups to terms: what is normalised over a batch, and what each token counts."""
+"""From groups to terms: what is normalised over a batch, and the weight of each token."""
 
 import numpy as np
 import pytest
 
-from bombus_trainer.data.batch import Group, mini_batches, prepare
+from bombus_trainer.data.batch import EpisodeGroup, mini_batches, prepare
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 
-def two_groups() -> list[Group]:
+def two_groups() -> list[EpisodeGroup]:
     return [
-        Group("t", (episode("a", 0.0, call("a", [1], [2, 3])), episode("b", 4.0, call("b", [1], [4])))),
-        Group("u", (episode("c", 2.0, call("c", [5], [6])),)),
+        EpisodeGroup("t", (episode("a", 0.0, call("a", [1], [2, 3])), episode("b", 4.0, call("b", [1], [4])))),
+        EpisodeGroup("u", (episode("c", 2.0, call("c", [5], [6])),)),
     ]
 
 
 def advantages(estimator: str) -> list[float]:
-    found = prepare(two_groups(), tiny_settings(estimator=estimator), VOCAB)
+    found = prepare(two_groups(), tiny_settings(adv_estimator=estimator), VOCAB)
     return [float(line.advantages_T[-1]) for group in found.groups for line in group.lines]
 
 
@@ -31,17 +31,17 @@ def test_its_baseline_takes_the_groups_mean_away_first() -> None:
     assert advantages("reinforce_plus_plus_baseline") == pytest.approx([-1.5 / std, 2.5 / std, 0.5 / std])
 
 
-def test_what_was_not_sampled_has_no_advantage_after_all() -> None:
-    found = prepare(two_groups(), tiny_settings(estimator="reinforce_plus_plus"), VOCAB)
+def test_tokens_that_were_not_sampled_have_no_advantage_after_normalisation() -> None:
+    found = prepare(two_groups(), tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB)
     for group in found.groups:
         for line in group.lines:
             assert line.advantages_T.dtype == np.float32
             assert not line.advantages_T[line.sequence.calls_T < 0].any()
 
 
-def test_equal_rewards_in_all_groups_say_nothing() -> None:
-    same = [Group("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
-    assert not prepare(same, tiny_settings(estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
+def test_equal_rewards_in_all_groups_give_no_signal() -> None:
+    same = [EpisodeGroup("t", (episode("a", 1.0, call("a", [1], [2])), episode("b", 1.0, call("b", [1], [4]))))]
+    assert not prepare(same, tiny_settings(adv_estimator="reinforce_plus_plus"), VOCAB).groups[0].signal
 
 
 @pytest.mark.parametrize(
@@ -53,14 +53,15 @@ def test_equal_rewards_in_all_groups_say_nothing() -> None:
     ],
 )
 def test_each_aggregation_gives_tokens_their_weights(aggregation: str, weights: list[float]) -> None:
-    settings = tiny_settings(aggregation=aggregation, response_tokens_max=10, kl_coef=0.1)
+    lengths = {"max_response_length": 10, "max_response_length_in_one_turn": 10}
+    settings = tiny_settings(lengths, loss_aggregation=aggregation, kl_coef=0.1)
     found = prepare(two_groups(), settings, VOCAB)
     (items,) = mini_batches(found, settings, 1, 0)
     assert np.concatenate([item.terms.weights_N for item in items]).tolist() == pytest.approx(weights)
 
 
 @pytest.mark.parametrize("pull", ["kl_coef", "entropy_coef"])
-def test_a_group_without_signal_is_computed_where_something_else_pulls(pull: str) -> None:
+def test_a_group_without_signal_is_computed_where_a_kl_term_or_a_bonus_trains_it(pull: str) -> None:
     for value, computed in ((0.0, 2), (0.1, 3)):
         settings = tiny_settings(**{pull: value})
         (items,) = mini_batches(prepare(two_groups(), settings, VOCAB), settings, 1, 0)

@@ -1,4 +1,4 @@
-"""The trie is a layout only: rows, positions and segments say exactly which sequences went in."""
+"""The trie is only a layout: the sequences can be recovered exactly from rows, positions and segments."""
 
 import numpy as np
 import torch
@@ -8,37 +8,37 @@ from hypothesis import strategies as st
 from bombus.config.algorithms import Correction, Loss
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from bombus_trainer.backends.torch.attention import plan
-from bombus_trainer.backends.torch.transfer import apart, together
-from bombus_trainer.data.packing import Bin, Item, Segment, pack
+from bombus_trainer.backends.torch.transfer import join_arrays, split_buffer
+from bombus_trainer.data.packing import Bin, Segment, TrainingItem, pack
 from tests.trainer.small_batches import item, tiny_settings
 
 
 def seen_by(packed: Bin, row: int) -> list[int]:
-    """The tokens on the path that ends at `row`, as its attention sees them."""
+    """Return the tokens on the path that ends at `row`, as its attention sees them."""
     index = next(i for i, each in enumerate(packed.segments) if each.start <= row < each.start + each.length)
     segment = packed.segments[index]
-    tokens = packed.tokens_T[segment.start : row + 1].tolist()
+    tokens: list[int] = packed.tokens_T[segment.start : row + 1].tolist()
     while segment.parent >= 0:
         segment = packed.segments[segment.parent]
         tokens = packed.tokens_T[segment.start : segment.start + segment.length].tolist() + tokens
     return tokens
 
 
-def test_a_prompt_that_two_completions_share_is_laid_down_once() -> None:
+def test_a_prompt_that_two_completions_share_is_stored_once() -> None:
     prompt = list(range(20))
     items = [item([*prompt, 30, 31, 32], [20, 21, 22]), item([*prompt, 40, 41], [20, 21], first_id=3)]
     (packed,) = pack(items, 100)
     assert packed.segments == (Segment(0, 20, 0, -1), Segment(20, 2, 20, 0), Segment(22, 1, 20, 0))
     assert packed.tokens_T.tolist() == [*prompt, 30, 31, 40]
     assert packed.positions_T.tolist() == [*range(20), 20, 21, 20]
-    # row 19 is asked for 30 and for 40
+    # row 19 predicts 30 and 40
     assert packed.head_rows_U.tolist() == [19, 20, 21, 22]
     assert packed.head_of_term_N.tolist() == [0, 0, 1, 2, 3]
     assert packed.terms.targets_N.tolist() == [30, 40, 31, 32, 41]
     assert packed.sequence_tokens == 22 + 21
 
 
-def test_a_shared_prefix_shorter_than_the_least_is_computed_twice() -> None:
+def test_a_shared_prefix_below_the_minimum_is_computed_twice() -> None:
     lines = [[*range(15), 50, 51], [*range(15), 60, 61]]
     items = [item(line, [16], first_id=number) for number, line in enumerate(lines)]
     (packed,) = pack(items, 100)
@@ -54,7 +54,7 @@ def test_equal_sequences_are_computed_once_and_trained_twice() -> None:
     assert packed.terms.ids_N.tolist() == [0, 1]
 
 
-def test_a_sequence_over_the_budget_has_a_bin_of_its_own() -> None:
+def test_a_sequence_over_the_budget_gets_a_bin_of_its_own() -> None:
     items = [item(range(40), [39]), item([50, *range(39)], [39], first_id=1), item([60, 61], [1], first_id=2)]
     assert sorted(len(packed.tokens_T) for packed in pack(items, 20)) == [1, 39, 39]
 
@@ -74,7 +74,7 @@ lines = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=
 def test_every_term_is_predicted_from_exactly_its_own_prefix(
     given_lines: list[list[int]], bin_tokens: int, shared_tokens_min: int, share: bool
 ) -> None:
-    items: list[Item] = []
+    items: list[TrainingItem] = []
     prefix_of: dict[int, list[int]] = {}
     for line in given_lines:
         items.append(item(line, range(1, len(line)), first_id=len(prefix_of)))
@@ -83,11 +83,11 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
     bins = pack(items, bin_tokens, share, shared_tokens_min)
     found: dict[int, list[int]] = {}
     line_of = {term: number for number, each in enumerate(items) for term in each.terms.ids_N.tolist()}
-    together: dict[int, set[tuple[int, int]]] = {}
+    join_arrays: dict[int, set[tuple[int, int]]] = {}
     for number, packed in enumerate(bins):
         assert set(packed.lines_N.tolist()) == set(range(packed.sequences))
         for term, line in zip(packed.terms.ids_N.tolist(), packed.lines_N.tolist(), strict=True):
-            together.setdefault(line_of[term], set()).add((number, line))
+            join_arrays.setdefault(line_of[term], set()).add((number, line))
         assert len(packed.tokens_T) <= max(bin_tokens, max(map(len, given_lines)) - 1)
         assert np.all(np.diff(packed.head_of_term_N) >= 0)
         for term, head in zip(packed.terms.ids_N.tolist(), packed.head_of_term_N.tolist(), strict=True):
@@ -95,8 +95,8 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
             found[term] = seen_by(packed, row)
             assert packed.positions_T[row] == len(found[term]) - 1
     assert found == prefix_of
-    assert all(len(places) == 1 for places in together.values()), "a sequence lies in one bin, under one number"
-    assert len(set.union(*together.values())) == len(items)
+    assert all(len(places) == 1 for places in join_arrays.values()), "a sequence lies in one bin, under one number"
+    assert len(set.union(*join_arrays.values())) == len(items)
 
 
 @given(lines, st.integers(1, 60), st.sampled_from(Loss), st.sampled_from(Correction), st.booleans(), st.integers(0, 99))
@@ -104,15 +104,15 @@ def test_every_term_is_predicted_from_exactly_its_own_prefix(
 def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     given_lines: list[list[int]], bin_tokens: int, loss: Loss, correction: Correction, opsm: bool, seed: int
 ) -> None:
-    """Whatever looks at whole sequences finds them whole, in whichever order a trie has their tokens."""
-    items: list[Item] = []
+    """Losses that depend on whole sequences get them whole, in whichever order a trie has their tokens."""
+    items: list[TrainingItem] = []
     for line in given_lines:
         items.append(item(line, range(1, len(line)), first_id=sum(len(each.terms) for each in items)))
     random = torch.Generator().manual_seed(seed)
     policy, old, sampler, advantages = torch.randn(4, sum(len(each.terms) for each in items), generator=random) / 2
     policy.requires_grad_()
     rules = tiny_settings(
-        loss=loss, correction=correction, importance_floor=0.3, use_opsm=opsm, opsm_delta=0.05, clip_low=0.1
+        loss=loss, correction=correction, tis_clip_low=0.3, use_opsm=opsm, opsm_delta=0.05, clip_low=0.1
     )
 
     def gradient(bins: list[Bin]) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, i
         start = sum(each.length for each in segments)
         segments.append(Segment(start, length, depth, parent))
     layout = plan(segments)
-    tree = layout.tree(apart(together(layout.arrays), layout.arrays))
+    tree = layout.tree(split_buffer(join_arrays(layout.arrays), layout.arrays))
     laid: list[tuple[int, list[int]]] = []
     for block in tree.blocks:
         lines_, queries = block.queries_BQ.shape

@@ -1,4 +1,4 @@
-"""A batch as samples: nothing of what is trained is lost on the way through a file, and a file runs no code."""
+"""A batch as samples: a file loses nothing of what is trained, and loading it runs no code."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,20 +13,21 @@ from pyarrow import parquet
 from bombus.config.documents import parse_job
 from bombus.errors import EngineFault, Refused
 from bombus.hive.records import Choice, FinishReason
-from bombus_trainer.data.batch import Group, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
-from bombus_trainer.data.packing import Item
-from bombus_trainer.data.sample_files import load_samples, write
+from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup, mini_batches, prepare
+from bombus_trainer.data.packing import TrainingItem
+from bombus_trainer.data.sample_files import write
 from bombus_trainer.data.samples import Origin, Sample, Status, samples_of
-from bombus_trainer.data.sequences import Sequence as Merged
+from bombus_trainer.data.sequences import TokenSequence as Merged
 from bombus_trainer.replay.debug_rollouts import allowed_template
+from tests.trainer.sample_reading import load_samples, sample_of
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
 ORIGIN = Origin("main", 1, 3)
 SETTINGS = tiny_settings(mini_batch_num=2)
 
 
-def groups() -> list[Group]:
-    """Turns, a rewritten history, several choices, another temperature, rewards for single calls, no signal."""
+def groups() -> list[EpisodeGroup]:
+    """Make groups with turns, a rewritten history, choices, another temperature, call rewards, and no signal."""
     first = call("a1", [1, 2, 3], [10, 11], logprob=-0.1)
     turns = episode("a", 1.0, first, call("a2", [4], [12, 13, 14], parent=first, logprob=-0.3, version=2))
     branches = episode(
@@ -35,7 +36,11 @@ def groups() -> list[Group]:
     rewarded = episode("c", 0.5, call("c1", [5, 6], [30, 31]), call_rewards=(0.5,))
     plain = episode("d", 1.5, call("d1", [5, 6], [32]), call_rewards=(1.5,))
     silent = [episode(name, 1.0, call(f"{name}1", [7], [40])) for name in ("e", "f")]
-    return [Group("t1", (turns, branches)), Group("t2", (rewarded, plain)), Group("t3", tuple(silent))]
+    return [
+        EpisodeGroup("t1", (turns, branches)),
+        EpisodeGroup("t2", (rewarded, plain)),
+        EpisodeGroup("t3", tuple(silent)),
+    ]
 
 
 def samples() -> list[Sample]:
@@ -43,7 +48,7 @@ def samples() -> list[Sample]:
 
 
 def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
-    """The trainer's batch from its samples alone."""
+    """Rebuild the trainer's batch from its samples alone."""
     prepared: list[PreparedGroup] = []
     first_id = 0
     for number in range(max(sample.group_index for sample in found) + 1):
@@ -72,8 +77,8 @@ def rebuilt(found: Sequence[Sample]) -> PreparedBatch:
     return PreparedBatch(tuple(prepared), first_id, 0, 0, ())
 
 
-def flat(items: list[list[Item]]) -> list[bytes]:
-    """Every number that the loss is computed from."""
+def flat(items: list[list[TrainingItem]]) -> list[bytes]:
+    """Return every number that the loss is computed from."""
     found = []
     for item in (item for part in items for item in part):
         terms = [getattr(item.terms, name) for name in item.terms.__dataclass_fields__]
@@ -81,7 +86,7 @@ def flat(items: list[list[Item]]) -> list[bytes]:
     return found
 
 
-def test_from_the_file_the_trainers_batch_can_be_built_again_to_the_last_bit(tmp_path: Path) -> None:
+def test_the_trainers_batch_can_be_rebuilt_from_the_file_bit_for_bit(tmp_path: Path) -> None:
     write(tmp_path / "b.pt", 3, samples())
     back = load_samples(tmp_path / "b.pt")
     assert back == samples()
@@ -107,20 +112,20 @@ def test_a_sample_is_a_branch_whose_response_begins_at_its_first_trained_token()
     assert (choice.tokens, other.tokens) == ([1, 2, 9, 21], [1, 2, 9, 22, 23])
 
 
-def test_what_a_client_said_is_kept_and_its_label_is_the_samples() -> None:
+def test_the_clients_metadata_is_kept_and_its_label_is_the_samples() -> None:
     prepared = prepare(groups(), SETTINGS, VOCAB)
-    (first, *rest) = samples_of(ORIGIN, groups(), prepared, said={"a": {"label": 42, "source": "gsm8k"}})
+    (first, *rest) = samples_of(ORIGIN, groups(), prepared, client_metadata={"a": {"label": 42, "source": "gsm8k"}})
     assert (first.label, first.metadata["source"]) == ("42", "gsm8k")
     assert {sample.label for sample in rest} == {None}
 
 
-def test_a_sequence_that_ended_at_its_length_is_truncated() -> None:
+def test_a_sequence_that_was_cut_off_at_its_length_is_truncated() -> None:
     record = call("x", [1], [2, 3], [4, 5])
     cut: tuple[Choice, ...] = (
         msgspec.structs.replace(record.choices[0], finish=FinishReason.LENGTH),
         record.choices[1],
     )
-    group = [Group("t", (episode("x", 1.0, msgspec.structs.replace(record, choices=cut)),))]
+    group = [EpisodeGroup("t", (episode("x", 1.0, msgspec.structs.replace(record, choices=cut)),))]
     found = samples_of(ORIGIN, group, prepare(group, SETTINGS, VOCAB))
     assert [sample.status for sample in found] == [Status.TRUNCATED, Status.COMPLETED]
 
@@ -137,7 +142,7 @@ def test_a_pt_file_loads_with_weights_only_and_has_the_fields_of_slimes(tmp_path
 def test_a_parquet_file_has_a_row_for_each_sample(tmp_path: Path) -> None:
     write(tmp_path / "b.parquet", 3, samples())
     rows = parquet.read_table(tmp_path / "b.parquet").to_pylist()
-    found = [Sample.from_dict({**row, "metadata": msgspec.json.decode(row["metadata"])}) for row in rows]
+    found = [sample_of({**row, "metadata": msgspec.json.decode(row["metadata"])}) for row in rows]
     assert found == samples()
 
 

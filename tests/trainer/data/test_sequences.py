@@ -46,7 +46,7 @@ def test_choices_are_branches_and_a_child_extends_the_choice_it_names() -> None:
     assert lines == [[1, 2], [1, 4], [1, 3, 5, 6]]
 
 
-def test_a_prompt_that_extends_an_earlier_call_token_for_token_merges_without_being_told() -> None:
+def test_a_prompt_that_extends_an_earlier_call_token_for_token_merges_without_a_named_parent() -> None:
     root = call("a", [1, 2], [3])
     short = call("b", [1, 2, 3, 4], [5])
     longest = call("c", [1, 2, 3, 4, 5, 6], [7])
@@ -73,7 +73,7 @@ def test_a_parent_outside_the_episodes_calls_is_read_and_not_trained() -> None:
     assert sequence.calls_T.tolist() == [-1, -1, -1, -1, 0]
 
 
-def test_a_sequence_ends_behind_its_last_trained_token() -> None:
+def test_a_sequence_ends_after_its_last_trained_token() -> None:
     root = call("a", [1], [2])
     child = call("b", [4, 4, 4], [5], parent=root, status=CallStatus.CUT_OFF)
     (sequence,) = merge_calls("e", [root, child]).sequences
@@ -105,9 +105,9 @@ def test_records_that_do_not_fit_together_are_corrupt(records: list[CallRecord],
 
 @st.composite
 def call_trees(draw: st.DrawFn) -> list[CallRecord]:
-    """Up to eight calls: with a named parent, a prompt that may or may not extend another call, or a new line.
+    """Draw up to eight calls: with a named parent, with a prompt that may extend another call, or with a new line.
 
-    Sampled ids are unique, so that each can be found again; prompts draw on very few ids, so that they collide.
+    Sampled ids are unique, so that each can be found again; prompts use very few ids, so that they collide.
     """
     records: list[CallRecord] = []
     unique = iter(range(1000, 10_000))

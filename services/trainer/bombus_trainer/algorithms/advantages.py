@@ -8,7 +8,7 @@ import numpy as np
 from bombus.config.algorithms import Estimator
 from bombus_trainer.data.sequences import Floats
 
-EPSILON = 1e-6  # rewards that differ by less say nothing
+EPSILON = 1e-6  # rewards that differ by less count as equal
 
 
 def group_advantages(
@@ -17,17 +17,18 @@ def group_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[float]:
-    """One advantage for each of n samples of a group, from its reward r_i and its count of sampled tokens l_i.
+    """Compute one advantage for each of n samples of a group, from its reward r_i and its sampled tokens l_i.
 
     - GRPO (Shao et al. 2024, arXiv:2402.03300): r_i - mean(r), over the sample standard deviation (n - 1) if
       `normalise_std`.
     - Dr. GRPO (Liu et al. 2025, arXiv:2503.20783): r_i - mean(r).
     - RLOO (Ahmadian et al. 2024, arXiv:2402.14740): r_i - the mean of the others.
     - OPO (Hao et al. 2025, arXiv:2505.23585): r_i - sum(l r) / sum(l).
-    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, and with baseline r_i - mean(r). Both are only half of it:
-      `whitened` has to follow, over the whole batch.
+    - REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): r_i, and with baseline r_i - mean(r). Both still have to be
+      normalised over the whole batch, see `whitening`.
 
-    A group of one, or of equal rewards, has nothing to compare: zeros, but for REINFORCE++ without baseline.
+    A group of one, or of equal rewards, has nothing to compare: its advantages are 0, except for REINFORCE++ without
+    baseline.
     """
     count = len(rewards)
     if estimator == Estimator.REINFORCE_PLUS_PLUS:
@@ -55,14 +56,14 @@ def call_advantages(
     estimator: Estimator = Estimator.GRPO,
     normalise_std: bool = True,
 ) -> list[list[float]]:
-    """One advantage for each call of each episode of a group; `lengths` are the calls' counts of sampled tokens.
+    """Compute one advantage for each call of each episode of a group; `lengths` are the calls' sampled tokens.
 
-    Without call rewards every call has its episode's advantage. As soon as one episode brings them, a call is
-    compared with the calls at the same turn of the group's other episodes: turns differ in what they can earn, and
-    with one baseline for all of them an easy turn would be rewarded, and a hard one punished, whatever was said.
-    A turn that only one episode reached has nothing to compare: zero. An episode without call rewards then gives its
-    reward to each of its calls. This holds for every estimator. REINFORCE++ without baseline compares within no
-    group: there a call's reward takes the place of its episode's among all tokens of the batch.
+    Without call rewards every call has its episode's advantage. If any episode has them, a call is compared with the
+    calls at the same turn of the group's other episodes: turns differ in what they can earn, and with one baseline for
+    all of them an easy turn would be rewarded, and a hard one punished, whatever was sampled. A turn that only one
+    episode reached has nothing to compare: 0. An episode without call rewards then gives its reward to each of its
+    calls. This holds for every estimator. REINFORCE++ without baseline does not compare within a group: there a call's
+    reward replaces its episode's among all tokens of the batch.
 
     Raises `ValueError` when an episode has not one reward for each of its calls.
     """
@@ -91,10 +92,10 @@ def call_advantages(
 
 
 def whitening(values_N: Floats) -> tuple[float, float]:
-    """The mean of a batch's trained tokens' values, and what their distance from it is to be multiplied by.
+    """Return the mean of the values of a batch's trained tokens, and the factor for their distance from it.
 
-    1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's masked_whiten
-    computes it. Fewer than two tokens, or equal values, have nothing to compare: a factor of 0.
+    The factor is 1 / sqrt(variance + 1e-8), the variance with n - 1: REINFORCE++, arXiv:2501.03262, as verl's
+    masked_whiten computes it. With fewer than two tokens, or equal values, it is 0.
     """
     if len(values_N) < 2 or float(np.ptp(values_N)) < EPSILON:
         return 0.0, 0.0

@@ -1,9 +1,9 @@
 """Estimates of a KL divergence at sampled tokens: plain functions of one-dimensional tensors.
 
-As a number each is an estimate of KL(policy || other) where tokens are drawn from the policy. As a term of a loss it
-is its gradient that counts, and there they differ (Tang and Munos 2025, arXiv:2506.09477): the expected gradient of
-k1 is zero, so k1 in a loss adds noise and pulls nowhere; that of k2 is the gradient of KL(policy || other); that of
-k3 is the gradient of KL(other || policy), which agrees with k2's while the two are near each other.
+As a number each is an estimate of KL(policy || other) where tokens are drawn from the policy. As terms of a loss they
+differ in their gradients (Tang and Munos 2025, arXiv:2506.09477): the expected gradient of k1 is zero, so in a loss k1
+adds only noise; that of k2 is the gradient of KL(policy || other); that of k3 is the gradient of KL(other || policy),
+which agrees with k2's while the two are close to each other.
 """
 
 from collections.abc import Callable
@@ -17,20 +17,20 @@ K3_MAX = 10.0
 
 
 def kl_k1(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """policy - other: unbiased, of either sign [N] (Schulman 2020, "Approximating KL Divergence")."""
+    """Compute policy - other: unbiased, of either sign [N] (Schulman 2020, "Approximating KL Divergence")."""
     return logprobs_N - other_N
 
 
 def kl_k2(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """(policy - other)^2 / 2: biased a little, never negative [N] (Schulman 2020)."""
+    """Compute (policy - other)^2 / 2: slightly biased, never negative [N] (Schulman 2020)."""
     return 0.5 * (logprobs_N - other_N).square()
 
 
 def kl_k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
-    """exp(d) - d - 1 with d = other - policy, at most 10 [N] (Schulman 2020; GRPO, equation 4).
+    """Compute exp(d) - d - 1 with d = other - policy, at most 10 [N] (Schulman 2020; GRPO, equation 4).
 
-    Never negative, and unbiased where the bound is not met: for d from -11.0 to 2.61. Beyond there is no gradient. So
-    do verl's k3 and low_var_kl: without a bound one token that the policy all but gave up outweighs its whole batch.
+    It is never negative, and unbiased within the bound: for d from -11.0 to 2.61. Beyond, there is no gradient. verl's
+    k3 and low_var_kl are the same: without a bound one token that the policy has almost given up outweighs its batch.
     """
     difference_N = (other_N - logprobs_N).clamp(-20.0, 20.0)
     return (torch.exp(difference_N) - difference_N - 1.0).clamp(max=K3_MAX)

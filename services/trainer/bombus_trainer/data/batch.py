@@ -1,6 +1,6 @@
-"""From the groups of a batch to what is computed: sequences with an advantage and a weight for each trained token."""
+"""Turn the groups of a batch into what is computed: sequences with an advantage and a weight for each trained token."""
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,14 +11,14 @@ from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import call_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.overlong import penalties, was_cut
-from bombus_trainer.data.packing import Item, Terms
-from bombus_trainer.data.sequences import Floats, MergedEpisode, Sequence, merge_calls
+from bombus_trainer.data.packing import Terms, TrainingItem
+from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
 from bombus_trainer.settings import TrainerSettings
 
 
 @dataclass(frozen=True)
 class EpisodeCalls:
-    """An episode as the batch names it, its calls read from the log. See `merge_calls` for `context`."""
+    """An episode of a batch, with its calls read from the log. See `merge_calls` for `context`."""
 
     episode: str
     reward: float
@@ -28,7 +28,7 @@ class EpisodeCalls:
 
 
 @dataclass(frozen=True)
-class Group:
+class EpisodeGroup:
     task: str
     episodes: tuple[EpisodeCalls, ...]
 
@@ -37,14 +37,14 @@ class Group:
 class Line:
     """One sequence with its advantages [T] and the number of its first term in the batch."""
 
-    sequence: Sequence
+    sequence: TokenSequence
     advantages_T: Floats
     first_id: int
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedGroup:
-    """`signal`: some trained token has an advantage. `tokens` counts each episode's trained tokens."""
+    """A group's sequences. `tokens` counts each episode's trained tokens; `signal`: one of them has an advantage."""
 
     lines: tuple[Line, ...]
     tokens: dict[str, int]
@@ -57,12 +57,12 @@ class PreparedBatch:
     terms: int
     calls: int
     merged_calls: int
-    left_out: tuple[str, ...]  # episodes whose records cannot be trained: an infra failure each
-    cut: int = 0  # episodes one of whose calls was cut at a limit of the job
+    left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
+    cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
-    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together or this model."""
+    """Merge an episode's calls. Raises `LogCorrupted` when they do not fit together, or do not fit this model."""
     merged = merge_calls(episode.episode, episode.records, episode.context)
     if episode.call_rewards is not None and len(episode.call_rewards) != len(episode.records):
         raise LogCorrupted(
@@ -74,8 +74,8 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
     return merged
 
 
-def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
-    """Merge and give advantages. An episode that is corrupted leaves its group before anything is computed of it."""
+def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
+    """Merge calls and compute advantages. A corrupted episode is left out of its group before anything is computed."""
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
     terms = calls = merged_calls = cut = 0
@@ -96,46 +96,46 @@ def prepare(groups: SequenceOf[Group], settings: TrainerSettings, vocab_size: in
     return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
 
 
-def episode_advantages(episodes: SequenceOf[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
-    """One advantage for each call of each episode of a group, overlong calls punished if the settings say so.
+def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
+    """Compute one advantage for each call of each episode of a group, with penalties for overlong calls if configured.
 
-    Of an estimator that normalises over the batch this is what goes into that.
+    For an estimator that normalises over the batch, these are the values before that.
     """
-    lost = [penalties(episode.records, settings) for episode in episodes]
+    added = [penalties(episode.records, settings) for episode in episodes]
     return call_advantages(
-        [episode.reward + min(less, default=0.0) for episode, less in zip(episodes, lost, strict=True)],
+        [episode.reward + min(penalty, default=0.0) for episode, penalty in zip(episodes, added, strict=True)],
         [
-            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, less, strict=True)]
-            for each, less in zip(episodes, lost, strict=True)
+            None if each.call_rewards is None else [a + b for a, b in zip(each.call_rewards, penalty, strict=True)]
+            for each, penalty in zip(episodes, added, strict=True)
         ],
         [[record.completion_tokens() for record in episode.records] for episode in episodes],
         settings.estimator,
-        settings.normalise_std,
+        settings.config.normalise_by_std,
     )
 
 
 def _prepare_group(
-    kept: SequenceOf[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
+    kept: Sequence[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
 ) -> PreparedGroup:
     advantages = episode_advantages([episode for episode, _ in kept], settings)
     lines: list[Line] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
-        masked = settings.overlong == Overlong.MASK and was_cut(episode.records, settings)
+        masked = settings.config.overlong == Overlong.MASK and was_cut(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
-        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last stands for call -1: not sampled
+        table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
         for sequence in () if masked else merged.sequences:
             lines.append(Line(sequence, table[sequence.calls_T], first_id))
             first_id += int(sequence.loss_mask_T.sum())
     return PreparedGroup(lines=tuple(lines), tokens=tokens, signal=_signal(lines))
 
 
-def _signal(lines: SequenceOf[Line]) -> bool:
+def _signal(lines: Sequence[Line]) -> bool:
     return any(bool(np.any(line.advantages_T[line.sequence.loss_mask_T])) for line in lines)
 
 
-def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
-    """The groups with the advantages of all their trained tokens normalised together."""
+def _whitened(groups: Sequence[PreparedGroup]) -> list[PreparedGroup]:
+    """Normalise the advantages of all trained tokens of these groups together."""
     parts = [line.advantages_T[line.sequence.loss_mask_T] for group in groups for line in group.lines]
     mean, scale = whitening(np.concatenate(parts) if parts else np.zeros(0, dtype=np.float32))
     found = []
@@ -149,9 +149,9 @@ def _whitened(groups: SequenceOf[PreparedGroup]) -> list[PreparedGroup]:
 
 
 def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
-    """How many policy versions older than this step's the trained tokens are: step k trains version k - 1.
+    """Return metrics of the age of the trained tokens, in policy versions. Step k trains version k - 1.
 
-    `stale_share` is the share of tokens that are older at all.
+    `stale_share` is the share of tokens that are older than that.
     """
     parts = [line.sequence.versions_T[line.sequence.loss_mask_T] for group in batch.groups for line in group.lines]
     if not parts:
@@ -164,39 +164,39 @@ def staleness(batch: PreparedBatch, step: int) -> dict[str, float]:
     }
 
 
-def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[Item]]:
-    """Deal the groups of a batch out to its updates, anew in each of its epochs; groups stay whole.
+def mini_batches(batch: PreparedBatch, settings: TrainerSettings, step: int, epoch: int) -> list[list[TrainingItem]]:
+    """Distribute the groups of a batch over its updates, in a new order in each epoch; groups stay whole.
 
-    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but
-    are not computed, unless a KL term or an entropy bonus pulls on them too.
+    Groups without signal count in their update's mean (an update of one group in ten is a tenth as strong) but are
+    not computed, unless a KL term or an entropy bonus trains them too.
     """
-    everywhere = settings.pulls_everywhere
+    everywhere = settings.trains_every_token
     computed = [group for group in batch.groups if group.lines and (group.signal or everywhere)]
     silent = [group for group in batch.groups if not (group.signal or everywhere)]
-    parts = min(settings.mini_batch_num, len(computed))
+    parts = min(settings.config.mini_batch_num, len(computed))
     if parts > 1:
-        order = np.random.default_rng([settings.seed, step, epoch]).permutation(len(computed))
+        order = np.random.default_rng([settings.job.model.seed, step, epoch]).permutation(len(computed))
         computed = [computed[index] for index in order]
     return [_items(computed[part::parts], silent[part::parts], settings) for part in range(parts)]
 
 
 def _items(
-    computed: SequenceOf[PreparedGroup], silent: SequenceOf[PreparedGroup], settings: TrainerSettings
-) -> list[Item]:
+    computed: Sequence[PreparedGroup], silent: Sequence[PreparedGroup], settings: TrainerSettings
+) -> list[TrainingItem]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
-    if settings.aggregation == Aggregation.EPISODE:
+    if settings.config.loss_aggregation == Aggregation.EPISODE:
         weights = episode_weights(tokens)
-    elif settings.aggregation == Aggregation.TOKEN:
+    elif settings.config.loss_aggregation == Aggregation.TOKEN:
         weights = token_weights(tokens)
     else:
-        weights = constant_weights(tokens, settings.response_tokens_max)
+        weights = constant_weights(tokens, settings.job.rollout.max_response_length)
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
 
 
-def _item(line: Line, weight: float) -> Item:
+def _item(line: Line, weight: float) -> TrainingItem:
     sequence = line.sequence
     positions_N = np.flatnonzero(sequence.loss_mask_T)
-    return Item(
+    return TrainingItem(
         tokens_T=sequence.tokens_T,
         positions_N=positions_N,
         terms=Terms(

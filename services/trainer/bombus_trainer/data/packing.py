@@ -1,9 +1,9 @@
-"""Packs sequences into flat rows without padding, and lays tokens that sequences have in common down only once.
+"""Pack sequences into flat rows without padding, with tokens that sequences have in common only once.
 
-Where prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a
-group share is one segment, the completions are its children. This is a layout of the computation only. What is
-trained is a list of terms, each pointing at the row whose hidden state predicts it, so the loss is exactly that of
-the sequences alone.
+Where prefixes are shared, the sequences of a bin form a compressed token trie: the prompt that the members of a group
+share is one segment, and the completions are its children. This only changes the layout of the computation. What is
+trained is a list of terms, each pointing at the row whose hidden state predicts it, so the loss is exactly that of the
+separate sequences.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Item:
+class TrainingItem:
     """One sequence to train: tokens [T], the ascending positions of its N trained tokens (all >= 1), their terms."""
 
     tokens_T: Ints
@@ -49,7 +49,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + length) of a row, at positions [depth, depth + length), behind `parent` (-1: none)."""
+    """Tokens [start, start + length) of a row, at positions [depth, depth + length), after `parent` (-1: none)."""
 
     start: int
     length: int
@@ -61,9 +61,9 @@ class Segment:
 class Bin:
     """One micro-batch: a flat row of T tokens and the terms that its hidden states predict.
 
-    `heads` are the distinct (row, temperature) pairs that need logits: several terms may ask the same hidden state
-    for different targets. `head_of_term_N` never decreases. `lines_N` numbers the sequence, below `sequences`, that
-    each term belongs to: a sequence is never split, so all its terms are here.
+    `heads` are the distinct (row, temperature) pairs that need logits: several terms may need different targets from
+    the same hidden state. `head_of_term_N` never decreases. `lines_N` numbers the sequence, below `sequences`, that
+    each term belongs to. A sequence is never split, so all its terms are in one bin.
     """
 
     tokens_T: Ints
@@ -79,7 +79,7 @@ class Bin:
 
 
 class _Node:
-    """A stretch of tokens in a trie under construction. Cutting it keeps its identity at the lower end."""
+    """A run of tokens in a trie under construction. When it is split, the lower part stays this object."""
 
     __slots__ = ("depth", "parent", "start", "tokens")
 
@@ -103,7 +103,7 @@ class _Node:
 
 
 class _Trie:
-    """Takes sequences in lexicographic order, so the last one taken has the longest prefix in common with the next."""
+    """A trie that takes sequences in lexicographic order: the next shares its longest prefix with the last one."""
 
     def __init__(self, shared_tokens_min: int | None) -> None:
         self.shared_tokens_min = shared_tokens_min  # None: nothing is shared
@@ -113,7 +113,7 @@ class _Trie:
         self._last_tokens: Ints = np.zeros(0, dtype=np.int64)
 
     def shared(self, tokens: Ints) -> int:
-        """How many of these tokens are there already and worth sharing: cutting a node for a few is not."""
+        """Return how many of these tokens are present and worth sharing: splitting a node for a few is not."""
         if self._last is None or self.shared_tokens_min is None:
             return 0
         common = common_prefix(self._last_tokens, tokens)
@@ -121,7 +121,7 @@ class _Trie:
         return common if common - edge >= self.shared_tokens_min else edge
 
     def add(self, tokens: Ints) -> _Node:
-        """The node at whose end the sequence ends."""
+        """Add a sequence and return the node at whose end it ends."""
         depth = self.shared(tokens)
         node = self._node_ending_at(depth)
         if node is None or depth < len(tokens):
@@ -145,17 +145,19 @@ class _Trie:
 
 
 def common_prefix(left: Ints, right: Ints) -> int:
-    """How many tokens two sequences have in common at their beginning."""
+    """Return how many tokens two sequences have in common at their beginning."""
     length = min(len(left), len(right))
     different = np.flatnonzero(left[:length] != right[:length])
     return int(different[0]) if len(different) else length
 
 
-def pack(items: Iterable[Item], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16) -> list[Bin]:
-    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence has a bin of its own. Deterministic.
+def pack(
+    items: Iterable[TrainingItem], bin_tokens: int, share_prefixes: bool = True, shared_tokens_min: int = 16
+) -> list[Bin]:
+    """Fill bins of at most `bin_tokens` computed tokens; a longer sequence gets a bin of its own. Deterministic.
 
-    Sequences that share prefixes go in lexicographic order, each into the bin of its neighbour while there is room;
-    others in their own order. Nothing is padded, so a bin that is not full costs nothing.
+    Sequences that share prefixes are taken in lexicographic order, each into the bin of its neighbour while there is
+    room; others in their own order. Nothing is padded, so a bin that is not full costs nothing extra.
     """
     if share_prefixes:
         return list(_shared_bins(items, bin_tokens, shared_tokens_min))
@@ -164,11 +166,11 @@ def pack(items: Iterable[Item], bin_tokens: int, share_prefixes: bool = True, sh
     return [_bin_of([alone[index] for index in each]) for each in filled]
 
 
-def _shared_bins(items: Iterable[Item], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
+def _shared_bins(items: Iterable[TrainingItem], bin_tokens: int, shared_tokens_min: int) -> Iterator[Bin]:
     # A sequence's last token is only ever predicted: it needs no row.
     ordered = sorted(items, key=lambda item: item.tokens_T[:-1].astype(">u4").tobytes())
     trie = _Trie(shared_tokens_min)
-    content: list[tuple[Item, _Node]] = []
+    content: list[tuple[TrainingItem, _Node]] = []
     for item in ordered:
         inputs = item.tokens_T[:-1]
         if content and trie.tokens + len(inputs) - trie.shared(inputs) > bin_tokens:
@@ -179,13 +181,13 @@ def _shared_bins(items: Iterable[Item], bin_tokens: int, shared_tokens_min: int)
         yield _lay_out(trie, content)
 
 
-def _bin_of(items: Iterable[Item]) -> Bin:
-    """Sequences end to end, nothing shared."""
+def _bin_of(items: Iterable[TrainingItem]) -> Bin:
+    """Lay sequences end to end, with nothing shared."""
     trie = _Trie(None)
     return _lay_out(trie, [(item, trie.add(item.tokens_T[:-1])) for item in items])
 
 
-def _lay_out(trie: _Trie, content: list[tuple[Item, _Node]]) -> Bin:
+def _lay_out(trie: _Trie, content: list[tuple[TrainingItem, _Node]]) -> Bin:
     number: dict[int, int] = {}
     segments: list[Segment] = []
     start = 0

@@ -1,4 +1,4 @@
-"""Reads the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
+"""Read the calls of a batch back from the log. What cannot be read costs its episode, not the batch (R6)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ from bombus.bus import Bus
 from bombus.errors import LogCorrupted
 from bombus.hive.events import BatchEpisode, BatchReady
 from bombus.hive.records import CallRecord, CallRef, decode_record
-from bombus_trainer.data.batch import EpisodeCalls, Group
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 
 ANCESTORS_MAX = 4096
 
 
-class Calls(Protocol):
-    """Where call records are read from: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
+class CallReader(Protocol):
+    """A source of call records: the bus, or a log that was kept (`bombus.replay.source.Source`)."""
 
     async def records(self, refs: Sequence[CallRef]) -> Sequence[CallRecord]:
-        """The records of these references, in their order, each checked. Raises `LogCorrupted`."""
+        """Return the records of these references, in their order, each checked. Raises `LogCorrupted`."""
         ...
 
 
-class BusCalls:
-    """The calls of a hive that runs."""
+class BusCallReader:
+    """Reads the calls of a running hive."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -34,15 +34,15 @@ class BusCalls:
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """`lost` says of each episode that could not be read why, `stale` of each that is too old how old it is."""
+    """A batch as read. `lost` has why each missing episode could not be read, `stale` the age of each too old one."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[EpisodeGroup, ...]
     lost: dict[str, str]
     stale: dict[str, int]
 
 
-async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
-    """All calls of a batch, each checked against its reference. Raises `BusUnavailable`.
+async def read_batch(calls: CallReader, batch: BatchReady, max_staleness: int | None = None) -> ReadBatch:
+    """Read all calls of a batch, each checked against its reference. Raises `BusUnavailable`.
 
     Episodes with a token that is over `max_staleness` versions old are left out; None: there is no such bound.
     """
@@ -50,8 +50,8 @@ async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None 
         refs = [ref for group in batch.groups for episode in group.episodes for ref in episode.calls]
         known = await _read(calls, refs)
     except LogCorrupted:
-        known = {}  # one of them is bad: read episode by episode to see which
-    groups: list[Group] = []
+        known = {}  # one of them is bad: read episode by episode to find which
+    groups: list[EpisodeGroup] = []
     lost: dict[str, str] = {}
     stale: dict[str, int] = {}
     for group in batch.groups:
@@ -67,17 +67,17 @@ async def read_batch(calls: Calls, batch: BatchReady, max_staleness: int | None 
                 stale[episode.episode] = age
             else:
                 kept.append(read)
-        groups.append(Group(group.task, tuple(kept)))
+        groups.append(EpisodeGroup(group.task, tuple(kept)))
     return ReadBatch(tuple(groups), lost, stale)
 
 
 def _age(episode: EpisodeCalls, step: int) -> int:
-    """Of its oldest sampled token, in versions: step k trains version k - 1 (R14)."""
+    """Return the age of an episode's oldest sampled token, in versions: step k trains version k - 1 (R14)."""
     spans = (span for record in episode.records for choice in record.choices for span in choice.spans)
     return step - 1 - min((span.version for span in spans if span.end > span.start), default=step - 1)
 
 
-async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
+async def _episode(calls: CallReader, episode: BatchEpisode, known: dict[CallRef, CallRecord]) -> EpisodeCalls:
     missing = [ref for ref in episode.calls if ref not in known]
     found = known | await _read(calls, missing) if missing else known
     records = tuple(found[ref] for ref in episode.calls)
@@ -90,8 +90,8 @@ async def _episode(calls: Calls, episode: BatchEpisode, known: dict[CallRef, Cal
     )
 
 
-async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
-    """Parents that do not belong to the episode (cut off, or late), and theirs."""
+async def _ancestors(calls: CallReader, records: Sequence[CallRecord]) -> tuple[CallRecord, ...]:
+    """Read parents that do not belong to the episode (cut off, or late), and their parents."""
     have = {record.id for record in records}
     context: list[CallRecord] = []
     frontier: Sequence[CallRecord] = records
@@ -104,5 +104,5 @@ async def _ancestors(calls: Calls, records: Sequence[CallRecord]) -> tuple[CallR
     return tuple(context)
 
 
-async def _read(calls: Calls, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
+async def _read(calls: CallReader, refs: Sequence[CallRef]) -> dict[CallRef, CallRecord]:
     return dict(zip(refs, await calls.records(refs), strict=True))

@@ -1,4 +1,4 @@
-"""Samples in files: `.pt` as slime's debug rollout data, `.parquet` for everything that reads tables."""
+"""Write samples to files: `.pt` as slime's debug rollout data, `.parquet` for tools that read tables."""
 
 import os
 import tempfile
@@ -15,7 +15,10 @@ SUFFIXES = (".pt", ".parquet")
 
 
 def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Write a file by its suffix; it appears when it is whole. Raises `EngineFault` without what it needs."""
+    """Write a file in the format of its suffix. It appears only when complete.
+
+    Raises `EngineFault` for another suffix, or when the library for it is missing.
+    """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,13 +36,8 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def load_samples(path: str | Path) -> list[Sample]:
-    """The samples of a `.pt` file. Nothing in it can run code: it is loaded with `weights_only=True`."""
-    return [Sample.from_dict(values) for values in torch.load(path, weights_only=True)["samples"]]
-
-
 def _write_parquet(path: Path, samples: Sequence[Sample]) -> None:
-    """One row for each sample. `metadata` is JSON: no two clients' have the same columns."""
+    """Write one row for each sample. `metadata` is JSON, since it differs from client to client."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -1,7 +1,6 @@
-"""A batch as samples in the form of slime's debug rollout data: what was trained, token by token, outside of bombus."""
+"""A batch as samples in the form of slime's debug rollout data: what was trained, token by token."""
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
@@ -9,15 +8,15 @@ from typing import Any
 import msgspec
 
 from bombus.hive.records import CallRecord, FinishReason
-from bombus_trainer.data.batch import EpisodeCalls, Group, Line, PreparedBatch
-from bombus_trainer.data.sequences import Sequence
+from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, Line, PreparedBatch
+from bombus_trainer.data.sequences import TokenSequence
 
-Decode = Callable[[SequenceOf[int]], str]
-OURS = "bombus"  # the key of `metadata` below which ours lies; beside it is what the client said of the episode
+Decode = Callable[[Sequence[int]], str]
+OURS = "bombus"  # the key of our part of `metadata`; the rest is what the client said of the episode
 
 
 class Status(StrEnum):
-    """slime knows more; of what was trained there are these two."""
+    """slime has more statuses; what was trained has one of these two."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -33,7 +32,7 @@ class Origin(msgspec.Struct, frozen=True):
 
 @dataclass
 class Sample:
-    """One sequence: a branch of an episode, cut behind its last trained token.
+    """One sequence: a branch of an episode, cut after its last trained token.
 
     The response begins at the first trained token. `loss_mask` and `rollout_log_probs` have an entry for each of its
     tokens; a logprob is 0 where nothing was sampled. `metadata["bombus"]` has advantages, temperatures and policy
@@ -55,27 +54,21 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values only: `torch.load(weights_only=True)` refuses anything else."""
+        """Return plain values only: `torch.load(weights_only=True)` refuses anything else."""
         return {each.name: getattr(self, each.name) for each in fields(self)} | {"status": str(self.status)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Sample":
-        """Keys that this version does not know are left out."""
-        known = {each.name for each in fields(cls)}
-        given = {key: value for key, value in values.items() if key in known}
-        return cls(**{**given, "status": Status(values["status"])})
 
 
 def samples_of(
     origin: Origin,
-    groups: SequenceOf[Group],
+    groups: Sequence[EpisodeGroup],
     prepared: PreparedBatch,
     decode: Decode | None = None,
-    said: Mapping[str, Mapping[str, Any]] | None = None,
+    client_metadata: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Sample]:
-    """The samples of a batch that `prepare` made of these groups. An episode without trained tokens has none.
+    """Return the samples of a batch that `prepare` made of these groups. An episode without trained tokens has none.
 
-    Without `decode` the texts are empty. `said` is what clients said of their episodes; its `label` is the sample's.
+    Without `decode` the texts are empty. `client_metadata` is what clients said of their episodes, by episode; its
+    `label` is the sample's.
     """
     samples: list[Sample] = []
     for index, (group, ready) in enumerate(zip(groups, prepared.groups, strict=True)):
@@ -85,35 +78,47 @@ def samples_of(
             episode = episodes[line.sequence.episode]
             branch = branches[episode.episode] = branches.get(episode.episode, -1) + 1
             ours = {**msgspec.to_builtins(origin), "task": group.task, "episode": episode.episode, "branch": branch}
-            metadata = dict((said or {}).get(episode.episode, {}))
-            samples.append(_sample(index, len(samples), line, episode, decode, ours, metadata))
+            metadata = {
+                **(client_metadata or {}).get(episode.episode, {}),
+                OURS: ours | _token_metadata(line, episode),
+            }
+            place = _SamplePlace(group=index, index=len(samples), metadata=metadata)
+            samples.append(_sample(place, line, episode, decode))
     return samples
 
 
-def _sample(
-    group: int,
-    index: int,
-    line: Line,
-    episode: EpisodeCalls,
-    decode: Decode | None,
-    ours: dict[str, Any],
-    metadata: dict[str, Any],
-) -> Sample:
+@dataclass(frozen=True)
+class _SamplePlace:
+    """Where a sample stands in its batch, and its whole metadata."""
+
+    group: int
+    index: int
+    metadata: dict[str, Any]
+
+
+def _token_metadata(line: Line, episode: EpisodeCalls) -> dict[str, Any]:
+    """Return what we add for each token of a sample's response."""
+    sequence = line.sequence
+    start = int(sequence.loss_mask_T.argmax())
+    found: dict[str, Any] = {
+        "advantages": line.advantages_T[start:].tolist(),
+        "temperatures": sequence.temperatures_T[start:].tolist(),
+        "versions": sequence.versions_T[start:].tolist(),
+    }
+    if episode.call_rewards is not None:
+        found |= {"call_rewards": list(episode.call_rewards), "calls": sequence.calls_T[start:].tolist()}
+    return found
+
+
+def _sample(place: _SamplePlace, line: Line, episode: EpisodeCalls, decode: Decode | None) -> Sample:
     sequence = line.sequence
     start = int(sequence.loss_mask_T.argmax())
     tokens = sequence.tokens_T.tolist()
-    versions = sequence.versions_T[start:].tolist()
-    ours |= {
-        "advantages": line.advantages_T[start:].tolist(),
-        "temperatures": sequence.temperatures_T[start:].tolist(),
-        "versions": versions,
-    }
-    if episode.call_rewards is not None:
-        ours |= {"call_rewards": list(episode.call_rewards), "calls": sequence.calls_T[start:].tolist()}
-    label = metadata.get("label")
+    versions = set(sequence.versions_T[start:].tolist())
+    label = place.metadata.get("label")
     return Sample(
-        group_index=group,
-        index=index,
+        group_index=place.group,
+        index=place.index,
         prompt=decode(tokens[:start]) if decode else "",
         tokens=tokens,
         response=decode(tokens[start:]) if decode else "",
@@ -122,14 +127,14 @@ def _sample(
         reward=episode.reward,
         loss_mask=sequence.loss_mask_T[start:].astype(int).tolist(),
         rollout_log_probs=sequence.logprobs_T[start:].tolist(),
-        weight_versions=[str(version) for version in sorted(set(versions) - {-1})],
+        weight_versions=[str(version) for version in sorted(versions - {-1})],
         status=_status(sequence, episode.records[int(sequence.calls_T[-1])]),
-        metadata={**metadata, OURS: ours},
+        metadata=place.metadata,
     )
 
 
-def _status(sequence: Sequence, last: CallRecord) -> Status:
-    """Whether the sequence's last call was cut off at its length. Of several choices it is the one that ends it."""
+def _status(sequence: TokenSequence, last: CallRecord) -> Status:
+    """Return `TRUNCATED` when the choice that ends the sequence was cut off at its length."""
     for choice in last.choices:
         tokens = choice.token_ids()
         if choice.finish == FinishReason.LENGTH and sequence.tokens_T[-len(tokens) :].tolist() == tokens:
@@ -138,11 +143,14 @@ def _status(sequence: Sequence, last: CallRecord) -> Status:
 
 
 def text_of(tokenizer: bytes) -> Decode:
-    """A `tokenizer.json`'s way back from tokens to text, special tokens included. Raises `ValueError` for no such."""
+    """Return the decoder of a `tokenizer.json`, which keeps special tokens.
+
+    Raises `ValueError` when it cannot be read.
+    """
     from tokenizers import Tokenizer
 
     try:
         loaded = Tokenizer.from_str(tokenizer.decode())
-    except Exception as error:  # the library raises nothing more exact
+    except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"this tokenizer cannot be read: {error}") from error
     return lambda tokens: str(loaded.decode(list(tokens), skip_special_tokens=False))

@@ -1,10 +1,10 @@
-"""Merges the call records of one episode into token sequences, so that every sampled token is trained exactly once.
+"""Merge the call records of one episode into token sequences, so that every sampled token is trained exactly once.
 
 A node is one choice of one call. Its path is its parent's path, the call's prompt tail and the sampled tokens; a
 leaf's path is a sequence. Branches share their common prefix: it is trained in the first sequence that holds it.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,10 +19,10 @@ Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Sequence:
-    """One line of an episode, cut behind its last trained token. All arrays have the length of `tokens` (T).
+class TokenSequence:
+    """One line of an episode, cut after its last trained token. All arrays have the length of `tokens` (T).
 
-    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are given at sampled tokens; elsewhere
+    `logprobs_T` (the sampler's), `versions_T`, `calls_T` and `temperatures_T` are set at sampled tokens; elsewhere
     they are 0, -1, -1 and 1. `calls_T` indexes the records that `merge_calls` was given.
     """
 
@@ -40,9 +40,9 @@ class Sequence:
 
 @dataclass(frozen=True)
 class MergedEpisode:
-    """`merged_calls` of `calls` extended another call token for token; the others began a line of their own."""
+    """An episode's sequences. `merged_calls` of `calls` extended another call; the others began a line of their own."""
 
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[TokenSequence, ...]
     calls: int
     merged_calls: int
     trained_tokens: int
@@ -50,7 +50,7 @@ class MergedEpisode:
 
 @dataclass(frozen=True, eq=False)
 class _Node:
-    """`path` holds the int32 bytes of every token up to and with this choice's: prefixes compare at memcmp speed."""
+    """One choice of one call. `path` has all tokens to its end as int32 bytes, which compare at the speed of memcmp."""
 
     call: int
     choice: int
@@ -60,19 +60,19 @@ class _Node:
     trained: bool
 
 
-def merge_calls(episode: str, records: SequenceOf[CallRecord], context: SequenceOf[CallRecord] = ()) -> MergedEpisode:
-    """Merge the calls that belong to `episode` (in the order in which they were recorded).
+def merge_calls(episode: str, records: Sequence[CallRecord], context: Sequence[CallRecord] = ()) -> MergedEpisode:
+    """Merge the calls that belong to `episode`, in the order in which they were recorded.
 
-    `context` holds calls that do not belong to the episode any more but are parents of ones that do (a call that
-    was cut off, or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either:
-    they were not drawn from the policy's distribution, so there is no logprob to correct by.
+    `context` has calls that no longer belong to the episode but are parents of some that do (a call that was cut off,
+    or came late): their tokens are read, never trained. Calls at temperature 0 are not trained either: they were not
+    drawn from the policy's distribution, so there is no logprob to correct with.
 
     Raises `LogCorrupted` when a parent is missing, a length disagrees or a logprob is not finite.
     """
     nodes = _link(records, context)
     parents = {id(node.parent) for node in nodes if node.parent is not None}
     claimed: set[tuple[int, int]] = set()
-    sequences: list[Sequence] = []
+    sequences: list[TokenSequence] = []
     for leaf in nodes:
         if id(leaf) in parents:
             continue
@@ -84,8 +84,8 @@ def merge_calls(episode: str, records: SequenceOf[CallRecord], context: Sequence
     return MergedEpisode(tuple(sequences), len(records), len(merged), trained)
 
 
-def _link(records: SequenceOf[CallRecord], context: SequenceOf[CallRecord]) -> list[_Node]:
-    """Make the nodes, parents before children. Context calls are numbered behind the episode's own."""
+def _link(records: Sequence[CallRecord], context: Sequence[CallRecord]) -> list[_Node]:
+    """Make the nodes, parents before children. Context calls are numbered after the episode's own."""
     numbered = [*enumerate(records), *enumerate(context, start=len(records))]
     waiting = sorted(numbered, key=lambda pair: pair[0] < len(records))  # context first: it holds parents
     nodes: dict[str, list[_Node]] = {}
@@ -134,7 +134,7 @@ def _nodes_of(
 
 
 def _longest_prefix(prompt: bytes, nodes: list[_Node]) -> _Node | None:
-    """The node whose whole path begins `prompt`, the longest if there are several, the first of equals."""
+    """Find the node whose whole path begins `prompt`: the longest of several, the first of equals."""
     best: _Node | None = None
     for node in nodes:
         if node.path and (best is None or len(node.path) > len(best.path)) and prompt.startswith(node.path):
@@ -154,11 +154,11 @@ def _line(leaf: _Node) -> list[_Node]:
 def _sequence(
     episode: str,
     line: list[_Node],
-    records: SequenceOf[CallRecord],
-    context: SequenceOf[CallRecord],
+    records: Sequence[CallRecord],
+    context: Sequence[CallRecord],
     claimed: set[tuple[int, int]],
-) -> Sequence | None:
-    """Lay one line out, claiming what nobody trains yet. None when nothing in it is left to train."""
+) -> TokenSequence | None:
+    """Make the sequence of one line, claiming what no other trains. None when nothing in it is left to train."""
     tokens = np.frombuffer(line[-1].path, dtype="<i4").astype(np.int64)
     length = len(tokens)
     mask = np.zeros(length, dtype=np.bool_)
@@ -187,4 +187,6 @@ def _sequence(
     if not len(trained):
         return None
     end = int(trained[-1]) + 1
-    return Sequence(episode, tokens[:end], mask[:end], logprobs[:end], versions[:end], calls[:end], temperatures[:end])
+    return TokenSequence(
+        episode, tokens[:end], mask[:end], logprobs[:end], versions[:end], calls[:end], temperatures[:end]
+    )

@@ -1,36 +1,36 @@
-"""Deals the sequences of an update out to ranks and micro-batches, evenly, the same on every rank."""
+"""Shard the sequences of an update over ranks and micro-batches, evenly, and with the same result on every rank."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from bombus_trainer.data.bins import balanced, best_fit, padded
-from bombus_trainer.data.packing import Item
+from bombus_trainer.data.packing import TrainingItem
 
-MicroBatch = list[Item]
+MicroBatch = list[TrainingItem]
 
 
-def deal(
-    items: Sequence[Item], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
+def shard(
+    items: Sequence[TrainingItem], ranks: int, tokens_max: int, packed: bool, attention: float = 0.0
 ) -> list[list[MicroBatch]]:
-    """The micro-batches of each rank: as many for one as for another, and about as much work.
+    """Return the micro-batches of each rank, the same number for all, with about the same work.
 
-    A micro-batch costs at most `tokens_max` computed tokens, where it is not `packed` with all its sequences padded
-    to its longest; a longer sequence has one of its own. For `attention` see `bins.balanced`. A rank for which
-    nothing is left computes a sequence without terms, because all take part in each exchange of weights and
-    gradients; each of these waits for the slowest, so the k-th largest of all ranks are computed together.
+    A micro-batch costs at most `tokens_max` computed tokens, counted with all its sequences padded to its longest
+    unless it is `packed`; a longer sequence gets one of its own. For `attention` see `bins.balanced`. A rank for which
+    nothing is left computes a sequence without terms, because all ranks take part in each exchange of weights and
+    gradients. Each exchange waits for the slowest, so the k-th largest of all ranks are computed together.
     """
     if not items:
         return [[] for _ in range(ranks)]
     lengths = [len(item.tokens_T) - 1 for item in items]
     fill = best_fit if packed else padded
-    dealt: list[list[MicroBatch]] = []
-    for mine in balanced(lengths, ranks, attention):
-        bins = fill([lengths[index] for index in mine], tokens_max)
-        dealt.append([[items[mine[place]] for place in each] for each in bins])
-    count = max(len(bins) for bins in dealt)
+    shards: list[list[MicroBatch]] = []
+    for indices in balanced(lengths, ranks, attention):
+        bins = fill([lengths[index] for index in indices], tokens_max)
+        shards.append([[items[indices[place]] for place in each] for each in bins])
+    count = max(len(bins) for bins in shards)
     shortest = items[int(np.argmin(lengths))]
-    return [_as_many(bins, count, shortest, packed) for bins in dealt]
+    return [_as_many(bins, count, shortest, packed) for bins in shards]
 
 
 def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
@@ -38,17 +38,17 @@ def computed_tokens(micro_batch: MicroBatch, packed: bool) -> int:
     return sum(lengths) if packed else len(lengths) * max(lengths)
 
 
-def _as_many(bins: list[MicroBatch], count: int, shortest: Item, packed: bool) -> list[MicroBatch]:
-    """`count` micro-batches: the largest are cut in two, and fillers are only where nothing is left to cut."""
+def _as_many(bins: list[MicroBatch], count: int, shortest: TrainingItem, packed: bool) -> list[MicroBatch]:
+    """Make `count` micro-batches: split the largest in two, and add fillers only where nothing is left to split."""
 
     def cost(micro_batch: MicroBatch) -> int:
         return computed_tokens(micro_batch, packed)
 
     bins = [*bins]
     while len(bins) < count and any(len(each) > 1 for each in bins):
-        whole = max((each for each in bins if len(each) > 1), key=cost)
-        bins.remove(whole)
-        ordered = sorted(whole, key=lambda item: len(item.tokens_T))
+        largest = max((each for each in bins if len(each) > 1), key=cost)
+        bins.remove(largest)
+        ordered = sorted(largest, key=lambda item: len(item.tokens_T))
         halves = balanced([len(item.tokens_T) for item in ordered], 2) if packed else _middle(len(ordered))
         bins += [[ordered[index] for index in half] for half in halves]
     bins += [[_filler(shortest)] for _ in range(count - len(bins))]
@@ -56,10 +56,10 @@ def _as_many(bins: list[MicroBatch], count: int, shortest: Item, packed: bool) -
 
 
 def _middle(count: int) -> list[list[int]]:
-    """Padded sequences stay beside those of about their length."""
+    """Split in the middle, so that padded sequences stay with those of about their length."""
     return [[*range(count // 2)], [*range(count // 2, count)]]
 
 
-def _filler(item: Item) -> Item:
+def _filler(item: TrainingItem) -> TrainingItem:
     nothing = np.zeros(0, dtype=np.int64)
-    return Item(item.tokens_T[:2], nothing, item.terms.take(nothing))
+    return TrainingItem(item.tokens_T[:2], nothing, item.terms.take(nothing))

@@ -1,1 +1,1 @@
-"""What a step leaves behind: checkpoints, and weights for the replicas."""
+"""What a step writes: checkpoints, and weights for the replicas."""

@@ -1,8 +1,8 @@
-"""Checkpoints of step attempts: written beside their place, made durable, renamed there, and verified when read (R11).
+"""Checkpoints of step attempts: written to a draft, made durable, renamed into place, and verified when read (R11).
 
-A checkpoint is a folder `step-<step>-epoch-<trainer epoch>-attempt-<attempt>` with a `manifest.json`, whose sha256 is
-the checkpoint's digest. The manifest names the sha256 of all else: of `state.safetensors`, which the torch backend
-writes, or of each of the files that the ranks of another backend have written.
+A checkpoint is a directory `step-<step>-epoch-<trainer epoch>-attempt-<attempt>` with a `manifest.json`, whose sha256
+is the checkpoint's digest. The manifest has the sha256 of everything else: of `state.safetensors`, which the torch
+backend writes, or of each file that the ranks of another backend have written.
 """
 
 import os
@@ -19,7 +19,7 @@ from torch import Tensor
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.weights.deltas import file_sha256
-from bombus_trainer.publish.directories import draft_in, durable_folder, fsync_folder
+from bombus_trainer.publish.directories import draft_directory, fsync_directory, make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
 
 MANIFEST = "manifest.json"
@@ -27,10 +27,7 @@ STATE = "state.safetensors"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the attempt is about to publish, and what training goes on from.
-
-    `machine` is what else decides the last bits of a sum: see `machine.this_machine`.
-    """
+    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`."""
 
     engine: str
     run: int
@@ -43,14 +40,14 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """What a file of a checkpoint has to be."""
+    """The size and digest of a checkpoint's file."""
 
     bytes: int
     sha256: str
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format 1 is one file of tensors; format 2 the files of a backend's `ranks` processes, by their path in it."""
+    """Format 1 is one file of tensors, format 2 the files of a backend's `ranks` processes, by their relative path."""
 
     format: int
     facts: Facts
@@ -72,7 +69,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
-    """Write a checkpoint under `root` and return only when it would survive a power cut."""
+    """Write a checkpoint under `root`. Returns once it would survive a power cut."""
 
     def fill(draft: Path) -> _Manifest:
         shapes = {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -85,7 +82,7 @@ def save(root: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Saved:
 def save_files(
     root: Path, facts: Facts, backend: str, ranks: int, write: Callable[[Path], Mapping[str, Seal]]
 ) -> Saved:
-    """The same of a folder that `write` fills, durably, saying what each of its files has to be."""
+    """Save a checkpoint as `save` does, from files that `write` writes durably, returning the seal of each."""
 
     def fill(draft: Path) -> _Manifest:
         return _Manifest(format=2, facts=facts, backend=backend, ranks=ranks, files=dict(write(draft)))
@@ -94,9 +91,9 @@ def save_files(
 
 
 def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
-    durable_folder(root)
-    place = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
-    draft = draft_in(root, facts.trainer_epoch)
+    make_durable_directory(root)
+    directory = root / f"step-{facts.step:08d}-epoch-{facts.trainer_epoch}-attempt-{facts.attempt}"
+    draft = draft_directory(root, facts.trainer_epoch)
     try:
         reached(Point.TRAINER_CHECKPOINT_BEGUN)
         manifest = msgspec.json.encode(fill(draft))
@@ -104,20 +101,20 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
             file.write(manifest)
             file.flush()
             os.fsync(file.fileno())
-        fsync_folder(draft)
+        fsync_directory(draft)
         reached(Point.TRAINER_CHECKPOINT_WRITTEN)
-        if place.exists():  # of a log that is no more: on one log no attempt comes twice
-            shutil.rmtree(place)
-        draft.rename(place)
-        fsync_folder(root)
+        if directory.exists():  # left from another log: on one log no attempt comes twice
+            shutil.rmtree(directory)
+        draft.rename(directory)
+        fsync_directory(root)
         reached(Point.TRAINER_CHECKPOINT_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Saved(str(place), sha256(manifest).hexdigest())
+    return Saved(str(directory), sha256(manifest).hexdigest())
 
 
 def load(path: Path, digest: str) -> Checkpoint:
-    """Read back the checkpoint of that digest. Raises `EngineFault` when it is missing, damaged or another one."""
+    """Load the checkpoint with that digest. Raises `EngineFault` when it is missing, damaged or another one."""
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, "torch", 1)
     try:
@@ -128,8 +125,8 @@ def load(path: Path, digest: str) -> Checkpoint:
         raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def verify_files(path: Path, digest: str, backend: str, ranks: int, mine: Callable[[str], bool]) -> None:
-    """Compare the files of a checkpoint for which `mine` holds with its manifest: each rank looks at its own.
+def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> None:
+    """Check the files of a checkpoint for which `is_ours` is true against its manifest: each rank checks its own.
 
     Raises `EngineFault` when one is missing or damaged, or when another backend or number of ranks wrote them.
     """
@@ -137,23 +134,23 @@ def verify_files(path: Path, digest: str, backend: str, ranks: int, mine: Callab
     _check_backend(path, manifest, backend, ranks)
     for name, seal in manifest.files.items():
         try:
-            if mine(name) and file_sha256(path / name) != seal.sha256:
+            if is_ours(name) and file_sha256(path / name) != seal.sha256:
                 raise EngineFault(f"the checkpoint {path} is damaged: {name} does not match its manifest")
         except OSError as error:
             raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
 
 
-def seal_files(folder: Path, mine: Callable[[str], bool]) -> dict[str, Seal]:
-    """Make the files below `folder` for which `mine` holds durable, and say what they are, by their path in it."""
+def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
+    """Make the files below `folder` for which `is_ours` is true durable. Returns their seals by relative path."""
     seals: dict[str, Seal] = {}
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()
-        if mine(name):
+        if is_ours(name):
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
             seals[name] = Seal(file.stat().st_size, file_sha256(file))
-    for place in (each for each in folder.rglob("*") if each.is_dir()):
-        fsync_folder(place)
+    for directory in (each for each in folder.rglob("*") if each.is_dir()):
+        fsync_directory(directory)
     return seals
 
 
@@ -168,7 +165,7 @@ def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) ->
 
 
 def read_facts(path: Path, digest: str) -> Facts:
-    """What the checkpoint of that digest says of its step, without its tensors. Raises `EngineFault` as `load` does."""
+    """Read the facts of the checkpoint with that digest, without its tensors. Raises `EngineFault` as `load` does."""
     return _read_manifest(path, digest).facts
 
 

@@ -1,8 +1,8 @@
-"""Folders that a trainer leaves on disk: drafts beside them, what makes them durable, and which may be removed.
+"""The directories that a trainer leaves on disk: drafts of them, making them durable, and removing old ones.
 
-The name of each says the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
+The name of each contains the trainer epoch that it was written in (`step-00000003-epoch-2-attempt-1`,
 `version-00000003-epoch-2`, `base-epoch-2`, `.draft-epoch-2-...`). A trainer removes nothing of a later epoch: one that
-was stopped, and goes on without knowing that it was superseded, would take its successor's checkpoint away.
+was suspended, and continues without knowing that it was superseded, would delete its successor's checkpoint.
 """
 
 import os
@@ -15,39 +15,39 @@ from pathlib import Path
 _OURS = re.compile(r"^(?:step-\d+|version-\d+|base|\.draft)-epoch-(\d+)(?:-|$)")
 
 
-def draft_in(root: Path, trainer_epoch: int) -> Path:
-    """A new folder to be filled and renamed. What a crash leaves of it is removed by `keep_only`."""
+def draft_directory(root: Path, trainer_epoch: int) -> Path:
+    """Create a directory to fill and rename. `remove_others` removes what a crash leaves of it."""
     return Path(tempfile.mkdtemp(prefix=f".draft-epoch-{trainer_epoch}-", dir=root))
 
 
 def epoch_of(name: str) -> int | None:
-    """The trainer epoch that a folder was written in; None for what is not ours."""
+    """Return the trainer epoch that a directory was written in; None if it is not a trainer's."""
     ours = _OURS.match(name)
     return int(ours[1]) if ours else None
 
 
-def keep_only(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
-    """Remove what trainers up to `trainer_epoch` left below `root`, but for the folders `named` (paths on the log)."""
+def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
+    """Remove what trainers up to `trainer_epoch` left below `root`, except directories `named` by path on the log."""
     kept = {Path(path).name for path in named}
     if not root.is_dir():
         return
-    for place in root.iterdir():
-        epoch = epoch_of(place.name)
-        if epoch is not None and epoch <= trainer_epoch and place.name not in kept:
-            shutil.rmtree(place, ignore_errors=True)
+    for directory in root.iterdir():
+        epoch = epoch_of(directory.name)
+        if epoch is not None and epoch <= trainer_epoch and directory.name not in kept:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
-def durable_folder(path: Path) -> None:
-    """Make a folder, and those above it that are missing, so that they survive a power cut."""
+def make_durable_directory(path: Path) -> None:
+    """Create a directory and its missing parents, so that they survive a power cut."""
     if path.exists():
         return
-    durable_folder(path.parent)
+    make_durable_directory(path.parent)
     path.mkdir(exist_ok=True)
-    fsync_folder(path.parent)
+    fsync_directory(path.parent)
 
 
-def fsync_folder(path: Path) -> None:
-    """Make names in a folder durable: a rename is only as safe as the folder that records it."""
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable: a rename is only as safe as the directory that records it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,7 @@
-"""Policy versions as files: whole models in Hugging Face layout, what has changed since the version before, or LoRA
-adapters alone (R15)."""
+"""Write policy versions as files (R15).
+
+A version is a whole model in Hugging Face layout, a delta to the version before, or a LoRA adapter alone.
+"""
 
 import json
 import os
@@ -19,8 +21,8 @@ from bombus.faults import Point, reached
 from bombus.hive.events import Weights, WeightsReady
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT, AdapterConfig
 from bombus.weights.deltas import BASE, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, GAPS, Patch
-from bombus_trainer.publish.directories import draft_in
-from bombus_trainer.publish.host_copy import Changes, Held
+from bombus_trainer.publish.directories import draft_directory
+from bombus_trainer.publish.host_copy import Changes, HostCopy
 from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
 
 DELTA_SHARE_MAX = 0.5  # a delta of more than this share of the full file is not worth what it costs to apply
@@ -32,8 +34,8 @@ T = TypeVar("T")
 Tensors = Iterable[tuple[str, Tensor]]
 
 
-class Part(StrEnum):
-    """What of a model is read: all of it, adapters merged; what LoRA's adapters are on; or these alone."""
+class ModelPart(StrEnum):
+    """Which tensors are read: the model with adapters merged, the model below LoRA's adapters, or only the adapters."""
 
     MODEL = "model"
     BASE = "base"
@@ -57,89 +59,101 @@ class Outline:
 
 
 def adapter_outline(config: AdapterConfig, tensors: Tensors) -> Outline:
-    """Of the file of an adapter with these tensors."""
+    """Return the outline of an adapter's file with these tensors."""
     return Outline(torch.float32, _shapes(dict(tensors)), {**METADATA, ADAPTER_CONFIG: config.to_json()})
 
 
-class Source(Protocol):
-    """What has weights to be written: any trainer backend."""
+class WeightsSource(Protocol):
+    """Anything whose weights can be written, such as a trainer backend."""
 
     @property
     def files(self) -> Mapping[str, bytes]: ...
 
-    def outline(self, part: Part = Part.MODEL) -> Outline: ...
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T: ...
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T: ...
 
 
-def export(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str = "", held: Held | None = None
-) -> Weights:
-    """Write version `version` below `root`; `where` is its folder, `bytes` and `sha256` are of its tensors' file.
+@dataclass(frozen=True)
+class VersionTarget:
+    """The version to write, in a directory of its own below `root`.
 
-    Not made durable: after a power cut the digest tells, and the checkpoint gives the same weights again. The
-    trainer epoch in the name keeps two trainers that both believe they are current apart.
+    The trainer epoch in that directory's name keeps two trainers apart that both believe they are current.
+    `tokenizer` is the name of the object with the tokenizer.
+    """
+
+    root: Path
+    version: int
+    trainer_epoch: int
+    tokenizer: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"version-{self.version:08d}"
+
+
+def export(source: WeightsSource, target: VersionTarget, held: HostCopy | None = None) -> Weights:
+    """Write a version as a full copy, which `held` then holds.
+
+    In the result `where` is its directory; `bytes` and `sha256` are those of the file of tensors. It is not made
+    durable: after a power cut its digest shows that it is damaged, and the checkpoint gives the same weights again.
     """
     outline = source.outline()
-    with _place(root, _version(version), trainer_epoch) as (draft, place):
+    with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
         _write_files(draft, source.files, outline.dtype)
         written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, _through(held, tensors)))
     if held is not None:
-        held.settle(version, written.sha256)
-    return _full(place, written, tokenizer)
+        held.settle(target.version, written.sha256)
+    return _full(directory, written, target.tokenizer)
 
 
-def export_base(source: Source, root: Path, trainer_epoch: int) -> Weights:
-    """What the adapters of all versions are on, as a full copy."""
-    outline = source.outline(Part.BASE)
-    with _place(root, "base", trainer_epoch) as (draft, place):
+def export_base(source: WeightsSource, root: Path, trainer_epoch: int) -> Weights:
+    """Write the model that the adapters of all versions apply to, as a full copy."""
+    outline = source.outline(ModelPart.BASE)
+    with _new_directory(root, "base", trainer_epoch) as (draft, directory):
         _write_files(draft, source.files, outline.dtype)
-        written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, tensors), Part.BASE)
-    return _full(place, written, tokenizer="")
+        written = source.read_weights(lambda tensors: outline.write(draft / FULL_FILE, tensors), ModelPart.BASE)
+    return _full(directory, written, tokenizer="")
 
 
-def export_adapter(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str, base: Weights
-) -> Weights:
-    """As `export`, but only the adapters on `base`. The digest is that of their file, which also says their scale."""
-    outline = source.outline(Part.ADAPTER)
-    with _place(root, _version(version), trainer_epoch) as (draft, place):
+def export_adapter(source: WeightsSource, target: VersionTarget, base: Weights) -> Weights:
+    """Write only a version's adapters on `base`. The digest is that of their file, which also contains their scale."""
+    outline = source.outline(ModelPart.ADAPTER)
+    with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
         (draft / ADAPTER_CONFIG).write_text(outline.metadata[ADAPTER_CONFIG])
-        written = source.read_weights(lambda tensors: outline.write(draft / ADAPTER_FILE, tensors), Part.ADAPTER)
+        written = source.read_weights(lambda tensors: outline.write(draft / ADAPTER_FILE, tensors), ModelPart.ADAPTER)
     return Weights(
-        where=str(place),
+        where=str(directory),
         format=ADAPTER_FORMAT,
         bytes=written.bytes,
         sha256=written.sha256,
-        tokenizer=tokenizer,
+        tokenizer=target.tokenizer,
         adapter_of=base,
     )
 
 
-def export_delta(
-    source: Source, root: Path, version: int, trainer_epoch: int, tokenizer: str, held: Held, base: WeightsReady
-) -> Weights:
-    """As `export`, but only what has changed since `base`, which is the version that is held.
+def export_delta(source: WeightsSource, target: VersionTarget, held: HostCopy, base: WeightsReady) -> Weights:
+    """Write only what has changed since `base`, the version that `held` holds; afterwards it holds the new one.
 
-    The digest is that of the full file all the same. When too much has changed a full copy is written after all.
+    The digest is that of the full file all the same. When too much has changed, a full copy is written instead.
     """
     outline = source.outline()
-    with _place(root, _version(version), trainer_epoch) as (draft, place):
+    with _new_directory(target.root, target.name, target.trainer_epoch) as (draft, directory):
         changes = Changes(int(DELTA_SHARE_MAX * outline.bytes))
         full = source.read_weights(lambda tensors: outline.write(NOWHERE, held.follow(tensors, changes)))
-        held.settle(version, full.sha256)
+        held.settle(target.version, full.sha256)
         if changes.too_many:
             _write_files(draft, source.files, outline.dtype)
             outline.write(draft / FULL_FILE, held.tensors())
-            weights = _full(place, full, tokenizer)
+            weights = _full(directory, full, target.tokenizer)
         else:
             delta = write_delta(draft / DELTA_FILE, changes.patches, outline.shapes, base.weights)
             weights = Weights(
-                where=str(place),
+                where=str(directory),
                 format=DELTA_FORMAT,
                 bytes=full.bytes,
                 sha256=full.sha256,
-                tokenizer=tokenizer,
+                tokenizer=target.tokenizer,
                 base=base.version,
                 delta_bytes=delta.bytes,
                 delta_sha256=delta.sha256,
@@ -147,34 +161,33 @@ def export_delta(
     return weights
 
 
-def complete(source: Source, place: Path, held: Held, trainer_epoch: int) -> None:
-    """Put the full file of the version that is held, and what belongs to it, into its folder, beside its delta."""
-    draft = draft_in(place.parent, trainer_epoch)
+def complete(source: WeightsSource, directory: Path, held: HostCopy, trainer_epoch: int) -> None:
+    """Add the full file of the version in `held`, and the model's other files, to its directory with the delta."""
+    draft = draft_directory(directory.parent, trainer_epoch)
     try:
         outline = source.outline()
         _write_files(draft, source.files, outline.dtype)
         outline.write(draft / FULL_FILE, held.tensors())
-        # The tensors come last: once they are there, so is all that belongs to them.
+        # The tensors are moved last: once they are there, so are all the other files.
         for file in sorted(draft.iterdir(), key=lambda file: file.name == FULL_FILE):
-            file.replace(place / file.name)
+            file.replace(directory / file.name)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def digest_of(source: Source, held: Held | None = None, part: Part = Part.MODEL) -> str:
-    """The `sha256` that these weights' file would have, without writing it. They are held if that is wanted."""
+def digest_of(source: WeightsSource, held: HostCopy | None = None, part: ModelPart = ModelPart.MODEL) -> str:
+    """Return the `sha256` that these weights' file would have, without writing it. `held` takes them over."""
     outline = source.outline(part)
     return source.read_weights(lambda tensors: outline.write(NOWHERE, _through(held, tensors)), part).sha256
 
 
-def digest_like(source: Source, weights: Weights | None) -> str:
-    """The `sha256` that would be on the log for these weights, had they travelled as `weights` did."""
-    return digest_of(
-        source, part=Part.ADAPTER if weights is not None and weights.adapter_of is not None else Part.MODEL
-    )
+def digest_like(source: WeightsSource, weights: Weights | None) -> str:
+    """Return the `sha256` that the log would have of these weights, had they been published as `weights` were."""
+    adapted = weights is not None and weights.adapter_of is not None
+    return digest_of(source, part=ModelPart.ADAPTER if adapted else ModelPart.MODEL)
 
 
-def _through(held: Held | None, tensors: Tensors) -> Tensors:
+def _through(held: HostCopy | None, tensors: Tensors) -> Tensors:
     return tensors if held is None else held.follow(tensors)
 
 
@@ -182,33 +195,29 @@ def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, S
     """Write patches of tensors of these `shapes` as a delta of `base`."""
     tensors = {name: torch.from_numpy(patch.values).view(shapes[name].dtype) for name, patch in patches.items()}
     tensors |= {GAPS + name: torch.from_numpy(patch.gaps) for name, patch in patches.items() if patch.gaps is not None}
-    # Wide elements first: each tensor begins where its type may.
+    # Wide elements first: so each tensor begins at a multiple of its element's size.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
     metadata = {"format": "bombus-delta", BASE: msgspec.json.encode(base).decode()}
     return write_tensors(path, _shapes(ordered), ordered.items(), durable=False, metadata=metadata)
 
 
 @contextmanager
-def _place(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
-    """A draft to be filled and the folder that it becomes."""
+def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
+    """Yield a draft to fill and the directory that it becomes afterwards."""
     root.mkdir(parents=True, exist_ok=True)
-    place = root / f"{name}-epoch-{trainer_epoch}"
-    draft = draft_in(root, trainer_epoch)
+    directory = root / f"{name}-epoch-{trainer_epoch}"
+    draft = draft_directory(root, trainer_epoch)
     try:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
         draft.chmod(0o755)
-        yield draft, place
+        yield draft, directory
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
-        if place.exists():  # the same version from the same trainer: an answer to it was lost
-            shutil.rmtree(place)
-        draft.rename(place)
+        if directory.exists():  # this trainer has written the version before, and the answer to it was lost
+            shutil.rmtree(directory)
+        draft.rename(directory)
         reached(Point.TRAINER_WEIGHTS_RENAMED)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _version(version: int) -> str:
-    return f"version-{version:08d}"
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
@@ -225,7 +234,7 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, Shape]:
     return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def _full(place: Path, written: Written, tokenizer: str) -> Weights:
+def _full(directory: Path, written: Written, tokenizer: str) -> Weights:
     return Weights(
-        where=str(place), format=FULL_FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer
+        where=str(directory), format=FULL_FORMAT, bytes=written.bytes, sha256=written.sha256, tokenizer=tokenizer
     )

@@ -1,4 +1,4 @@
-"""A policy version's values in host memory: what the next version is compared with, and what a full copy is made of."""
+"""A copy of a policy version in host memory, for comparison with the next version and for writing full copies."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +10,7 @@ from bombus_trainer.publish.tensorfile import bytes_of
 
 
 class Changes:
-    """Patches of tensors, as many as fit into `bytes_max`: beyond that a full copy is the better way."""
+    """Patches of tensors, as long as they fit into `bytes_max`: beyond that a full copy is better."""
 
     def __init__(self, bytes_max: int) -> None:
         self.patches: dict[str, Patch] = {}
@@ -32,8 +32,8 @@ class Changes:
             self.patches.clear()
 
 
-class Held:
-    """Empty at first. `sha256` is that of the version's file, and empty while the values are of no one version."""
+class HostCopy:
+    """A version's values, empty at first. `sha256` is that of its file; it is empty while two versions are mixed."""
 
     def __init__(self) -> None:
         self.version = -1
@@ -43,7 +43,7 @@ class Held:
     def follow(
         self, tensors: Iterable[tuple[str, Tensor]], changes: Changes | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Take over the tensors one by one, noting what changes, and hand on the copies. `settle` ends it."""
+        """Copy the tensors one by one, noting changes, and yield the copies. Call `settle` afterwards."""
         self.sha256 = ""
         for name, tensor in tensors:
             value = tensor.detach()
@@ -57,7 +57,7 @@ class Held:
             yield name, held
 
     def settle(self, version: int, sha256: str) -> None:
-        """What has been taken over is this version."""
+        """Name the version that has been copied."""
         self.version, self.sha256 = version, sha256
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -65,5 +65,5 @@ class Held:
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """A tensor's elements, flat, as unsigned integers of their width."""
+    """Return a tensor's elements, flat, as unsigned integers of their width."""
     return bytes_of(tensor).numpy().view(UNSIGNED[tensor.dtype.itemsize])

@@ -1,4 +1,4 @@
-"""Writes safetensors files in one pass, hashing what is written: no second copy in memory, no second read.
+"""Write safetensors files in one pass, hashing what is written: no second copy in memory, no second read.
 
 The format: a little-endian uint64, that many bytes of JSON (name -> dtype, shape, byte range), then the data.
 """
@@ -34,7 +34,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor that will be written: its dtype and shape, before its values are made."""
+    """The dtype and shape of a tensor that will be written, before its values are computed."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -54,7 +54,7 @@ def write_tensors(
     durable: bool,
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
-    """Write `tensors` in the order of `shapes`, each made only when its turn comes. `durable`: fsync the file."""
+    """Write `tensors` in the order of `shapes`, each computed only when its turn comes. `durable`: fsync the file."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape in shapes.items():
@@ -90,9 +90,9 @@ def write_tensors(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A tensor's elements in order, as uint8 on the CPU; its own memory where that is possible."""
+    """Return a tensor's elements in order, as uint8 on the CPU; a view of its memory where that is possible."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of no element or one the stride may be anything, and `view` is particular about it
+    if flat.stride(0) != 1:  # with no element or one the stride may be anything, and `view` needs 1
         flat = flat.clone(memory_format=torch.contiguous_format).as_strided((flat.numel(),), (1,))
     return flat.view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""`bombus replay batch`: a step's batch out of the log, as a file that needs no bombus to be read."""
+"""`bombus replay batch`: write a step's batch from the log to a file that can be read without bombus."""
 
 import argparse
 import asyncio
@@ -16,10 +16,10 @@ from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.sample_files import SUFFIXES, write
 from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
-from bombus_trainer.replay.logged_run import LoggedRun, read_run, said_of
+from bombus_trainer.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus_trainer.settings import TrainerSettings
 
-VOCABULARY_MAX = 2**31 - 1  # of a model whose configuration is not on the log: any token that fits a record
+VOCABULARY_MAX = 2**31 - 1  # where the model's configuration is not on the log: any token that fits a record
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[Sample]:
-    """The samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
+    """Return the samples of a step's batch. Raises `NotOnLog`, and `LogCorrupted` when all of its calls are gone."""
     step = logged.step(number)
     files = await _tokenizer(source, logged.tokenizer)
     read = await read_batch(source, step.batch, logged.job.to_collection().trained_staleness)
@@ -83,7 +83,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
         except ValueError as error:
             print(f"the samples have no texts: {error}", file=sys.stderr)
     origin = Origin(logged.engine, logged.run, number)
-    return samples_of(origin, read.groups, prepared, decode, await said_of(source, step))
+    return samples_of(origin, read.groups, prepared, decode, await client_metadata(source, step))
 
 
 async def _tokenizer(source: Source, name: str) -> dict[str, bytes]:

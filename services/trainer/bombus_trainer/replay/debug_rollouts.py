@@ -1,4 +1,4 @@
-"""The job setting `save_debug_rollout_data`: a file of samples for each step, written by the trainer as it goes."""
+"""The job setting `save_debug_rollout_data`: the trainer writes a file of samples for each step."""
 
 import logging
 import os
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bombus.errors import BombusError, EngineFault
-from bombus_trainer.backend import Backend
-from bombus_trainer.data.batch import Group, prepare
+from bombus_trainer.backend import TrainerBackend
+from bombus_trainer.data.batch import EpisodeGroup, prepare
 from bombus_trainer.data.sample_files import write
 from bombus_trainer.data.samples import Decode, Origin, samples_of, text_of
 
@@ -17,25 +17,25 @@ ROLLOUT_ID = "{rollout_id}"
 FAILED = "debug_rollouts_failed"
 
 
-def allowed_template(asked: str, run_folder: Path, root: Path | None) -> str:
-    """Where the files may lie: below the run's folder, or else below what the trainer's operator allows.
+def allowed_template(wanted: str, run_folder: Path, root: Path | None) -> str:
+    """Return the path of the files: below the run's folder, or below what the trainer's operator allows.
 
-    Raises `EngineFault` for any other place: whoever sends a job does not choose files on this machine.
+    Raises `EngineFault` for any other path: the sender of a job does not choose files on this machine.
     """
-    place = Path(os.path.normpath(run_folder / asked))
+    path = Path(os.path.normpath(run_folder / wanted))
     allowed = [run_folder] if root is None else [run_folder, root]
-    if not any(place.resolve().is_relative_to(folder.resolve()) for folder in allowed):
+    if not any(path.resolve().is_relative_to(folder.resolve()) for folder in allowed):
         others = "start the trainer with --debug-root to allow others" if root is None else f"or one below {root}"
         raise EngineFault(
-            f"trainer.save_debug_rollout_data = {asked!r} is refused: it takes a path below the run's folder; {others}"
+            f"trainer.save_debug_rollout_data = {wanted!r} is refused: it takes a path below the run's folder; {others}"
         )
-    return str(place)
+    return str(path)
 
 
 class DebugRollouts:
-    """Writes the samples of each step of a run to `template`, `{rollout_id}` being the step."""
+    """Writes the samples of each step of a run to `template`, where `{rollout_id}` stands for the step."""
 
-    def __init__(self, template: str, backend: Backend) -> None:
+    def __init__(self, template: str, backend: TrainerBackend) -> None:
         self._template = template
         self._backend = backend
         self._decode: Decode | None = None
@@ -44,8 +44,8 @@ class DebugRollouts:
         except ValueError as error:
             log.warning("debug rollout data has no texts: %s", error)
 
-    def save(self, origin: Origin, groups: Sequence[Group]) -> dict[str, float]:
-        """Write a step's file, and say in a metric whether that failed: it is no reason to lose the step."""
+    def save(self, origin: Origin, groups: Sequence[EpisodeGroup]) -> dict[str, float]:
+        """Write a step's file. Returns a metric of whether that failed, which is no reason to lose the step."""
         path = Path(self._template.replace(ROLLOUT_ID, str(origin.step)))
         try:
             prepared = prepare(groups, self._backend.settings, self._backend.vocab_size)

@@ -1,4 +1,4 @@
-"""A run as its log has it: the job, the batch of each step, what came of it, and the policy versions."""
+"""A run as recorded on its log: the job, the batch of each step and its outcome, and the policy versions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from bombus.replay.source import NotOnLog, Source
 
 
 class LoggedStep(msgspec.Struct):
-    """`seq` is the event that sealed the batch. `done` is missing while the step has not been made."""
+    """A step. `seq` is the event that sealed its batch. `done` is None while the step has not been made."""
 
     batch: ev.BatchReady
     seq: int
@@ -20,7 +20,7 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """`checkpoints` has also the step before the first batch that is kept, on a log that was compacted."""
+    """A run. On a compacted log `checkpoints` also has the step before the first batch that is kept."""
 
     engine: str
     run: int
@@ -30,7 +30,7 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     weights: dict[int, ev.Weights] = {}
 
     def step(self, number: int) -> LoggedStep:
-        """Raises `NotOnLog`."""
+        """Return a step. Raises `NotOnLog`."""
         found = self.steps.get(number)
         if found is None:
             have = f"it has {min(self.steps)} to {max(self.steps)}" if self.steps else "no batch was sealed in it"
@@ -39,12 +39,12 @@ class LoggedRun(msgspec.Struct, kw_only=True):
 
     @property
     def tokenizer(self) -> str:
-        """The object that holds the tokenizer; "" when no weights were published."""
+        """The name of the object with the tokenizer; "" when no weights were published."""
         return next((weights.tokenizer for weights in self.weights.values()), "")
 
 
 async def read_run(source: Source, engine: str | None = None, run: int | None = None) -> LoggedRun:
-    """A run of an engine: by default the newest, of the only one. Raises `NotOnLog`, `LogCorrupted`."""
+    """Read a run of an engine: by default the newest, of the only engine. Raises `NotOnLog`, `LogCorrupted`."""
     hive, position = await source.base()
     runs = {(found.engine, found.run): found for found in _of_state(hive, position)}
     configured = {name: state.configured for name, state in hive.engines.items()}
@@ -64,7 +64,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
 
 
 def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
-    """What the state before a compacted log's first event says of the runs that went on."""
+    """Return the runs that were going on in the state before a compacted log's first event."""
     found = []
     for engine in hive.engines.values():
         if engine.active is None:
@@ -107,13 +107,13 @@ def _choose(
     return runs[name, number]
 
 
-async def said_of(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
-    """What clients said of a batch's episodes when they ended them: their `metadata`, by episode."""
+async def client_metadata(source: Source, step: LoggedStep) -> dict[str, dict[str, Any]]:
+    """Return the `metadata` that clients gave when they ended a batch's episodes, by episode."""
     wanted = {episode.episode for group in step.batch.groups for episode in group.episodes}
-    said: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     async for entry in source.events(0, step.seq):
         event = entry.event
         if isinstance(event, ev.EpisodeEnded) and event.run == step.batch.run:
             outcomes = [outcome for outcome in event.outcomes if outcome.episode in wanted]
-            said |= {outcome.episode: outcome.metadata for outcome in outcomes}
-    return said
+            found |= {outcome.episode: outcome.metadata for outcome in outcomes}
+    return found

@@ -1,4 +1,4 @@
-"""Trains logged batches again, with no inference: from a checkpoint that was kept, or from the model as loaded."""
+"""Train logged batches again, without inference: from a checkpoint that was kept, or from the model as loaded."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.events import StepCompleted, Weights
 from bombus.replay.source import Source
@@ -15,15 +14,15 @@ from bombus_trainer.data.reading import read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint
-from bombus_trainer.publish.export import Part, digest_like, digest_of
+from bombus_trainer.publish.export import ModelPart, digest_like, digest_of
 from bombus_trainer.replay.logged_run import LoggedRun
 from bombus_trainer.settings import TrainerSettings
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """A step that was made again. `logged` are the metrics that the log has of it, `sha256` is of the weights."""
+    """A step that was repeated. `logged` are its metrics on the log, `sha256` is the digest of the weights after it."""
 
     step: int
     metrics: dict[str, float]
@@ -37,38 +36,35 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Retraining:
-    """An executor at some step of a logged run."""
+    """An executor that repeats the steps of a logged run."""
 
     def __init__(self, source: Source, logged: LoggedRun, executor: Executor) -> None:
-        self.step = 0  # the newest that is contained in the weights
+        self.step = 0  # the newest that the weights contain
         self.executor = executor
         self._source = source
         self._logged = logged
 
     @classmethod
-    async def at(
-        cls, source: Source, logged: LoggedRun, step: int, settings: TrainerSettings, allow_download: bool, say: Say
-    ) -> "Retraining":
-        """Stand as near before or at `step` as a checkpoint allows; `say` is told from where that is.
+    async def at(cls, source: Source, logged: LoggedRun, step: int, executor: Executor, report: Report) -> "Retraining":
+        """Start as near before or at `step` as a checkpoint allows, with an `executor` of the run's job at step 0.
 
-        Raises `EngineFault` without the model.
+        `report` is called with a line that says from where.
         """
-        executor = await asyncio.to_thread(load_executor, logged.job, settings, allow_download)
         made = cls(source, logged, executor)
-        saved = await asyncio.to_thread(_newest_kept, logged, step, say)
+        saved = await asyncio.to_thread(_newest_kept, logged, step, report)
         if saved is not None:
             executor.load_tensors(saved.tensors)
             made.step = saved.facts.step
-            say(f"starting from the checkpoint of step {made.step}")
+            report(f"starting from the checkpoint of step {made.step}")
             return made
-        say("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
+        report("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
         version = logged.weights.get(0)
         if version is not None and not await asyncio.to_thread(_begins_as, executor, version):
-            say("the model as loaded here has other weights than version 0 of the run: nothing behind it can agree")
+            report("the model as loaded here has other weights than version 0 of the run: nothing after it can agree")
         return made
 
     async def make(self, step: int) -> Trained:
-        """Make the next step. Raises `LogCorrupted` when calls of its batch are gone that the run has trained."""
+        """Make the next step. Raises `LogCorrupted` when calls that the run has trained are gone from the log."""
         assert step == self.step + 1
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
@@ -84,16 +80,16 @@ class Retraining:
         self.step = step
         return Trained(step, metrics, recorded, seal, weights.sha256 if weights is not None else "")
 
-    async def branch(self, job: RunConfig, settings: TrainerSettings, allow_download: bool) -> None:
-        """Go on with another job's settings. Raises `EngineFault` when they make another model of it."""
-        tensors = self.executor.tensors()
-        self.executor = await asyncio.to_thread(load_executor, job, settings, allow_download)
+    async def branch(self, settings: TrainerSettings, allow_download: bool) -> None:
+        """Go on with other settings. Raises `EngineFault` when they make another model of it."""
+        tensors = self.executor.tensors()  # with the random generator's state, which loading a model resets
+        self.executor = await asyncio.to_thread(load_executor, settings, allow_download)
         if self.step:
             self.executor.load_tensors(tensors)
 
 
 def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSettings:
-    """The settings that the run's trainer had at a step: the job's, and how large its micro-batches were."""
+    """Return the settings that the run's trainer had at a step: the job's, and how large its micro-batches were."""
     done = logged.step(step).done
     bins = int(done.metrics.get("bin_tokens", 0)) if done is not None else 0
     return TrainerSettings.of_job(logged.job, device, bins)
@@ -101,11 +97,11 @@ def logged_settings(logged: LoggedRun, step: int, device: str) -> TrainerSetting
 
 def _begins_as(executor: Executor, version: Weights) -> bool:
     base = version.adapter_of
-    on_same = base is None or digest_of(executor, part=Part.BASE) == base.sha256
+    on_same = base is None or digest_of(executor, part=ModelPart.BASE) == base.sha256
     return on_same and digest_like(executor, version) == version.sha256
 
 
-def _newest_kept(logged: LoggedRun, step: int, say: Say) -> Checkpoint | None:
+def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | None:
     for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
         done: StepCompleted = logged.checkpoints[number]
         if not Path(done.checkpoint).is_dir():
@@ -113,12 +109,12 @@ def _newest_kept(logged: LoggedRun, step: int, say: Say) -> Checkpoint | None:
         try:
             return checkpoint.load(Path(done.checkpoint), done.checkpoint_digest)
         except EngineFault as error:
-            say(f"{error}: it is passed over")
+            report(f"{error}: it is passed over")
     return None
 
 
 def logged_machine(done: StepCompleted) -> str:
-    """What the trainer ran on, if the step's checkpoint is still there to say so; else ""."""
+    """Return what the trainer ran on, from the step's checkpoint; "" when that is gone."""
     try:
         return checkpoint.read_facts(Path(done.checkpoint), done.checkpoint_digest).machine
     except EngineFault:

@@ -1,4 +1,4 @@
-"""`bombus replay train`: a step made again from the log, compared byte for byte; or a branch with other settings."""
+"""`bombus replay train`: repeat a logged step and compare it byte for byte, or train a branch with other settings."""
 
 import argparse
 import asyncio
@@ -15,9 +15,10 @@ from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
+from bombus_trainer.loading import load_executor
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
-from bombus_trainer.publish.export import export
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.replay.batch import add_run_arguments
 from bombus_trainer.replay.logged_run import LoggedRun, read_run
 from bombus_trainer.replay.retraining import Retraining, Trained, logged_machine, logged_settings
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=0,
-        help="of torch on the CPU; 0: as many as the log says (default: %(default)s)",
+        help="threads of torch on the CPU; 0: as many as the trainer had (default: %(default)s)",
     )
     parser.add_argument("--allow-download", action="store_true", help="the model may be fetched from a hub")
 
@@ -72,8 +73,8 @@ async def _run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    asked = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
-    made_of_flags(TrainerOptions, asked, {})  # what a trainer would not be started with
+    options = {"folder": Path(), "device": arguments.device, "threads": arguments.threads}
+    made_of_flags(TrainerOptions, options, {})  # refuses what a trainer refuses
     if arguments.step is not None:
         if arguments.last is not None or arguments.set or arguments.out is not None:
             raise Refused(Code.MALFORMED, "--to, --set and --out belong to a branch: give --from in place of --step")
@@ -90,9 +91,10 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 async def again(source: Source, logged: LoggedRun, step: int, arguments: argparse.Namespace) -> int:
-    """0 when the bytes agree, 1 when they do not."""
+    """Repeat a step. Returns 0 when its bytes agree with the log, 1 when they do not."""
     settings = _prepare(logged, step, arguments)
-    replay = await Retraining.at(source, logged, step - 1, settings, arguments.allow_download, _say)
+    executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
+    replay = await Retraining.at(source, logged, step - 1, executor, _say)
     while replay.step < step:
         trained = await replay.make(replay.step + 1)
         _say(_line(trained) + _verdict(trained))
@@ -108,7 +110,7 @@ async def again(source: Source, logged: LoggedRun, step: int, arguments: argpars
 
 
 def _prepare(logged: LoggedRun, step: int, arguments: argparse.Namespace) -> TrainerSettings:
-    """As many threads as the trainer had: they decide in which order sums are made."""
+    """Use as many threads as the trainer had, which decide the order of sums, and return its settings at the step."""
     done = logged.step(step).done
     recorded = int(done.metrics.get("torch_threads", 0)) if done is not None else 0
     if arguments.threads or recorded:
@@ -123,14 +125,16 @@ def _verdict(trained: Trained) -> str:
 
 
 def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
-    """Why the bytes may differ without anything being wrong, as far as that can be known."""
+    """Say why the bytes may differ without anything being wrong, as far as that can be known."""
     here = this_machine(device)
     done = logged.step(trained.step).done
-    there = logged_machine(done) if done is not None else ""
+    trained_on = logged_machine(done) if done is not None else ""
     threads = int(trained.logged.get("torch_threads", 0))
-    if there and there != here:
-        return f"it was made on another machine ({there}; this is {here}): sums in another order have other last bits"
-    if there:
+    if trained_on and trained_on != here:
+        return (
+            f"it was made on another machine ({trained_on}; this is {here}): sums in another order have other last bits"
+        )
+    if trained_on:
         return f"the machine is the same ({here}): a difference here means that the model, the log or the code changed"
     if threads and threads != torch.get_num_threads():
         return (
@@ -151,19 +155,20 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
     for step in range(first, last + 1):
         logged.step(step)
     settings = _prepare(logged, first, arguments)
-    replay = await Retraining.at(source, logged, first - 1, settings, arguments.allow_download, _say)
+    executor = await asyncio.to_thread(load_executor, settings, arguments.allow_download)
+    replay = await Retraining.at(source, logged, first - 1, executor, _say)
     while replay.step < first - 1:
         trained = await replay.make(replay.step + 1)
         _say(f"on the way: {_line(trained)}{_verdict(trained)}")
-    theirs = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
-    await replay.branch(job, theirs, arguments.allow_download)
+    changed_settings = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
+    await replay.branch(changed_settings, arguments.allow_download)
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps: list[Trained] = []
     for step in range(first, last + 1):
         steps.append(await replay.make(step))
         _say(_line(steps[-1]))
         _write_metrics(arguments.out / METRICS, logged, arguments.set, steps)
-    weights = export(replay.executor, arguments.out, last, trainer_epoch=0)
+    weights = export(replay.executor, VersionTarget(arguments.out, last, 0))
     Path(weights.where).rename(arguments.out / WEIGHTS)
     _say(f"weights of step {last} (load them with transformers): {arguments.out / WEIGHTS}")
     _say(f"metrics beside those of the log: {arguments.out / METRICS}")
@@ -171,12 +176,12 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
 
 
 def changed(job: RunConfig, assignments: list[str]) -> RunConfig:
-    """The job with some of its trainer's settings changed, and what follows from them.
+    """Return the job with some of its trainer's settings changed, and those whose defaults follow from them.
 
-    Raises `Refused` for one that does not exist or fit.
+    Raises `Refused` for a setting that does not exist, or a value that it does not take.
     """
     tree = {**job.model_dump(mode="json"), "trainer": job.trainer.own_choices()}
-    names: dict[str, str] = {}  # what a refusal calls them
+    names: dict[str, str] = {}  # how a refusal names the settings
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         group, _, field = name.rpartition(".")
@@ -200,15 +205,15 @@ def _write_metrics(path: Path, logged: LoggedRun, assignments: list[str], steps:
     path.write_text(json.dumps(report, indent=2))
 
 
-# ---- words ------------------------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------------
 
 
 def _line(trained: Trained) -> str:
-    """`step 3: loss 0.01 (log 0.02), grad_norm 0.5`: what the log has, where it is something else."""
+    """Format a step as `step 3: loss 0.01 (log 0.02), grad_norm 0.5`, with the log's value where it differs."""
     parts = []
     for name in SHOWN:
-        here, there = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
-        parts.append(f"{name} {here}" if here == there else f"{name} {here} (log {there})")
+        ours, logged = f"{trained.metrics[name]:.4g}", f"{trained.logged.get(name, trained.metrics[name]):.4g}"
+        parts.append(f"{name} {ours}" if ours == logged else f"{name} {ours} (log {logged})")
     return f"step {trained.step}: {', '.join(parts)}"
 
 

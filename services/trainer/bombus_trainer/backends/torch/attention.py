@@ -1,6 +1,6 @@
-"""Attention over a flat row of trie segments: each segment sees its ancestors whole and itself causally.
+"""Attention over a flat row of trie segments: each segment attends to all of its ancestors, and causally to itself.
 
-Registered with transformers under a name, so that a model's own layers call it. Segments of similar size are
+It is registered with transformers under a name, so that a model's own layers call it. Segments of similar size are
 computed together: padding inside a block is bounded by `WASTE_MAX`, and never reaches the model's other layers.
 """
 
@@ -17,16 +17,17 @@ from bombus_trainer.data.packing import Segment
 from bombus_trainer.data.sequences import Ints
 
 NAME = "bombus_tree"
-WASTE_MAX = 1.3  # a block may compute this many times what its segments need
-CALL_COST = 1 << 14  # what one more kernel call costs, in query-key products
+WASTE_MAX = 1.3  # a block may compute at most this many times what its segments need
+CALL_COST = 1 << 14  # the cost of one more kernel call, in query-key products
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
 
-    A segment's keys are its ancestors' tokens in order, then its own, so query i sees keys up to offset + i. Padding
-    comes last, where only padding sees it. `mask_BQK` is None when all offsets are zero: plain causal attention.
+    A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i.
+    Padding comes last, where only padding attends to it. `mask_BQK` is None when all offsets are zero: plain causal
+    attention.
     """
 
     queries_BQ: Tensor
@@ -35,22 +36,22 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False)
-class Tree:
-    """The plan of one bin. `where_T` finds each row's result in the blocks' results laid end to end."""
+class TrieAttention:
+    """The attention of one bin, as tensors. `where_T` is the place of each row's result in the blocks' results."""
 
     blocks: tuple[Block, ...]
     where_T: Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A row's attention cut into blocks, as arrays by name: `tree` makes tensors of them once they have been moved."""
+class AttentionPlan:
+    """A row's attention cut into blocks, as arrays by name, to be moved to a device before `tree` is called."""
 
     arrays: dict[str, Ints]
-    masked: tuple[bool, ...]  # of each block: whether it has a segment with ancestors
+    masked: tuple[bool, ...]  # for each block: whether it has a segment with ancestors
 
-    def tree(self, moved: Mapping[str, Tensor]) -> Tree:
-        """`moved` has `arrays`, and may have others."""
+    def tree(self, moved: Mapping[str, Tensor]) -> TrieAttention:
+        """Return the attention with `moved`, the tensors of `arrays` on a device. It may have other tensors too."""
         blocks = []
         for number, masked in enumerate(self.masked):
             queries_BQ, keys_BK, offsets_B = (moved[f"{what}.{number}"] for what in ("queries", "keys", "offsets"))
@@ -59,10 +60,10 @@ class Plan:
                 sees_BQ = offsets_B[:, None] + torch.arange(queries_BQ.shape[1], device=offsets_B.device)
                 mask_BQK = torch.arange(keys_BK.shape[1], device=offsets_B.device) <= sees_BQ[:, :, None]
             blocks.append(Block(queries_BQ, keys_BK, mask_BQK))
-        return Tree(tuple(blocks), moved["where"])
+        return TrieAttention(tuple(blocks), moved["where"])
 
 
-def plan(segments: Sequence[Segment]) -> Plan:
+def plan(segments: Sequence[Segment]) -> AttentionPlan:
     """Cut a row's attention into blocks."""
     keys = _key_rows(segments)
     lengths = [(len(keys[index]), segment.length) for index, segment in enumerate(segments)]
@@ -85,7 +86,7 @@ def plan(segments: Sequence[Segment]) -> Plan:
         offsets_B = np.array([segments[index].depth for index in members])
         masked.append(bool(offsets_B.any()))
         arrays |= {f"queries.{number}": queries_BQ, f"keys.{number}": keys_BK, f"offsets.{number}": offsets_B}
-    return Plan({**arrays, "where": where_T}, tuple(masked))
+    return AttentionPlan({**arrays, "where": where_T}, tuple(masked))
 
 
 def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
@@ -97,9 +98,9 @@ def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
 
 
 def _batches(lengths: list[tuple[int, int]]) -> list[list[int]]:
-    """Group (keys, queries) sizes so that what padding costs stays below what fewer calls save.
+    """Group (keys, queries) sizes so that padding costs less than fewer calls save.
 
-    Segments without ancestors (keys == queries) keep to themselves: they need no mask.
+    Segments without ancestors (keys == queries) have groups of their own: they need no mask.
     """
     order = sorted(range(len(lengths)), key=lambda index: (_rooted(lengths[index]), *lengths[index], index))
     batches: list[list[int]] = []
@@ -129,15 +130,15 @@ def tree_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tree: Tree,
+    tree: TrieAttention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, d], key and value [1, kv heads, T, d] -> [1, T, heads, d].
+    """Attend: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [1, T, heads, d].
 
-    transformers calls this for every layer with the keyword arguments of its own backends, most of which mean
-    nothing here; `tree` is ours, handed through the model's forward.
+    transformers calls this for every layer with the keyword arguments of its own backends, most of which are unused
+    here; `tree` is ours, passed through the model's forward.
     """
     if sliding_window is not None:
         raise NotImplementedError("sliding-window attention")
@@ -162,7 +163,7 @@ def tree_attention(
 
 
 def _take(rows_TE: Tensor, index_BL: Tensor, heads: int) -> Tensor:
-    """Rows [T, heads x d] at [B, L] -> [B, heads, L, d]."""
+    """Gather rows [T, heads x d] at [B, L] -> [B, heads, L, d]."""
     taken = rows_TE.index_select(0, index_BL.reshape(-1))
     return taken.view(*index_BL.shape, heads, -1).transpose(1, 2)
 

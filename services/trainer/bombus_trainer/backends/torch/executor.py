@@ -1,4 +1,4 @@
-"""Runs training steps: the one place where model, optimizer and batches meet. Knows nothing of the bus."""
+"""Run training steps: the one place where model, optimizer and batches meet. It does not know the bus."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
@@ -15,22 +15,24 @@ from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
 from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.metrics import Tally, reward_metrics
-from bombus_trainer.backends.torch.model import PolicyModel, Scored
+from bombus_trainer.backends.torch.model import PolicyModel, ScoredTerms
 from bombus_trainer.backends.torch.optim import Optimizer, learning_rate
-from bombus_trainer.data.batch import Group, PreparedBatch, mini_batches, prepare, staleness
-from bombus_trainer.data.packing import Bin, Item, pack
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import Bin, TrainingItem, pack
 from bombus_trainer.data.sequences import Floats
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
 PARAMETER, MOMENT, RNG = "parameter.", "optimizer.", "rng"
 
 
-def loss_of_terms(scored: Scored, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings) -> PolicyLoss:
-    """What N trained tokens add to the loss of their update, whoever computed their logprobs."""
+def loss_of_terms(
+    scored: ScoredTerms, old_N: Tensor, reference_N: Tensor | None, settings: TrainerSettings
+) -> PolicyLoss:
+    """Compute what N trained tokens add to the loss of their update, whichever backend computed their logprobs."""
     inputs = LossInputs(
         logprobs_N=scored.logprobs_N,
         old_logprobs_N=old_N,
@@ -46,14 +48,14 @@ def loss_of_terms(scored: Scored, old_N: Tensor, reference_N: Tensor | None, set
 
 
 class Executor:
-    """The torch backend: one model in this process. See `backend.Backend`."""
+    """The torch backend: one model in this process. See `backend.TrainerBackend`."""
 
     def __init__(self, folder: Path, settings: TrainerSettings, files: Mapping[str, bytes] | None = None) -> None:
-        """Load the model in `folder` as step 0; `files` are its tokenizer's, where they are not in `folder`.
+        """Load the model in `folder` at step 0; `files` are its tokenizer's, where they are not in `folder`.
 
         Raises `EngineFault` when it cannot be loaded or trained.
         """
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.job.model.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self.model = PolicyModel.load(folder, settings)
@@ -66,15 +68,15 @@ class Executor:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """See `Backend.train_step`."""
+        """See `TrainerBackend.train_step`."""
         tally = Tally()
         with tally.phase("merge"):
             batch = prepare(groups, self.settings, self.model.vocab_size)
         old = self._old_logprobs(batch, step, tally, interrupted)
         rate = learning_rate(step, self.settings)
-        for epoch in range(self.settings.ppo_epochs):
+        for epoch in range(self.settings.config.ppo_epochs):
             for items in mini_batches(batch, self.settings, step, epoch):
                 self._update(items, rate, old, tally, interrupted)
         return {
@@ -88,7 +90,7 @@ class Executor:
 
     def _update(
         self,
-        items: list[Item],
+        items: list[TrainingItem],
         rate: float,
         old: Floats | None,
         tally: Tally,
@@ -107,11 +109,11 @@ class Executor:
         reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
-        """Add a bin's gradients to the others of its update and return its share of the loss."""
+        """Add a bin's gradients to those of its update and return its share of the loss."""
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
-        reference_N = self.model.score_reference(packed) if settings.kl_coef > 0.0 else None
+        reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
         if not isfinite(loss):
@@ -124,9 +126,9 @@ class Executor:
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.ppo_epochs <= 1:
+        if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
         items = [item for part in parts for item in part]
@@ -136,11 +138,12 @@ class Executor:
             tally.note_flops(self.model.flops(packed, backward=False))
         return old
 
-    def _bins(self, items: list[Item], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
+    def _bins(self, items: list[TrainingItem], tally: Tally | None, interrupted: Callable[[], bool]) -> Iterator[Bin]:
         settings = self.settings
-        tokens_max = settings.bin_tokens if settings.packing else 1  # a bin for each: none fits beside another
-        share = settings.packing and settings.share_prefixes
-        bins = pack(items, tokens_max, share, settings.shared_tokens_min)
+        packing = settings.config.enable_packing
+        tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
+        share = packing and settings.share_prefixes
+        bins = pack(items, tokens_max, share)
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
         for packed in bins:
@@ -148,14 +151,14 @@ class Executor:
                 raise Interrupted
             yield packed
 
-    # ---- what outlives the process ----------------------------------------------------------------------------
+    # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
         """Write a checkpoint below `root`; see `checkpoint.save`."""
         return checkpoint.save(root, facts, self.tensors())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that `load_tensors` wants: parameters, the optimizer's state, not copied, the random generator's."""
+        """Return what `load_tensors` takes: parameters and optimizer state, not copied, and the random state."""
         tensors: dict[str, Tensor] = {RNG: torch.get_rng_state()}
         tensors |= {PARAMETER + name: value.detach() for name, value in self.model.trainable().items()}
         tensors |= {MOMENT + name: value for name, value in self.optimizer.state().items()}
@@ -166,29 +169,29 @@ class Executor:
         self.load_tensors(checkpoint.load(path, digest).tensors)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave. Raises `EngineFault` when it is of another model."""
+        """Go on from the result of `tensors`. Raises `EngineFault` when it is of another model."""
         self.model.restore(_under(PARAMETER, tensors))
         self.optimizer.restore(_under(MOMENT, tensors))
         self.optimizer.zero_grad()
         torch.set_rng_state(tensors[RNG])
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
-        if part == Part.ADAPTER:
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
+        if part == ModelPart.ADAPTER:
             return adapter_outline(self.model.adapter_config(), self.model.adapter_weights())
         return Outline(self.model.export_dtype, self.model.dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
-        """See `Backend.read_weights`."""
-        if part == Part.ADAPTER:
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
+        """See `TrainerBackend.read_weights`."""
+        if part == ModelPart.ADAPTER:
             return use(self.model.adapter_weights())
-        return use(self.model.dense_weights(merged=part == Part.MODEL))
+        return use(self.model.dense_weights(merged=part == ModelPart.MODEL))
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def batch_metrics(groups: list[Group], batch: PreparedBatch) -> dict[str, float]:
+def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str, float]:
     return {
         **reward_metrics(groups),
         "groups": float(len(groups)),

@@ -1,6 +1,6 @@
-"""How many floating point operations a step takes, and what share of the device's that is (model FLOPs utilization).
+"""Count the floating point operations of a step, and their share of the device's peak (model FLOPs utilization).
 
-Counted is what the model needs, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): what
+The count is what the model needs, as in the PaLM paper (Chowdhery et al. 2022, arXiv:2204.02311, appendix B): what
 activation checkpointing computes twice counts once.
 """
 
@@ -16,7 +16,7 @@ from bombus_trainer.data.packing import Segment
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Dense bfloat16 FLOP/s by what CUDA calls the device, from their makers' data sheets. The first that fits counts.
+# Dense bfloat16 FLOP/s by CUDA's name of the device, from the makers' data sheets. The first match counts.
 PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -36,7 +36,7 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What decides a dense transformer's FLOPs.
+    """The sizes that determine a dense transformer's FLOPs.
 
     `matrices` are the elements of its layers' matrices, `head` those of the output matrix, `attention` is layers x
     heads x head size. `trained`: whether the matrices themselves get gradients.
@@ -49,7 +49,7 @@ class Cost:
 
     @property
     def of_attention(self) -> float:
-        """A sequence of T tokens costs about as much as T + this x T^2 tokens without attention.
+        """The factor a with which T tokens cost about as much as T + a T^2 tokens without attention.
 
         Forward, a token takes 2 x matrices, and its T / 2 pairs 4 x attention each; backward both as much again.
         """
@@ -57,7 +57,7 @@ class Cost:
 
 
 def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
-    """The cost of a causal language model of transformers, before it has adapters."""
+    """Return the cost of a causal language model of transformers, before it has adapters."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -70,7 +70,7 @@ def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
 
 
 def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:
-    """FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs to attend.
+    """Return the FLOPs of a pass over `tokens` rows, of which `heads` need logits, with `pairs` query-key pairs.
 
     Forward is 2 for each element of a matrix and row, and 4 (keys, values) for each pair and element of a head.
     Backward is as much for the rows' gradients, and as much again for the matrices' where they are trained; of
@@ -84,15 +84,15 @@ def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: boo
 
 
 def attention_pairs(segments: Iterable[Segment]) -> int:
-    """Query-key pairs of a row: each token sees the tokens before it on its path, and itself."""
+    """Count the query-key pairs of a row: each token attends to the tokens before it on its path, and to itself."""
     return sum(segment.length * segment.depth + segment.length * (segment.length + 1) // 2 for segment in segments)
 
 
 def peak_of(device: torch.device) -> float | None:
-    """What a device can do in bfloat16 a second; None on a CPU, and for one that we do not know."""
+    """Return a device's peak FLOP/s in bfloat16; None on a CPU, and for an unknown device."""
     return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of a CUDA device, dense in bfloat16; None for one that we do not know."""
+    """Return the dense bfloat16 peak of a CUDA device by its name; None for an unknown one."""
     return next((peak for name, peak in PEAKS.items() if name in device_name), None)

@@ -1,7 +1,7 @@
 """Logprobs of chosen tokens from hidden states, a slice of the vocabulary's logits at a time.
 
-Full logits of a batch are the largest tensor in training by far. Here they exist for a few rows at once, and in the
-backward pass once more only if the output matrix itself is trained.
+The full logits of a batch are by far the largest tensor in training. Here they exist for a few rows at a time; the
+backward pass computes them again only if the output matrix itself is trained.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class HeadPlan:
     rows_max: int
 
     def slices(self) -> list[tuple[slice, slice]]:
-        """Slices of heads, each with its slice of terms."""
+        """Return slices of heads, each with its slice of terms."""
         heads = len(self.temperatures_U)
         starts = torch.arange(0, heads, self.rows_max, device=self.head_of_term_N.device)
         edges = [*torch.searchsorted(self.head_of_term_N, starts).tolist(), len(self.targets_N)]
@@ -34,10 +34,10 @@ class HeadPlan:
 def chosen_logprobs(
     hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
+    """Compute log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
 
-    The entropy has a gradient only if asked for: it costs a second product with W. Computed in float32 whatever the
-    inputs are.
+    The entropy has a gradient only with `entropy_grad`: it costs a second product with W. Everything is computed in
+    float32 whatever the inputs are.
     """
     logprobs_N, entropy_U = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_UH, weight_VH, head, entropy_grad
@@ -99,19 +99,26 @@ class _ChosenLogprobs(torch.autograd.Function):
                 pulled_UH -= entropy_grad_U[:, None] * narrowing_UH
             grad_hidden = (pulled_UH / head.temperatures_U[:, None]).to(hidden_UH.dtype)
         if ctx.needs_input_grad[1]:
-            of_entropy_U = entropy_grad_U if ctx.entropy_grad else None
-            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grad_N, grad_U, of_entropy_U)
+            grads = _OutputGradients(grad_N, grad_U, entropy_grad_U if ctx.entropy_grad else None)
+            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grads)
         return grad_hidden, grad_weight, None, None
 
 
 def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: Tensor) -> Tensor:
-    """p (log p + entropy): what a step along it takes from the entropy [U, V]."""
+    """Compute p (log p + entropy), the negative gradient of the entropy [U, V]."""
     return probs_UV * (logits_UV - total_U[:, None] + entropy_U[:, None])
 
 
-def _weight_gradient(
-    hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grad_N: Tensor, grad_U: Tensor, entropy_grad_U: Tensor | None
-) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class _OutputGradients:
+    """The gradients of the logprobs, by term and summed by hidden state, and of the entropies if they have any."""
+
+    logprobs_N: Tensor
+    logprobs_U: Tensor
+    entropy_U: Tensor | None
+
+
+def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grads: _OutputGradients) -> Tensor:
     wide_VH = _wide(weight_VH)
     total_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
     for heads, terms in head.slices():
@@ -119,13 +126,13 @@ def _weight_gradient(
         logits_UV = _logits(slice_UH, wide_VH, head.temperatures_U[heads])
         probs_UV = torch.softmax(logits_UV, dim=1)
         of_entropy_UV = None
-        if entropy_grad_U is not None:
+        if grads.entropy_U is not None:
             sum_U = logits_UV.logsumexp(dim=1)
             entropy_U = sum_U - (probs_UV * logits_UV).sum(dim=1)
-            of_entropy_UV = _narrowing(probs_UV, logits_UV, sum_U, entropy_U).mul_(entropy_grad_U[heads, None])
-        grads_UV = probs_UV.mul_(-grad_U[heads, None])
+            of_entropy_UV = _narrowing(probs_UV, logits_UV, sum_U, entropy_U).mul_(grads.entropy_U[heads, None])
+        grads_UV = probs_UV.mul_(-grads.logprobs_U[heads, None])
         at_N = head.head_of_term_N[terms] - heads.start
-        grads_UV.index_put_((at_N, head.targets_N[terms]), grad_N[terms], accumulate=True)
+        grads_UV.index_put_((at_N, head.targets_N[terms]), grads.logprobs_N[terms], accumulate=True)
         if of_entropy_UV is not None:
             grads_UV -= of_entropy_UV
         grads_UV /= head.temperatures_U[heads, None]
@@ -134,5 +141,5 @@ def _weight_gradient(
 
 
 def _wide(weight_VH: Tensor) -> Tensor:
-    """float32 on a CPU, where it costs nothing and saves logits from bfloat16's three digits."""
+    """Convert to float32 on a CPU, where it costs nothing and keeps logits from bfloat16's three digits."""
     return weight_VH.float() if weight_VH.device.type == "cpu" else weight_VH

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 
-OUTPUT_LAYER = "lm_head"  # left as it is: with tied embeddings it is not a layer of its own
+OUTPUT_LAYER = "lm_head"  # gets no adapter: with tied embeddings it is not a layer of its own
 BASE = ".base."  # in the name of a wrapped layer's own parameters
 
 
@@ -36,7 +36,7 @@ class LoraLinear(nn.Module):
         return out + linear(low, (self.scale * self.lora_b).to(x.dtype))
 
     def merged(self) -> Tensor:
-        """The dense weight [out, in] that computes the same, in float32."""
+        """Return the dense weight [out, in] that computes the same, in float32."""
         with torch.no_grad():
             return merged(self.base.weight, self.lora_a, self.lora_b, self.scale)
 
@@ -64,17 +64,17 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
-    """By the name of the layer that each is on."""
+    """Return a model's adapters by the name of the layer that each is on."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def adapter_config(model: nn.Module, rank: int, alpha: float) -> AdapterConfig:
     targets = sorted({name.rpartition(".")[2] for name in adapters_of(model)})
-    return AdapterConfig(r=rank, lora_alpha=alpha, target_modules=targets)
+    return AdapterConfig(r=rank, lora_alpha=float(alpha), target_modules=targets)
 
 
 def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All adapters' factors under the names that they have in a file, in float32."""
+    """Yield all adapters' factors under their names in a file, in float32."""
     for name, adapter in adapters_of(model).items():
         low_a, low_b = adapter_names(name)
         yield low_a, adapter.lora_a.detach()
@@ -83,7 +83,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model without its adapters: the one that training began with."""
+    """Switch a model's adapters off for a block: it is then the model that training began with."""
     adapters = adapters_of(model).values()
     for adapter in adapters:
         adapter.enabled = False

@@ -1,4 +1,4 @@
-"""Adds up what is reported of a step: sums over trained tokens, turned into means at the end."""
+"""Collect the metrics of a step: sums over trained tokens, turned into means at the end."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,14 +9,14 @@ from torch import Tensor
 
 from bombus_trainer.algorithms.kl import kl_k3
 from bombus_trainer.algorithms.losses import PolicyLoss
-from bombus_trainer.data.batch import Group
+from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
 
 MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
 
 class Tally:
-    """One step's. Nothing in here has any part in what is trained."""
+    """The metrics of one step. Nothing in here affects what is trained."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -71,15 +71,16 @@ class Tally:
         self._updates.append((loss, norm))
 
     def add(self, other: "Tally") -> None:
-        """Take in what another rank has counted of the same step; its times and updates are everybody's."""
+        """Add what another rank has counted of the same step. Times and updates are the same on all ranks."""
         self._terms += other._terms
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
 
     def metrics(self, peak_flops: float | None = None) -> dict[str, float]:
-        """`tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded.
+        """Return the metrics.
 
-        `mfu` is the share of `peak_flops`, the device's, where that is known.
+        `tokens_unshared` and `tokens_padded` are what the same sequences cost without the trie, and padded. `mfu` is
+        the share of `peak_flops`, the device's, where that is known.
         """
         per_s = self._flops / max(sum(self.seconds.values()), 1e-9)
         updates = max(len(self._updates), 1)
@@ -100,7 +101,7 @@ class Tally:
         }
 
 
-def reward_metrics(groups: list[Group]) -> dict[str, float]:
+def reward_metrics(groups: list[EpisodeGroup]) -> dict[str, float]:
     rewards = torch.tensor([episode.reward for group in groups for episode in group.episodes])
     if not len(rewards):
         return {"reward_mean": 0.0, "reward_std": 0.0}

@@ -1,4 +1,4 @@
-"""The model that is trained: logprobs of a bin's terms with gradients, and its weights as a server wants them."""
+"""The model that is trained: logprobs of a bin's terms with gradients, and its weights for inference servers."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -26,28 +26,27 @@ from bombus_trainer.backends.torch.lora import (
     adapters_off,
     add_adapters,
 )
-from bombus_trainer.backends.torch.transfer import move
-from bombus_trainer.data.packing import Bin, Item, Terms, pack
+from bombus_trainer.backends.torch.transfer import to_device
+from bombus_trainer.data.packing import Bin, Terms, TrainingItem, pack
 from bombus_trainer.data.sequences import Ints
 from bombus_trainer.publish.tensorfile import Shape
-from bombus_trainer.settings import Precision, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DTYPES = {Precision.FLOAT32: torch.float32, Precision.BFLOAT16: torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
 CHECK_TOKENS = 12
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
-    """For each term of a bin [N]: its logprob, with gradient unless it was switched off, and its entropy, with
-    gradient if there is a bonus for it.
+class ScoredTerms:
+    """The logprob of each term of a bin [N], with gradient unless it was switched off, and its entropy.
 
-    `terms` are what a loss needs besides, on the model's device: `LOSS_TERMS`, and `lines_N`, which numbers the
-    sequence that each belongs to, below `lines`.
+    The entropy has a gradient if there is a bonus for it. `terms` has what a loss also needs, on the model's device:
+    `LOSS_TERMS`, and `lines_N`, which numbers the sequence that each belongs to, below `lines`.
     """
 
     logprobs_N: Tensor
@@ -67,44 +66,46 @@ class PolicyModel:
         self._settings = settings
         self._reference: PreTrainedModel | None = None
         self._autocast = False
-        self._cost = cost_of(model, trained=settings.lora_rank == 0)
+        self._cost = cost_of(model, trained=settings.config.lora_rank == 0)
         width = torch.finfo(torch.float32).bits // 8
         self._head_rows_max = max(16, settings.logits_bytes_max // (width * self.vocab_size))
 
     @classmethod
     def load(cls, folder: Path, settings: TrainerSettings) -> "PolicyModel":
-        """Load a Hugging Face folder and make it trainable. The same folder and settings give the same weights.
+        """Load a Hugging Face folder and make the model trainable. The same folder and settings give the same weights.
 
         Raises `EngineFault` when it cannot be loaded, or computes something that this trainer does not reproduce.
         """
         export = export_dtype(folder, settings)
-        on_cpu = settings.device == "cpu" and settings.precision == Precision.AUTO
-        held = torch.float32 if on_cpu or not settings.lora_rank else export
-        model = load_model(folder, dtype=str(held).removeprefix("torch."), attn=NAME).to(settings.device)
+        on_cpu = settings.device == "cpu" and settings.job.model.dtype == "auto"
+        loaded = torch.float32 if on_cpu or not settings.config.lora_rank else export
+        model = load_model(folder, dtype=str(loaded).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
         policy = cls(model, export, settings)
-        policy._check_faithful()  # in the precision that the weights have: bfloat16 would hide what it looks for
-        # Weights that are trained stay in float32; on a GPU the layers multiply in what will be served.
-        policy._autocast = settings.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
-        if settings.lora_rank:
-            add_adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, settings.seed)
-        elif settings.kl_coef > 0.0:
+        policy._check_faithful()  # in the precision of the weights: bfloat16 would hide what this looks for
+        # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
+        # multiply in the precision that will be served.
+        policy._autocast = settings.config.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
+        config = settings.config
+        if config.lora_rank:
+            add_adapters(model, config.lora_rank, config.lora_alpha, settings.lora_targets, settings.job.model.seed)
+        elif config.kl_coef > 0.0:
             policy._reference = copy.deepcopy(model).requires_grad_(False)
-        if settings.gradient_checkpointing:
+        if config.gradient_checkpointing:
             model.train()  # transformers checkpoints in training mode only; there is no dropout in an RL policy
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return policy
 
     # ---- computing --------------------------------------------------------------------------------------------
 
-    def score(self, packed: Bin) -> Scored:
-        """Logprobs of a bin's terms under the current weights, at each term's temperature."""
+    def score(self, packed: Bin) -> ScoredTerms:
+        """Compute the logprobs of a bin's terms under the current weights, at each term's temperature."""
         return self._score(self._model, packed)
 
     def score_reference(self, packed: Bin) -> Tensor:
-        """Logprobs [N] under the weights that training began with, without gradient."""
+        """Compute logprobs [N] under the weights that training began with, without gradient."""
         with torch.no_grad():
-            if self._settings.lora_rank:
+            if self._settings.config.lora_rank:
                 with adapters_off(self._model):
                     return self._score(self._model, packed).logprobs_N
             if self._reference is None:
@@ -112,7 +113,7 @@ class PolicyModel:
             return self._score(self._reference, packed).logprobs_N
 
     def flops(self, packed: Bin, backward: bool) -> float:
-        """Of a pass over a bin; see `flops.flops_of_step`."""
+        """Return the FLOPs of a pass over a bin; see `flops.flops_of_step`."""
         pairs = attention_pairs(packed.segments)
         return flops_of_step(self._cost, len(packed.tokens_T), len(packed.head_rows_U), pairs, backward)
 
@@ -120,9 +121,9 @@ class PolicyModel:
     def peak_flops(self) -> float | None:
         return peak_of(self.device)
 
-    def _score(self, model: "PreTrainedModel", packed: Bin) -> Scored:
+    def _score(self, model: "PreTrainedModel", packed: Bin) -> ScoredTerms:
         layout, terms = plan(packed.segments), packed.terms
-        moved = move(
+        moved = to_device(
             {
                 "tokens": packed.tokens_T,
                 "positions": packed.positions_T,
@@ -149,19 +150,19 @@ class PolicyModel:
             rows_max=self._head_rows_max,
         )
         weight_VH = model.get_output_embeddings().weight
-        entropy_grad = self._settings.entropy_coef > 0.0
+        entropy_grad = self._settings.config.entropy_coef > 0.0
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
         scores = chosen_logprobs(chosen_UH, weight_VH, head, entropy_grad)
-        return Scored(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
+        return ScoredTerms(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def _check_faithful(self) -> None:
-        """Compare a tree of two branches with the model's own forward: some families do more to their logits.
+        """Compare a tree of two branches with the model's own forward pass: some families do more to their logits.
 
         Raises `EngineFault` for soft-capped or scaled logits, sliding windows, biases on the output layer and
-        whatever else would make the trained distribution another one than the sampled one.
+        anything else that would make the trained distribution differ from the sampled one.
         """
         trunk = np.arange(CHECK_TOKENS) * 7 % self.vocab_size
         lines = [np.concatenate([trunk, (trunk + shift) % self.vocab_size]) for shift in (1, 3)]
@@ -205,20 +206,20 @@ class PolicyModel:
         return {name: Shape(self.export_dtype, tuple(value.shape)) for name, value, _ in self._dense()}
 
     def dense_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under its Hugging Face names, adapters `merged` or left out, in the export precision, one at
-        a time."""
+        """Yield the whole model under its Hugging Face names in the export precision, adapters `merged` or left out."""
         for name, value, adapter in self._dense():
             yield name, (adapter.merged() if adapter and merged else value.detach()).to(self.export_dtype)
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapters alone, in float32."""
+        """Yield only the adapters, in float32."""
         return adapter_weights(self._model)
 
     def adapter_config(self) -> AdapterConfig:
-        return adapter_config(self._model, self._settings.lora_rank, self._settings.lora_alpha)
+        config = self._settings.config
+        return adapter_config(self._model, config.lora_rank, config.lora_alpha)
 
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Tied weights come once, under the first of their names."""
+        """Yield all weights but the adapters. Tied ones come once, under the first of their names."""
         adapters = adapters_of(self._model)
         for name, value in self._model.named_parameters():
             owner, wrapped, leaf = name.rpartition(BASE)
@@ -229,20 +230,25 @@ class PolicyModel:
 
 
 def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
-    """The precision of the weights that replicas get. Raises `EngineFault` when the model cannot be read."""
-    return _stored_dtype(folder) if settings.precision == Precision.AUTO else DTYPES[settings.precision]
+    """Return the precision of the weights that replicas get. Raises `EngineFault` when the model cannot be read.
+
+    `auto` is the precision of the model's folder. (On a CPU such a model still computes in float32: without AMX a CPU
+    multiplies bfloat16 matrices at a quarter of the speed.)
+    """
+    dtype = settings.job.model.dtype
+    return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
 
 
-def probe(line: Ints, number: int) -> Item:
-    """A sequence that is only looked at, the `number`-th of its length: all its tokens but the first are terms."""
+def probe(line: Ints, number: int) -> TrainingItem:
+    """Make a sequence that is only scored, the `number`-th of its length: all its tokens but the first are terms."""
     count = len(line) - 1
     ones = np.ones(count, dtype=np.float32)
     ids = np.arange(count) + number * count
-    return Item(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
+    return TrainingItem(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
 
 
 def _stored_dtype(folder: Path) -> torch.dtype:
-    """The precision a model's folder says it is in; float32 when it does not say."""
+    """Return the precision that a model's folder names; float32 when it names none."""
     from transformers import AutoConfig
 
     try:

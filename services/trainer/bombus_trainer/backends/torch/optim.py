@@ -7,22 +7,23 @@ import torch
 from torch import Tensor, nn
 
 from bombus.errors import EngineFault
-from bombus_trainer.settings import Schedule, TrainerSettings
+from bombus_trainer.settings import TrainerSettings
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
-    """The rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
+    """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
 
-    Warm-up step k of w has k / w of the rate; decay begins behind it and ends at `total_steps`.
+    Warm-up step k of w has k / w of the rate; decay begins after it and ends at `total_steps`.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    config = settings.config
+    peak, warmup = config.lr, config.warmup_steps
     if step <= warmup:
         return peak * step / warmup
-    if settings.schedule == Schedule.CONSTANT or settings.total_steps == 0:
+    if config.lr_schedule == "constant" or config.total_steps == 0:
         return peak
-    span = max(settings.total_steps - warmup, 1)
+    span = max(config.total_steps - warmup, 1)
     progress = min((step - warmup - 1) / span, 1.0)
-    if settings.schedule == Schedule.LINEAR:
+    if config.lr_schedule == "linear":
         return peak * (1.0 - progress)
     return peak * 0.5 * (1.0 + cos(pi * progress))
 
@@ -36,13 +37,13 @@ class Optimizer:
         matrices = [parameter for parameter in self.parameters.values() if parameter.ndim >= 2]
         vectors = [parameter for parameter in self.parameters.values() if parameter.ndim < 2]
         groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": matrices, "weight_decay": settings.config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         self._adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
+            lr=settings.config.lr,
+            betas=settings.config.betas,
             fused=True,
         )
 
@@ -50,11 +51,11 @@ class Optimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def step(self, rate: float) -> float:
-        """Clip, update at this learning rate, forget the gradients. Returns the gradients' norm before clipping.
+        """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
 
         Raises `EngineFault`, and changes nothing, when a gradient is not finite.
         """
-        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.grad_clip))
+        norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
         if not isfinite(norm):
             self.zero_grad()
             raise EngineFault(f"the gradients are not finite (their norm is {norm})")
@@ -65,7 +66,7 @@ class Optimizer:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """`<parameter>.<moment>` -> tensor. Empty before the first update."""
+        """Return the state by `<parameter>.<moment>`. It is empty before the first update."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             for key, value in self._adam.state.get(parameter, {}).items():
@@ -73,7 +74,7 @@ class Optimizer:
         return tensors
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. Raises `EngineFault` when it belongs to other parameters."""
+        """Restore the result of `state`. Raises `EngineFault` when it belongs to other parameters."""
         self._adam.state.clear()
         if not tensors:
             return

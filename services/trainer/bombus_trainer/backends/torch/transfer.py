@@ -1,4 +1,4 @@
-"""A micro-batch's arrays onto the device in one transfer: each would wait for the one before."""
+"""Move a micro-batch's arrays to the device in one transfer: several would wait for each other."""
 
 from collections.abc import Mapping
 
@@ -12,33 +12,33 @@ ALIGN = 16
 Arrays = Mapping[str, NDArray[np.generic]]
 
 
-def move(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
-    """The arrays as tensors on `device`, by their names. On a CPU they are the same memory."""
+def to_device(arrays: Arrays, device: torch.device) -> dict[str, Tensor]:
+    """Return the arrays as tensors on `device`, by their names. On a CPU they share the arrays' memory."""
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    return apart(together(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
+    return split_buffer(join_arrays(arrays, pinned=device.type == "cuda").to(device, non_blocking=True), arrays)
 
 
-def together(arrays: Arrays, pinned: bool = False) -> Tensor:
-    """All arrays in one buffer of bytes, each at a multiple of `ALIGN`."""
-    buffer = torch.zeros(_places(arrays)[-1], dtype=torch.uint8, pin_memory=pinned)
-    for array, start in zip(arrays.values(), _places(arrays), strict=False):
+def join_arrays(arrays: Arrays, pinned: bool = False) -> Tensor:
+    """Copy all arrays into one buffer of bytes, each at a multiple of `ALIGN`."""
+    buffer = torch.zeros(_offsets(arrays)[-1], dtype=torch.uint8, pin_memory=pinned)
+    for array, start in zip(arrays.values(), _offsets(arrays), strict=False):
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         buffer[start : start + len(flat)] = torch.from_numpy(flat)
     return buffer
 
 
-def apart(buffer: Tensor, arrays: Arrays) -> dict[str, Tensor]:
-    """Views into what `together` made of `arrays`, wherever the buffer is now."""
+def split_buffer(buffer: Tensor, arrays: Arrays) -> dict[str, Tensor]:
+    """Return views into the buffer that `join_arrays` made of `arrays`, on whichever device it is now."""
     tensors: dict[str, Tensor] = {}
-    for (name, array), start in zip(arrays.items(), _places(arrays), strict=False):
+    for (name, array), start in zip(arrays.items(), _offsets(arrays), strict=False):
         dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
         tensors[name] = buffer[start : start + array.nbytes].view(dtype).view(array.shape)
     return tensors
 
 
-def _places(arrays: Arrays) -> list[int]:
-    """Where each begins, and where the last ends."""
+def _offsets(arrays: Arrays) -> list[int]:
+    """Return where each array begins, and where the last one ends."""
     places = [0]
     for array in arrays.values():
         places.append(places[-1] + -(-array.nbytes // ALIGN) * ALIGN)

@@ -1,13 +1,13 @@
-"""All that we use of verl, and the one file that imports it: its FSDP engine, its registries, its names of weights.
+"""All that we use of verl: its FSDP engine, its registries, its names of weights.
 
-On a CPU verl lacks a platform: it is given to it here, through its own registry.
+Only this file and cpu_platform.py import verl.
 """
 
+import importlib
 import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,35 +22,35 @@ from bombus.errors import EngineFault
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
-from bombus_trainer.backends.torch.model import Scored, probe
-from bombus_trainer.backends.verl.algorithms import check_estimator, look_up, loss_of_row, with_advantages
-from bombus_trainer.backends.verl.head import TermsHead, of_sequences, question_of, tensors_of
-from bombus_trainer.data.batch import Group, PreparedBatch
+from bombus_trainer.backends.torch.model import ScoredTerms, probe
+from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
+from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
 from bombus_trainer.data.sharding import MicroBatch
 from bombus_trainer.settings import TrainerSettings
 
-VERSION = "0.9.1"  # its engines "may still change": another version is another file to write
-Advantages = Callable[[PreparedBatch, list[Group]], PreparedBatch]
-Loss = Callable[[Scored, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
+VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
+Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
+TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
 
 
 def prepare_process(device: str) -> None:
-    """Have all that has to be there before an engine is made. Raises `EngineFault` for another version of verl."""
+    """Set up what an engine needs in this process. Raises `EngineFault` for another version of verl."""
     found = importlib.metadata.version("verl")
     if found != VERSION:
         raise EngineFault(
             f"verl {found} is installed, and this backend is written for {VERSION}: run `bombus install verl` again"
         )
     os.environ.setdefault("VERL_LOGGING_LEVEL", "WARN")
-    warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # of engines that are not ours
+    warnings.filterwarnings("ignore", ".* engine is not available", UserWarning)  # about engines that we do not use
     on_cpu = device == "cpu"
     if not dist.is_initialized():  # one rank, alone
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo" if on_cpu else "cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
     if on_cpu:
         os.environ["VERL_PLATFORM"] = "cpu"
-        _register_platform()
+        importlib.import_module("bombus_trainer.backends.verl.cpu_platform")  # registers it
 
 
 def has_flash_attention(settings: TrainerSettings) -> bool:
@@ -58,11 +58,11 @@ def has_flash_attention(settings: TrainerSettings) -> bool:
 
 
 def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtype, packed: bool) -> Any:
-    """verl's engine with the model in `folder`, whole or this rank's part of it. Raises `EngineFault`.
+    """Make verl's engine with the model in `folder`, or this rank's part of it. Raises `EngineFault`.
 
     `packed`: a micro-batch is one row without padding, and attention tells sequences apart by their positions.
-    Weights are kept in float32, as by our own trainer. The rate of learning is set at each step: verl's schedules
-    count their warm-up from another step than ours, and have no linear decay.
+    Weights are kept in float32, as in our own trainer. The learning rate is set at each step: verl's schedules count
+    their warm-up from another step than ours, and have no linear decay.
     """
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -76,9 +76,9 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             load_tokenizer=False,
             override_config={"attn_implementation": attention},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=settings.gradient_checkpointing,
-            lora_rank=settings.lora_rank,
-            lora_alpha=int(settings.lora_alpha),
+            enable_gradient_checkpointing=settings.config.gradient_checkpointing,
+            lora_rank=settings.config.lora_rank,
+            lora_alpha=settings.config.lora_alpha,
             target_modules=list(settings.lora_targets) or "all-linear",
         )
         engine = _engine_class()(
@@ -88,15 +88,15 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 strategy="fsdp2",
                 model_dtype="fp32",
                 mixed_precision={"param_dtype": computed, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-                use_torch_compile=False,  # it would compile an entropy that we do not use
+                use_torch_compile=False,  # it would only compile an entropy that we do not use
                 use_remove_padding=packed,
                 use_dynamic_bsz=False,
             ),
             optimizer_config=FSDPOptimizerConfig(
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                betas=settings.betas,
-                clip_grad=settings.grad_clip,
+                lr=settings.config.lr,
+                weight_decay=settings.config.weight_decay,
+                betas=settings.config.betas,
+                clip_grad=settings.config.grad_clip,
                 lr_warmup_steps=0,
                 total_training_steps=1,
                 override_optimizer_config={"fused": True},
@@ -107,7 +107,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
-    with engine.eval_mode():  # the engine says whether the model leaves alone what its head gives
+    with engine.eval_mode():  # raises if the model changes what its head returns
         compute(engine, [probe(np.zeros(2, dtype=np.int64), 0)], lambda model_output, **_: (torch.zeros(()), {}), False)
     return engine
 
@@ -117,7 +117,7 @@ def _engine_class() -> Any:
     from verl.workers.engine import FSDPEngineWithLMHead
 
     class Engine(FSDPEngineWithLMHead):  # type: ignore[misc]
-        """verl's, with another head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
+        """verl's engine with our head: a micro-batch's `log_probs` and `entropy` are those of its terms, jagged [B, N].
 
         `cost` is that of the whole model.
         """
@@ -128,25 +128,25 @@ def _engine_class() -> Any:
 
         def _build_module(self) -> Any:
             module, settings = super()._build_module(), self._settings
-            self.cost = cost_of(module, trained=settings.lora_rank == 0)
+            self.cost = cost_of(module, trained=settings.config.lora_rank == 0)
             output = module.get_output_embeddings()
-            self._head = TermsHead(output, settings.logits_bytes_max, settings.entropy_coef > 0.0)
+            self._head = TermsHead(output, settings.logits_bytes_max, settings.config.entropy_coef > 0.0)
             module.set_output_embeddings(self._head)
             return module
 
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             packed = self.model_config.use_remove_padding
-            self._head.question = question_of(micro_batch, packed, self._head.rows_max)
+            self._head.query = query_of(micro_batch, packed, self._head.rows_max)
             return super().prepare_model_inputs(micro_batch)
 
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
-            answer, self._head.answer = self._head.answer, None
-            if answer is None or output.logits is not answer:
+            result, self._head.result = self._head.result, None
+            if result is None or output.logits is not result:
                 raise EngineFault(
                     f"this model's architecture ({self.model_config.hf_config.model_type}) cannot be trained here: it "
                     "does more to its logits than multiply with a matrix"
                 )
-            logprobs_N, entropy_N = answer
+            logprobs_N, entropy_N = result
             mask = micro_batch["loss_mask"]
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
 
@@ -154,20 +154,20 @@ def _engine_class() -> Any:
 
 
 def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:
-    """Pass a micro-batch through the model. `loss` gets its `model_output`, and gives the loss and metrics."""
+    """Pass a micro-batch through the model. `loss` is called with its `model_output`, and returns loss and metrics."""
     from verl.utils.tensordict_utils import get_tensordict
 
-    given = {
+    options = {
         "use_remove_padding": engine.model_config.use_remove_padding,
         "use_dynamic_bsz": False,
         "micro_batch_size_per_gpu": len(micro_batch),
-        "temperature": 1.0,  # the head knows those of the terms
+        "temperature": 1.0,  # the head applies those of the terms
     }
-    engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), given), loss, forward_only=not backward)
+    engine.forward_backward_batch(get_tensordict(tensors_of(micro_batch), options), loss, forward_only=not backward)
 
 
 def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
-    """As our own optimizer does: vectors (norms, biases) do not decay."""
+    """Exempt vectors (norms, biases) from weight decay, as our own optimizer does."""
     (group,) = optimizer.param_groups
     vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
     if vectors and group["weight_decay"]:
@@ -176,108 +176,46 @@ def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
 
 
 def named_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Sharded parameters by the names that a checkpoint on the hub has; tied ones once, under their first name."""
+    """Yield sharded parameters by their names in a checkpoint on the hub; tied ones once, under their first name."""
     from verl.utils.model import convert_weight_keys
 
     yield from convert_weight_keys(dict(engine.module.named_parameters()), engine.module).items()
 
 
 def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """As verl gives weights out: experts that transformers keeps in one tensor are one tensor each."""
+    """Yield weights as verl exports them: experts that transformers keeps in one tensor become one tensor each."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
     yield from unfuse_moe_params(tensors, engine.model_config.hf_config.model_type)
 
 
-def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, Loss]:
-    """What gives advantages in place of ours, if anything, and the loss. Raises `EngineFault` for unknown names."""
+def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:
+    """Return what computes advantages instead of our code, if anything, and the loss.
+
+    Raises `EngineFault` for unknown names.
+    """
     from verl.trainer.config import AlgoConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.workers.config import ActorConfig
 
     estimate: Advantages | None = None
-    loss: Loss = loss_of_terms
+    loss: TermLoss = loss_of_terms
+    job = settings.config
     if name := settings.verl_adv_estimator:
         function = look_up("trainer.adv_estimator", name, ADV_ESTIMATOR_REGISTRY)
         check_estimator(name, function)
-        config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=settings.normalise_std)
+        config = AlgoConfig(adv_estimator=name, norm_adv_by_std_in_grpo=job.normalise_by_std)
         estimate = partial(with_advantages, estimate=function, config=config)
     if name := settings.verl_policy_loss:
-        if settings.use_opsm or settings.dual_clip:
-            option = "use_opsm" if settings.use_opsm else "dual_clip"
+        if job.use_opsm or job.dual_clip:
+            option = "use_opsm" if job.use_opsm else "dual_clip"
             raise EngineFault(f"trainer.{option} is refused with trainer.loss {name!r}: it belongs to our own losses")
         actor = ActorConfig(
             strategy="fsdp2",
             rollout_n=1,
             use_dynamic_bsz=True,
-            clip_ratio_low=settings.clip_low,
-            clip_ratio_high=settings.clip_high,
+            clip_ratio_low=job.clip_low,
+            clip_ratio_high=job.clip_high,
         )
-        loss = partial(loss_of_row, look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
+        loss = VerlPolicyLoss(look_up("trainer.loss", name, POLICY_LOSS_REGISTRY), actor)
     return estimate, loss
-
-
-def _register_platform() -> None:
-    from verl.plugin.platform.platform_base import PlatformBase
-    from verl.plugin.platform.platform_manager import PlatformRegistry
-
-    if PlatformRegistry.get("cpu") is not None:
-        return
-
-    @PlatformRegistry.register(platform="cpu")
-    class Cpu(PlatformBase):  # type: ignore[misc]
-        """What verl asks of a device. Most answers are that there is nothing to do."""
-
-        device_name = "cpu"
-        vendor_name = "cpu"
-        device_module = torch.cpu
-
-        def is_available(self) -> bool:
-            return False  # no accelerator: verl then leaves its generator and its memory alone
-
-        def current_device(self) -> str:
-            return "cpu"  # verl hands it to Tensor.to, which takes a number for a GPU's
-
-        def device_count(self) -> int:
-            return 1
-
-        def set_device(self, device_index: int) -> None: ...
-
-        def synchronize(self, device_index: int | None = None) -> None: ...
-
-        def manual_seed(self, seed: int) -> None:
-            torch.manual_seed(seed)
-
-        manual_seed_all = manual_seed
-
-        def set_allocator_settings(self, settings: str) -> None: ...
-
-        def empty_cache(self) -> None: ...
-
-        def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
-            return None, None
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-        def visible_devices_envvar(self) -> str:
-            return "CUDA_VISIBLE_DEVICES"
-
-        def nvtx_range(self, msg: str) -> nullcontext[None]:
-            return nullcontext()
-
-        def profiler_start(self) -> None: ...
-
-        def profiler_stop(self) -> None: ...
-
-        def ray_resource_name(self) -> str:
-            return "CPU"
-
-        def ray_noset_envvars(self) -> list[str]:
-            return []
-
-        def is_ipc_supported(self) -> bool:
-            return False
-
-        def cudart(self) -> None:
-            return None

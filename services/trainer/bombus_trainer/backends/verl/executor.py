@@ -1,4 +1,4 @@
-"""The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `verl_engine`."""
+"""The verl backend: steps, checkpoints and weights of verl's FSDP engine, on one rank or many. See `engine`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -20,17 +20,17 @@ from bombus_trainer.backend import Interrupted
 from bombus_trainer.backends.torch.executor import batch_metrics
 from bombus_trainer.backends.torch.flops import flops_of_step, peak_of
 from bombus_trainer.backends.torch.metrics import Tally
-from bombus_trainer.backends.torch.model import LOSS_TERMS, Scored, export_dtype
+from bombus_trainer.backends.torch.model import LOSS_TERMS, ScoredTerms, export_dtype
 from bombus_trainer.backends.torch.optim import learning_rate
-from bombus_trainer.backends.torch.transfer import move
+from bombus_trainer.backends.torch.transfer import to_device
 from bombus_trainer.backends.verl import engine as verl_engine
-from bombus_trainer.data.batch import Group, PreparedBatch, mini_batches, prepare, staleness
-from bombus_trainer.data.packing import Item, Terms
+from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch, mini_batches, prepare, staleness
+from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats
-from bombus_trainer.data.sharding import MicroBatch, computed_tokens, deal
+from bombus_trainer.data.sharding import MicroBatch, computed_tokens, shard
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
-from bombus_trainer.publish.export import Outline, Part, Tensors, adapter_outline
+from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -41,7 +41,7 @@ STATE = "verl"  # the folder of verl's own files in a checkpoint
 
 
 class VerlExecutor:
-    """One rank's part of a model in training; every method is called on all ranks alike. See `backend.Backend`."""
+    """One rank's part of a model in training; every method is called on all ranks. See `backend.TrainerBackend`."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class VerlExecutor:
         files: Mapping[str, bytes] | None = None,
         packed: bool | None = None,
     ) -> None:
-        """Load the model in `folder` as step 0, as `Executor` does. Raises `EngineFault`.
+        """Load the model in `folder` at step 0, as `Executor` does. Raises `EngineFault`.
 
-        Sequences are `packed` where flash attention is there, and else padded: without it, attention between all
-        tokens of a packed row is computed and masked.
+        Sequences are `packed` where flash attention is available, and padded otherwise: without it, attention between
+        all tokens of a packed row is computed and masked.
         """
         verl_engine.prepare_process(settings.device)
-        torch.manual_seed(settings.seed)
+        torch.manual_seed(settings.job.model.seed)
         self.settings = settings
         self.files = load_tokenizer_files(folder) if files is None else dict(files)
         self._ranks = ranks
@@ -66,7 +66,7 @@ class VerlExecutor:
         self._estimate, self._loss = verl_engine.algorithms(settings)
         make = partial(verl_engine.new_engine, folder, settings, self._export_dtype, self._packed)
         self._engine = make()
-        self._reference = make() if settings.kl_coef > 0.0 and not settings.lora_rank else None
+        self._reference = make() if settings.config.kl_coef > 0.0 and not settings.config.lora_rank else None
 
     @property
     def vocab_size(self) -> int:
@@ -75,9 +75,9 @@ class VerlExecutor:
     # ---- steps ------------------------------------------------------------------------------------------------
 
     def train_step(
-        self, groups: list[Group], step: int, interrupted: Callable[[], bool] = lambda: False
+        self, groups: list[EpisodeGroup], step: int, interrupted: Callable[[], bool] = lambda: False
     ) -> dict[str, float]:
-        """See `Backend.train_step`. The leader's `interrupted` counts."""
+        """See `TrainerBackend.train_step`. Only the leader's `interrupted` counts."""
         tally = Tally()
         with tally.phase("merge"):
             batch = prepare(groups, self.settings, self.vocab_size)
@@ -86,7 +86,7 @@ class VerlExecutor:
         rate = learning_rate(step, self.settings)
         with self._engine.train_mode():
             old = self._old_logprobs(batch, step, tally, interrupted)
-            for epoch in range(self.settings.ppo_epochs):
+            for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
                     self._update(items, rate, old, tally, interrupted)
         first, *others = self._ranks.gather(tally)
@@ -104,7 +104,7 @@ class VerlExecutor:
         }
 
     def _update(
-        self, items: list[Item], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
+        self, items: list[TrainingItem], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
     ) -> None:
         self._engine.optimizer_zero_grad()
         share = 0.0
@@ -119,7 +119,7 @@ class VerlExecutor:
         with tally.phase("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = rate
-            norm = float(self._engine.optimizer_step())  # updates nothing when it is not finite
+            norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
         if not isfinite(norm):
             raise EngineFault(f"the gradients are not finite (their norm is {norm})")
         self._engine.optimizer_zero_grad()
@@ -129,8 +129,8 @@ class VerlExecutor:
     def _forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
         """Add the gradients of a micro-batch and return this rank's share of the loss."""
         reference = None
-        if self.settings.kl_coef > 0.0:
-            with self._engine.disable_adapter() if self.settings.lora_rank else nullcontext():
+        if self.settings.config.kl_coef > 0.0:
+            with self._engine.disable_adapter() if self.settings.config.lora_rank else nullcontext():
                 reference = self._score(self._reference or self._engine, micro_batch)
         counts = [len(item.terms) for item in micro_batch]
         terms = Terms.concatenate([item.terms for item in micro_batch])
@@ -143,11 +143,11 @@ class VerlExecutor:
             logprobs_N, entropy_N = (model_output[name].values() for name in ("log_probs", "entropy"))
             device = logprobs_N.device
             old_N = logprobs_N.detach() if old is None else torch.from_numpy(old[terms.ids_N]).to(device)
-            moved = move(arrays, device)
+            moved = to_device(arrays, device)
             shares = [logprobs_N[:0].sum()]  # a micro-batch without terms has a gradient too: zeros
             for part in self._parts(counts):
                 of_terms = {name: values_N[part] for name, values_N in moved.items()}
-                scored = Scored(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
+                scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
                 tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
@@ -160,7 +160,7 @@ class VerlExecutor:
         return share
 
     def _parts(self, counts: list[int]) -> Iterator[slice]:
-        """All terms at once for our loss; verl's losses look at one sequence at a time."""
+        """Yield all terms at once for our loss, and those of one sequence at a time for verl's."""
         if not self.settings.verl_policy_loss:
             yield slice(None)
             return
@@ -173,9 +173,9 @@ class VerlExecutor:
     def _old_logprobs(
         self, batch: PreparedBatch, step: int, tally: Tally, interrupted: Callable[[], bool]
     ) -> Floats | None:
-        """The logprobs of all the batch's terms before its first update; None when there is only one update."""
+        """Compute the logprobs of all the batch's terms before its first update; None when there is only one."""
         parts = mini_batches(batch, self.settings, step, epoch=0)
-        if len(parts) * self.settings.ppo_epochs <= 1:
+        if len(parts) * self.settings.config.ppo_epochs <= 1:
             return None
         old = np.zeros(batch.terms, dtype=np.float32)
         items = [item for part in parts for item in part]
@@ -186,7 +186,7 @@ class VerlExecutor:
             return self._ranks.total(old)
 
     def _score(self, engine: Any, micro_batch: MicroBatch) -> Tensor:
-        """Logprobs [N] of the terms of all sequences, without gradient."""
+        """Compute the logprobs [N] of the terms of all sequences, without gradient."""
         found: list[Tensor] = []
 
         def keep(model_output: Mapping[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
@@ -197,34 +197,35 @@ class VerlExecutor:
         return found[0]
 
     def _micro_batches(
-        self, items: list[Item], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
+        self, items: list[TrainingItem], tally: Tally, interrupted: Callable[[], bool], backward: bool = True
     ) -> Iterator[MicroBatch]:
         settings = self.settings
-        tokens_max = settings.bin_tokens if settings.packing else 1  # a pass for each: none fits beside another
-        dealt = deal(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
+        packing = settings.config.enable_packing
+        tokens_max = settings.bin_tokens if packing else 1  # a pass for each sequence: no two fit into one
+        shards = shard(items, self._ranks.size, tokens_max, self._packed, self._engine.cost.of_attention)
         if self._ranks.leads:
             lengths = [len(item.tokens_T) - 1 for item in items]
             terms, pairs = sum(len(item.terms) for item in items), sum(length * (length + 1) // 2 for length in lengths)
             tally.note_flops(flops_of_step(self._engine.cost, sum(lengths), terms, pairs, backward))
             if backward:
-                everywhere = [micro_batch for of_rank in dealt for micro_batch in of_rank]
+                everywhere = [micro_batch for of_rank in shards for micro_batch in of_rank]
                 computed = sum(computed_tokens(each, self._packed) for each in everywhere)
                 tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
-        for micro_batch in dealt[self._ranks.rank]:
+        for micro_batch in shards[self._ranks.rank]:
             if self._ranks.agree(interrupted()):
                 raise Interrupted
             yield micro_batch
 
-    # ---- what outlives the process ----------------------------------------------------------------------------
+    # ---- checkpoints and weights ------------------------------------------------------------------------------
 
     def save(self, root: Path, facts: Facts) -> Saved:
-        """See `Backend.save`: verl's own files, one of each kind for each rank, below a manifest of ours."""
+        """See `TrainerBackend.save`: verl's own files, one of each kind for each rank, with our manifest."""
 
         def write(draft: Path) -> dict[str, checkpoint.Seal]:
-            place: str = self._ranks.share(str(draft / STATE))
-            self._engine.save_checkpoint(place, global_step=facts.step)
+            directory: str = self._ranks.share(str(draft / STATE))
+            self._engine.save_checkpoint(directory, global_step=facts.step)
             seals: dict[str, checkpoint.Seal] = {}
-            for each in self._ranks.gather(checkpoint.seal_files(Path(place).parent, self._is_mine)):
+            for each in self._ranks.gather(checkpoint.seal_files(Path(directory).parent, self._is_ours)):
                 seals |= each
             return seals
 
@@ -234,49 +235,49 @@ class VerlExecutor:
         saved = checkpoint.save_files(root, facts, NAME, self._ranks.size, write)
         return self._ranks.share(saved)
 
-    def _is_mine(self, name: str) -> bool:
-        """Whether this rank writes and reads that file of a checkpoint; the leader also those of all ranks."""
+    def _is_ours(self, name: str) -> bool:
+        """Return whether this rank writes and reads that file. The leader also has those of all ranks."""
         stem = name.removesuffix(".pt")
         rank = stem.rpartition("_rank_")[2] if "_rank_" in stem else "0"
         return rank == str(self._ranks.rank)
 
     def restore(self, path: Path, digest: str) -> None:
-        """See `Backend.restore`. As many ranks as wrote it; each checks what it reads before it reads it."""
+        """See `TrainerBackend.restore`. It takes as many ranks as wrote it; each checks its files before reading."""
         problem: EngineFault | None = None
         try:
-            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_mine)
+            checkpoint.verify_files(path, digest, NAME, self._ranks.size, self._is_ours)
         except EngineFault as error:
             problem = error
-        for found in self._ranks.gather(problem):  # the same for all, before they meet again
+        for found in self._ranks.gather(problem):  # the same on all ranks, before their next exchange
             if found is not None:
                 raise found
         self._engine.load_checkpoint(str(path / STATE), del_local_after_load=False)
 
-    def outline(self, part: Part = Part.MODEL) -> Outline:
-        if part == Part.ADAPTER:
+    def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline:
+        if part == ModelPart.ADAPTER:
             return adapter_outline(self._adapter_config(), self._adapter_shards())
         return Outline(self._export_dtype, self._dense_shapes())
 
-    def read_weights(self, use: Callable[[Tensors], T], part: Part = Part.MODEL) -> T:
-        """See `Backend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
+    def read_weights(self, use: Callable[[Tensors], T], part: ModelPart = ModelPart.MODEL) -> T:
+        """See `TrainerBackend.read_weights`: by the leader, while the other ranks call `gather_weights`."""
         tensors = self._weights(part)
         with torch.no_grad():
             try:
                 return use(tensors)
-            finally:  # what was not read is gathered all the same: the others are in the middle of it
+            finally:  # gather what was not read too: the other ranks are in the middle of it
                 for _ in tensors:
                     pass
 
-    def gather_weights(self, part: Part = Part.MODEL) -> None:
+    def gather_weights(self, part: ModelPart = ModelPart.MODEL) -> None:
         """Take part in the leader's `read_weights`."""
         with torch.no_grad():
             for _ in self._weights(part):
                 pass
 
-    def _weights(self, part: Part) -> Iterator[tuple[str, Tensor]]:
-        if part == Part.ADAPTER:
+    def _weights(self, part: ModelPart) -> Iterator[tuple[str, Tensor]]:
+        if part == ModelPart.ADAPTER:
             return ((name, _whole(value)) for name, value in self._adapter_shards())
-        return self._dense_weights(with_adapters=part == Part.MODEL)
+        return self._dense_weights(with_adapters=part == ModelPart.MODEL)
 
     def _dense_shapes(self) -> dict[str, Shape]:
         empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())
@@ -286,8 +287,8 @@ class VerlExecutor:
         }
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
-        """The whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
-        if self.settings.lora_rank:
+        """Yield the whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
+        if self.settings.config.lora_rank:
             whole = self._merged() if with_adapters else ((name, _whole(value)) for name, value in self._parameters())
             stored = verl_engine.as_stored(whole, self._engine)
         else:
@@ -297,15 +298,15 @@ class VerlExecutor:
             yield name, value.to(self._export_dtype)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Sharded, without adapters; tied weights come once, under the first of their names."""
+        """Yield sharded parameters without adapters; tied weights come once, under the first of their names."""
         for name, value in verl_engine.named_parameters(self._engine):
             if ".lora_" not in name:
                 yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), value
 
     def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights, each with its adapter's product added. verl's own merge would copy the model, in bfloat16."""
+        """Yield whole weights with their adapters merged. verl's own merge would copy the model, in bfloat16."""
         adapters = dict(self._adapter_shards())
-        scale = self.settings.lora_alpha / self.settings.lora_rank
+        scale = self.settings.config.lora_alpha / self.settings.config.lora_rank
         for name, value in self._parameters():
             whole = _whole(value)
             low_a, low_b = adapter_names(name.removesuffix(".weight"))
@@ -314,15 +315,15 @@ class VerlExecutor:
             yield name, whole
 
     def _adapter_shards(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's part of each adapter, under the name that it has in a file."""
+        """Yield this rank's part of each adapter, under its name in a file."""
         for name, value in self._engine.module.named_parameters():
             if ".lora_" in name:
                 yield name.replace(".default.", "."), value
 
     def _adapter_config(self) -> AdapterConfig:
-        settings = self.settings
+        config = self.settings.config
         layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, _ in self._adapter_shards()}
-        return AdapterConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=sorted(layers))
+        return AdapterConfig(r=config.lora_rank, lora_alpha=float(config.lora_alpha), target_modules=sorted(layers))
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The output layer of a model in verl's engine: logprobs and entropies of the trained tokens in place of logits.
 
-verl makes the logits of a whole micro-batch and several copies of them; its fused kernels want one temperature for
-all of it. This is the torch backend's head (see `head`) behind verl's forward. It imports nothing of verl.
+verl computes the logits of a whole micro-batch and several copies of them; its fused kernels need one temperature for
+all of it. This is the torch backend's head (see `head`) within verl's forward pass. It does not import verl.
 """
 
 from dataclasses import dataclass
@@ -11,25 +11,24 @@ import torch
 from torch import Tensor, nn
 
 from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
-from bombus_trainer.data.bins import lay_out
 from bombus_trainer.data.packing import Terms
 from bombus_trainer.data.sharding import MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """Which of the hidden states [B x T] that reach the head predict the N terms, and what is asked of them."""
+class TermQuery:
+    """Which of the hidden states [B x T] at the head predict the N terms, and the targets and temperatures."""
 
     rows_N: Tensor
     head: HeadPlan
 
 
 class TermsHead(nn.Module):
-    """Stands in the place of a model's output matrix, whose parameter it keeps under its name.
+    """Replaces a model's output matrix, whose parameter it keeps under its name.
 
-    Its `forward` gives [2, N]: the logprobs of the terms that `question` asks for, with gradient, and their entropy,
-    with gradient if `entropy_grad`; `answer` is the last of them. It never holds over `logits_bytes_max` of logits.
-    Raises `ValueError` for an output layer that is more than a matrix.
+    Its `forward` returns [2, N]: the logprobs of the terms in `query`, with gradient, and their entropy, with gradient
+    if `entropy_grad`. `result` is the last one. It never holds more than `logits_bytes_max` of logits. Raises
+    `ValueError` for an output layer that is more than a matrix.
     """
 
     def __init__(self, output: nn.Module | None, logits_bytes_max: int, entropy_grad: bool) -> None:
@@ -39,23 +38,24 @@ class TermsHead(nn.Module):
         self.weight: nn.Parameter = output.weight
         self.rows_max: int = max(16, logits_bytes_max // (4 * output.out_features))
         self.entropy_grad: bool = entropy_grad
-        self.question: Question | None = None
-        self.answer: Tensor | None = None
+        self.query: TermQuery | None = None
+        self.result: Tensor | None = None
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
-        assert self.question is not None, "the engine asks before it passes a micro-batch on"
-        chosen_NH = hidden_BTH.flatten(0, 1).index_select(0, self.question.rows_N)
+        assert self.query is not None, "the engine sets the query before it passes a micro-batch on"
+        chosen_NH = hidden_BTH.flatten(0, 1).index_select(0, self.query.rows_N)
         with torch.autocast(hidden_BTH.device.type, enabled=False):  # it has its own precision
-            self.answer = torch.stack(chosen_logprobs(chosen_NH, self.weight, self.question.head, self.entropy_grad))
-        return self.answer
+            self.result = torch.stack(chosen_logprobs(chosen_NH, self.weight, self.query.head, self.entropy_grad))
+        return self.result
 
 
 def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """A micro-batch as verl wants it, jagged [B, T], and what the head asks: targets and temperatures, where
-    `loss_mask` is 1. A sequence's last token is only ever predicted."""
+    """Return a micro-batch as verl takes it, jagged [B, T], with targets and temperatures where `loss_mask` is 1.
+
+    A sequence's last token is only ever predicted.
+    """
     lengths = [len(item.tokens_T) - 1 for item in micro_batch]
-    layout = lay_out(lengths)
-    starts = layout.cu_seqlens_D.astype(np.int64)
+    starts = np.cumsum([0, *lengths])
     terms = Terms.concatenate([item.terms for item in micro_batch])
     parts = [start + item.positions_N - 1 for start, item in zip(starts, micro_batch, strict=False)]
     rows_N = np.concatenate(parts)
@@ -63,7 +63,7 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     mask_T[rows_N], targets_T[rows_N], temperatures_T[rows_N] = 1.0, terms.targets_N, terms.temperatures_N
     flat = {
         "input_ids": np.concatenate([item.tokens_T[:-1] for item in micro_batch]),
-        "position_ids": layout.position_ids_T,
+        "position_ids": np.concatenate([np.arange(length) for length in lengths]),
         "loss_mask": mask_T.astype(np.float32),
         "targets": targets_T.astype(np.int64),
         "temperatures": temperatures_T.astype(np.float32),
@@ -72,8 +72,8 @@ def tensors_of(micro_batch: MicroBatch) -> dict[str, Tensor]:
     return {name: jagged(torch.from_numpy(values_T), offsets) for name, values_T in flat.items()}
 
 
-def question_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> Question:
-    """What the head is asked of a micro-batch of `tensors_of`, on their device."""
+def query_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> TermQuery:
+    """Return the head's query for a micro-batch of `tensors_of`, on the same device."""
     mask = tensors["loss_mask"]
     kept_T = mask.values() > 0
     among_T = kept_T
@@ -83,11 +83,11 @@ def question_of(tensors: dict[str, Tensor], packed: bool, rows_max: int) -> Ques
         among_T = torch.nested.to_padded_tensor(mask, 0.0, output_size=size).flatten()
     targets_N, temperatures_N = (tensors[name].values()[kept_T] for name in ("targets", "temperatures"))
     head = HeadPlan(torch.arange(len(targets_N), device=mask.device), targets_N, temperatures_N, rows_max)
-    return Question(among_T.nonzero()[:, 0], head)
+    return TermQuery(among_T.nonzero()[:, 0], head)
 
 
 def of_sequences(values_N: Tensor, mask: Tensor) -> Tensor:
-    """What was found of each term, jagged by sequence [B, N]."""
+    """Return each term's value, jagged by sequence [B, N]."""
     ends_T = torch.nn.functional.pad((mask.values() > 0).cumsum(0), (1, 0))
     return jagged(values_N, ends_T[mask.offsets()])  # type: ignore[attr-defined]
 
