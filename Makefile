@@ -28,8 +28,8 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0)
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0)
 	$(BIN)/bombus demo --tiny --seed $(SEED)
 
-test: $(STAMP)  ## all tests that need neither vLLM nor verl
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## all tests that need neither vLLM nor verl, in random order on all cores
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
 test-vllm: $(STAMP)  ## those that need vLLM, in an environment that it makes

@@ -154,7 +154,7 @@ def rounded(executor: Executor) -> float:
         whole = adapter.merged()
         lost += float((whole.bfloat16().float() - whole).square().sum())
         added += float((whole - adapter.base.weight).square().sum())
-    return (lost / added) ** 0.5
+    return float((lost / added) ** 0.5)
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def run_packed(policy: PolicyModel, items: list[TrainingItem], bin_tokens: int, 
     total, rows = 0.0, 0
     for packed in pack(items, bin_tokens, share):
         loss = policy.score(packed).logprobs_N.sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total, rows = total + float(loss.detach()), rows + len(packed.tokens_T)
     return total, rows
 
@@ -96,7 +96,7 @@ def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: in
         )
         flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, torch.from_numpy(at))
         loss = chosen_logprobs(flat, model.get_output_embeddings().weight, head)[0].sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         total, rows = total + float(loss.detach()), rows + ids.numel()
     return total, rows
 

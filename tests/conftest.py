@@ -16,7 +16,33 @@ MB = 1 << 20
 SMALL_STREAMS = StreamLimits(
     inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=64 * MB, blobs_bytes_max=64 * MB
 )
+# Files with the longest tests, in the order in which they start, so that no worker is left alone with one at the end.
+LONGEST = ["test_sim", "test_chaos", "test_up", "test_kills", "test_cluster", "test_operations", "test_installing"]
 _numbers = itertools.count(1)
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Read by torch when it is first imported. Several workers with a thread for each core would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores: many tests wait for processes and deadlines."""
+    return (os.cpu_count() or 1) + 1
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keep the tests that share a module's fixture on one worker."""
+    if isinstance(item, pytest.Function) and item.config.pluginmanager.hasplugin("xdist"):
+        definitions = item._fixtureinfo.name2fixturedefs.values()
+        if any(definition.scope == "module" for each in definitions for definition in each):
+            item.add_marker(pytest.mark.xdist_group(item.module.__name__))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first, after the order was shuffled."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")

@@ -98,5 +98,8 @@ class Agents:
 
 def _model(credentials: Credentials, http: httpx.AsyncClient) -> AsyncOpenAI:
     return AsyncOpenAI(
-        base_url=credentials.base_url, api_key=credentials.api_key, max_retries=RETRIES, http_client=http
+        base_url=credentials.base_url,
+        api_key=credentials.api_key,
+        max_retries=RETRIES,
+        http_client=http,  # type: ignore[arg-type]  # its own copy of httpx, with the same interface
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +20,7 @@ from bombus.errors import EngineFault
 from bombus.hive import inbox
 from bombus.hive.events import Weights, WeightsReady
 from bombus.hive.inbox import Done, Refusal, decode_answer
-from bombus.hive.state import Phase
+from bombus.hive.state import Hive, Phase
 from bombus.weights.deltas import DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, chain, file_sha256, rebuild
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.options import TrainerOptions
@@ -185,13 +186,17 @@ async def ask_full_copy(stage: Stage, where: str) -> Done | Refusal:
     return answer
 
 
+def trained_by(stage: Stage, trainer: str, _: Hive) -> bool:
+    return stage.engine.trainer == trainer
+
+
 async def test_a_trainer_gives_a_full_copy_of_its_newest_version_also_after_a_restart(stage: Stage) -> None:
     for life in ("first", "second"):
         trainer = stage.train(life, delta_options(stage, weights_full_every=8))
         if life == "first":
             await stage.start(bfloat16_job(stage))
             await play_versions(stage, 1)
-        await stage.follower.wait_for(lambda _, life=life: stage.engine.trainer == life, WAIT_S)
+        await stage.follower.wait_for(partial(trained_by, stage, life), WAIT_S)
         newest = published(stage)[-1]
         assert newest.format == DELTA_FORMAT
         assert isinstance(await ask_full_copy(stage, newest.where), Done), life

@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 from bombus.bus import Bus
-from bombus.hive.state import Phase
+from bombus.hive.state import Hive, Phase
 from bombus_trainer.worker import main
 from tests.trainer.trainer_hive import Stage, staged
 
@@ -38,7 +39,7 @@ async def ranks(url: str, hive: str, folder: Path, count: int) -> AsyncIterator[
         assert not alive, "one SIGTERM ends all ranks"
 
 
-def failed(stage: Stage, run: int) -> bool:
+def failed(stage: Stage, run: int, _: Hive) -> bool:
     return stage.engine.run == run and bool(stage.engine.failure)
 
 
@@ -49,9 +50,7 @@ async def test_rank_0_is_the_trainer_and_every_rank_gets_its_jobs(bus: Bus, nats
     ):
         for run in (1, 2):  # they go on after a job that none of them can do
             await stage.start(stage.job())
-            await stage.follower.wait_for(
-                lambda _, run=run: stage.engine.failure != "" and stage.engine.run == run, WAIT_S
-            )
+            await stage.follower.wait_for(partial(failed, stage, run), WAIT_S)
             assert stage.engine.phase == Phase.OFFLINE
             assert stage.engine.failure == (
                 "trainer.backend is torch, which trains in one process, and this trainer has 2: set trainer.backend to "

@@ -1,5 +1,6 @@
 """Our advantages, losses, KL estimates, aggregations and corrections against verl's, on random inputs."""
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -21,9 +22,12 @@ from bombus_trainer.algorithms.kl import KL_ESTIMATES
 from bombus_trainer.algorithms.losses import LossInputs, policy_loss
 from tests.trainer.small_batches import tiny_settings
 
-TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
 SEQUENCES, LENGTH = 12, 10
 SEEDS = range(5)
+
+Weigh = Callable[[dict[str, int]], dict[str, float]]
+
+assert_close = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=1e-6)
 
 
 class Batch:
@@ -50,11 +54,11 @@ class Batch:
     def tokens(self) -> dict[str, int]:
         return {str(line): int(length) for line, length in enumerate(self.lengths)}
 
-    def weights_N(self, weigh: Callable[[dict[str, int]], dict[str, float]]) -> torch.Tensor:
+    def weights_N(self, weigh: Weigh) -> torch.Tensor:
         weights = weigh(self.tokens())
         return torch.tensor([weights[str(line)] for line in self.lines_N.tolist()], dtype=torch.float64)
 
-    def inputs(self, weigh: Callable[[dict[str, int]], dict[str, float]] = token_weights) -> LossInputs:
+    def inputs(self, weigh: Weigh = token_weights) -> LossInputs:
         return LossInputs(
             logprobs_N=self.flat(self.logprobs_ST),
             old_logprobs_N=self.flat(self.old_ST),
@@ -111,7 +115,7 @@ def test_advantages_are_verls(batch: Batch, estimator: str, normalise_std: bool,
         config=AlgoConfig(gamma=1.0),
         **({"norm_adv_by_std_in_grpo": divides} if theirs == "grpo" else {}),
     )
-    torch.testing.assert_close(ours(batch, Estimator(estimator), normalise_std), batch.flat(advantages_ST), **TOLERANCE)
+    assert_close(ours(batch, Estimator(estimator), normalise_std), batch.flat(advantages_ST))
 
 
 # ---- losses and aggregations ------------------------------------------------------------------------------------
@@ -141,7 +145,7 @@ def with_gradient(values_ST: torch.Tensor, loss: Callable[[torch.Tensor], torch.
 )
 @pytest.mark.parametrize("corrected", [False, True])
 def test_losses_and_their_gradients_are_verls(
-    batch: Batch, name: str, theirs: str, dual_clip: float, weigh: Callable, mode: str, corrected: bool
+    batch: Batch, name: str, theirs: str, dual_clip: float, weigh: Weigh, mode: str, corrected: bool
 ) -> None:
     settings = tiny_settings(
         loss=name, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip, tis_clip=1.2 if corrected else 0.0
@@ -167,7 +171,7 @@ def test_losses_and_their_gradients_are_verls(
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
     assert other[1].abs().max() > 1e-3
-    torch.testing.assert_close(mine, other, **TOLERANCE)
+    assert_close(mine, other)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -194,7 +198,7 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
 
     mine, other = with_gradient(batch.logprobs_ST, loss_here), with_gradient(batch.logprobs_ST, loss_there)
     assert other[1].abs().max() > 1e-3
-    torch.testing.assert_close(mine, other, **TOLERANCE)
+    assert_close(mine, other)
 
 
 @pytest.mark.parametrize(
@@ -206,13 +210,13 @@ def test_importance_sampling_is_verls_loss_with_a_bound_that_is_never_met(batch:
     ],
     ids=["token", "episode", "constant"],
 )
-def test_aggregations_are_verls(batch: Batch, weigh: Callable, mode: str) -> None:
+def test_aggregations_are_verls(batch: Batch, weigh: Weigh, mode: str) -> None:
     batch.mask_ST[3] = 0.0  # of this sequence nothing is trained
     batch.lengths[3] = 0
     batch.lines_N = torch.repeat_interleave(torch.arange(SEQUENCES), batch.lengths)
     theirs = agg_loss(batch.logprobs_ST, batch.mask_ST, mode, loss_scale_factor=25)
     mine = (batch.weights_N(weigh) * batch.flat(batch.logprobs_ST)).sum()
-    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+    assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("estimator", list(KlEstimator))
@@ -222,7 +226,7 @@ def test_kl_estimates_and_their_gradients_are_verls(batch: Batch, estimator: KlE
     reference = batch.sampler_ST
     mine = with_gradient(batch.logprobs_ST, lambda given: KL_ESTIMATES[estimator](given, reference).sum())
     theirs = with_gradient(batch.logprobs_ST, lambda given: kl_penalty(given, reference, name).sum())
-    torch.testing.assert_close(mine, theirs, **TOLERANCE)
+    assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("theirs", ["k3", "low_var_kl"])
@@ -232,7 +236,7 @@ def test_k3_of_policies_far_apart_is_bounded_as_verls_is(theirs: str) -> None:
     mine = with_gradient(policy, lambda given: KL_ESTIMATES[KlEstimator.K3](given, reference).sum())
     other = with_gradient(policy, lambda given: kl_penalty(given, reference, theirs).sum())
     assert 0 < int((mine[1] == 0.0).sum()) < len(policy) - 1
-    torch.testing.assert_close(mine, other, **TOLERANCE)
+    assert_close(mine, other)
 
 
 # ---- corrections ------------------------------------------------------------------------------------------------
@@ -264,7 +268,7 @@ def test_corrections_are_verls(
     inputs = batch.inputs()
     rule = CorrectionRule(Correction(correction), low, high)
     mine = sampler_correction(inputs.old_logprobs_N, inputs.sampler_logprobs_N, inputs.lines_N, SEQUENCES, rule)
-    torch.testing.assert_close(mine.importance_N, theirs, **TOLERANCE)
+    assert_close(mine.importance_N, theirs)
     assert mine.capped_N.any() or mine.masked_N.any()
 
 

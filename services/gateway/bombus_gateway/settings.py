@@ -48,7 +48,7 @@ class GatewaySettings(BaseModel):
         le=600,
         description="how long the log may take to acknowledge a record, and the coordinator to answer a command",
     )
-    drain_s: Annotated[float, Flag(name="--drain", metavar="SECONDS")] = Field(
+    drain_s: Annotated[float, Flag(name="--drain-timeout", metavar="SECONDS")] = Field(
         default=5.0, ge=0, le=600, description="how long open calls may go on when the gateway is stopped"
     )
 

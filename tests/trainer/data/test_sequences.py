@@ -115,7 +115,7 @@ def call_trees(draw: st.DrawFn) -> list[CallRecord]:
     for number in range(draw(st.integers(1, 8))):
         sampled = [[next(unique) for _ in range(draw(st.integers(0, 3)))] for _ in range(draw(st.integers(1, 3)))]
         status = draw(st.sampled_from([CallStatus.COMPLETE, CallStatus.COMPLETE, CallStatus.CUT_OFF]))
-        parent = draw(st.sampled_from(records)) if records and draw(st.booleans()) else None
+        parent = draw(st.sampled_from(records)) if draw(st.booleans()) and records else None
         choice = draw(st.integers(0, len(parent.choices) - 1)) if parent else 0
         records.append(call(f"c{number}", draw(tails), *sampled, parent=parent, parent_choice=choice, status=status))
     return records

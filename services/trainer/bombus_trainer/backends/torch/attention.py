@@ -123,7 +123,7 @@ def _rooted(length: tuple[int, int]) -> bool:
     return length[0] == length[1]
 
 
-def tree_attention(
+def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     module: nn.Module,
     query: Tensor,
     key: Tensor,

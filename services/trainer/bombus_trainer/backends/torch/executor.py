@@ -119,7 +119,7 @@ class Executor:
         if not isfinite(loss):
             self.optimizer.zero_grad()
             raise EngineFault(f"the loss is not finite ({loss})")
-        result.loss.backward()  # type: ignore[no-untyped-call]
+        result.loss.backward()
         tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
         return loss
 
