@@ -548,3 +548,24 @@ def test_a_name_of_verls_registry_needs_the_verl_backend() -> None:
     with pytest.raises(Refused, match="with backend verl, any name that verl knows"):
         parse_job("bombus: {trainer: {loss: sapo}}")
     assert parse_job("bombus: {trainer: {loss: sapo, backend: verl}}").trainer.loss == "sapo"
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"model": "tiny", "batch_size": 4, "num_repeat": 8, "lr": 3e-3, "max_model_len": 2048},
+        {"lora_rank": 8, "lora_alpha": 16, "gpu_memory_utilization": 0.5, "n_gpu": 4, "logging": "swanlab"},
+        {"lr": 5e-5, "bombus": {"trainer": {"lr": 1e-4}, "collection": {"max_staleness": 1}}},
+        {"max_prompt_length": 100, "max_response_length": 300},
+    ],
+    ids=["defaults", "lengths", "keys without effect", "own groups", "derived lengths"],
+)
+@pytest.mark.parametrize("base", ["", "ajet: {rollout: {temperature: 0.9}}\nbombus: {trainer: {loss: gspo}}\n"])
+def test_the_document_that_a_job_sends_is_read_as_the_run_that_it_has(
+    base: str, keywords: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(base)
+    job = Job(base_yaml_config=file if base else None, **keywords)
+    assert parse_job(job.config.to_dict()) == job.run

@@ -152,7 +152,7 @@ class RunConfig(ConfigGroup):
     @staticmethod
     def from_json(text: str) -> "RunConfig":
         """Read `to_json` back. Raises `Refused(BAD_CONFIG)`."""
-        return validated(json.loads(text), {})
+        return _validated_json(text, {})
 
     @property
     def digest(self) -> str:
@@ -170,8 +170,12 @@ def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
     for group, fields in given.items():
         for field, value in fields.items() if isinstance(fields, Mapping) else ():
             _check_plain(_name(f"{group}.{field}", names), value)
+    return _validated_json(json.dumps(given), names)
+
+
+def _validated_json(text: str, names: Mapping[str, str]) -> RunConfig:
     try:
-        return RunConfig.model_validate_json(json.dumps(given))
+        return RunConfig.model_validate_json(text)
     except ValidationError as error:
         raise bad_config(_sentence(error, names)) from error
 

@@ -107,9 +107,8 @@ class Job:
                 own[group][field] = value
         for group, fields in (bombus or {}).items():
             own.setdefault(group, {}).update(fields)
-        run = parse_job({"ajet": _with(tree.get("ajet") or {}, given), "bombus": own})
-        self.config = JobConfig(_document(run, tree.get("ajet") or {}, given, own))
-        self.run: RunConfig = parse_job(self.config.to_dict())
+        self.run: RunConfig = parse_job({"ajet": _with(tree.get("ajet") or {}, given), "bombus": own})
+        self.config = JobConfig(_document(self.run, tree.get("ajet") or {}, given, own))
         for name, path in KEYWORDS.items():
             setattr(self, name, _get(self.config.to_dict()["ajet"], path))
 
