@@ -64,7 +64,7 @@ class GatewaySettings(BaseModel):
         le=1 << 20,
         description="memory for conversations, in MiB; those that do not fit are read from the log again",
     )
-    log_fill_max: Annotated[float, Flag(name="--log-fill", metavar="SHARE")] = Field(
+    log_fill_max: Annotated[float, Flag(name="--call-log-fill", metavar="SHARE")] = Field(
         default=0.9, gt=0, le=1, description="how full the log of calls may be before calls are answered 503"
     )
 

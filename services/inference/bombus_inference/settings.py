@@ -181,7 +181,7 @@ class InferenceSettings(BaseModel):
         default="", description="its name on the log"
     )
     alive_every_s: Annotated[float, Flag(name="--alive-every", metavar="SECONDS")] = Field(
-        default=1.0, gt=0, le=60, description="between the messages that say it is alive"
+        default=1.0, gt=0, le=3, description="between the messages that say it is alive; it is given up after 10"
     )
     load_retry_s: Annotated[float, Flag(name="--load-retry", metavar="SECONDS")] = Field(
         default=1.0, gt=0, le=60, description="between attempts to load weights"

@@ -110,7 +110,7 @@ class ClaimRoutes:
             slice_s = max(0.0, min(CLAIM_SLICE_S, deadline - started))
             message = msgspec.structs.replace(claim, id=f"{message_id}.{number}", wait_s=slice_s)
             try:
-                answer = await self._context.execute(request, message, slice_s + CLAIM_ANSWER_S)
+                answer = await self._context.execute(request, message, slice_s, CLAIM_ANSWER_S)
             except Refused as refused:
                 if refused.code not in (Code.NO_EPISODES, Code.WRONG_PHASE):
                     raise

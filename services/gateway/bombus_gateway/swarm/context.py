@@ -45,13 +45,19 @@ class EngineContext:
     def state(self) -> EngineState:
         return self.gateway.follower.hive.engines.get(self.engine) or EngineState(name=self.engine)
 
-    async def execute(self, request: Request, command: Message, timeout_s: float = inf) -> AnyAnswer:
-        """Carry out a command. After it, this gateway's own reads show its effect."""
+    async def execute(
+        self, request: Request, command: Message, wait_s: float = 0.0, answer_s: float = inf
+    ) -> AnyAnswer:
+        """Carry out a command. After it, this gateway's own reads show its effect.
+
+        `wait_s` is how long the command itself may wait; its answer must come within `answer_s` and the bus' timeout
+        after that.
+        """
         traceparent = request.headers.get(TRACEPARENT, "")
         if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
             traceparent = ""
         try:
-            limit_s = min(timeout_s, self.gateway.settings.bus_timeout_s)
+            limit_s = wait_s + min(answer_s, self.gateway.settings.bus_timeout_s)
             answer = await self.gateway.bus.inbox.request(command, limit_s, traceparent=traceparent)
         except (OverflowError, UnicodeError, RecursionError) as error:
             # The encoder raises these: JSON allows numbers, text and depths that the log's format does not.
