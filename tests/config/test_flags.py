@@ -14,9 +14,10 @@ from pydantic import BaseModel, Field, model_validator
 
 from bombus.cli import COMMANDS, main
 from bombus.commands.replay import SUBCOMMANDS
-from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
+from bombus.config.flags import Flag, NoFlag, Parser, add_settings_arguments, name_of, settings_from
 from bombus.errors import Refused
 from bombus_trainer import launcher, ray_ranks, worker
+from bombus_trainer.options import add_options, options_of
 
 NAME = "is not a valid name: use 1 to 32 lower-case letters, digits and dashes, starting with a letter or digit"
 THREADS = "--threads -1 is refused: it takes a whole number, at least 0, at most 1024"
@@ -152,6 +153,35 @@ def test_a_file_that_cannot_be_read_is_named(command: str, tmp_path: Path, capsy
 )
 def test_the_launcher_names_its_flags(words: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, launcher.main, words) == f"bombus_trainer.launcher: {why}"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (
+            "zz",
+            "--options: this is not JSON: Expecting value: line 1 column 1 (char 0)",
+        ),
+        ("[]", "--options: this is not a JSON object: []"),
+        ('{"engine.x":1,"zz":2}', "--options has no engine.x, zz: run it with the same version of bombus"),
+        ('{"folder":5}', "--folder 5 is refused: it takes a path"),
+        ('{"threads":-1}', THREADS),
+    ],
+)
+def test_options_as_json_are_checked_like_flags(
+    options: str, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    line = refusal(capsys, worker.main, f"--options {options}")
+    assert line.removesuffix("; see `bombus_trainer.worker --help`") == f"bombus_trainer.worker: {why}"
+
+
+def test_options_as_json_win_over_flags() -> None:
+    parser = Parser()
+    add_options(parser)
+    words = ["--folder", "/typed", "--threads", "4", "--options", '{"folder": "/given"}']
+    options = options_of(parser.parse_args(words))
+    assert (str(options.folder), options.threads) == ("/given", 4)
 
 
 def test_ranks_refuse_what_a_trainer_refuses(

@@ -21,7 +21,7 @@ def test_the_services_register_what_the_protocols_describe() -> None:
 def test_a_function_that_nobody_registered_is_named_with_its_extra() -> None:
     with pytest.raises(NotInstalled) as caught:
         providers.registered("nothing", extra="gateway")
-    assert str(caught.value) == "bombus.replay:nothing is not installed: pip install 'bombus[gateway]'"
+    assert str(caught.value) == "the entry point bombus.replay:nothing is not installed: pip install 'bombus[gateway]'"
 
 
 def test_a_registered_service_whose_package_is_absent_is_named_with_its_extra(

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import Flag, NoFlag, add_settings_arguments, name_of, settings_from
 from bombus.config.parts import TrainerMachineOptions
+from bombus.errors import Code, Refused
 from bombus.hive.subjects import check_name
 
 OBJECTS_FULL_EVERY = 16
@@ -81,7 +82,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def options_of(arguments: argparse.Namespace) -> TrainerOptions:
     """Return the options that were typed. Raises `Refused(BAD_CONFIG)`."""
-    return settings_from(TrainerOptions, arguments, arguments.options or {})
+    given: dict[str, Any] = arguments.options or {}
+    unknown = sorted(given.keys() - TrainerOptions.model_fields.keys())
+    if unknown:
+        raise Refused(Code.BAD_CONFIG, f"--options has no {', '.join(unknown)}: run it with the same version of bombus")
+    return settings_from(TrainerOptions, arguments, given)
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, cast
 
@@ -49,7 +50,7 @@ def allowed(field: FieldInfo) -> str:
     choices = getattr(kind, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "it takes one of " + ", ".join(choices)
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     word = words.get(cast(type, kind), "two numbers from 0 to below 1")
     return ", ".join([f"it takes {word}", *bounds])
 

@@ -57,4 +57,4 @@ def registered(name: str, extra: str) -> Any:
             return entry.load()
         except ModuleNotFoundError as error:
             raise NotInstalled(error.name or name, extra) from error
-    raise NotInstalled(f"{GROUP}:{name}", extra)
+    raise NotInstalled(f"the entry point {GROUP}:{name}", extra)

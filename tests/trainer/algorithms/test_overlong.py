@@ -36,11 +36,11 @@ def test_a_call_that_its_client_limited_is_penalised_only_for_its_length(tokens:
 
 def test_a_call_that_exhausted_the_models_length_gets_the_full_penalty() -> None:
     # a prompt of 2 tokens: 5 more fill a model of 7, and a model of 8 has room for another
+    lengths = {"max_prompt_length": 1, "max_response_length": 6, "max_response_length_in_one_turn": 6}
     for length, penalty in ((7, -1.0), (8, 0.0)):
-        lengths = {"max_prompt_length": 1, "max_response_length": 6, "max_response_length_in_one_turn": 6}
         settings = tiny_settings({**lengths, "max_model_len": length}, overlong="penalty", overlong_buffer=1)
         assert soft_penalty(cut(of_length(5)), settings) == penalty
-    assert soft_penalty(of_length(5), PENALTY.model_copy(update={"model_len_max": 7})) == 0.0  # it ended on its own
+        assert soft_penalty(of_length(5), settings) == 0.0, "it ended on its own"
 
 
 def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:
