@@ -1,10 +1,12 @@
 """Names, fields, tags and layouts of everything on the wire and on the log are those that were recorded."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from bombus.hive.events import AnyEvent, Event
+from bombus.hive.inbox import AnyMessage, Message
 from tests.hive.wire_names import SNAPSHOT, wire_names
 
 RECORDED: dict[str, Any] = json.loads(SNAPSHOT.read_text())
@@ -49,6 +51,13 @@ def test_no_error_code_is_renamed_or_removed_or_gets_another_status() -> None:
     for code, status in RECORDED["codes"].items():
         assert found.get(code) == status, f"{code} was answered with {status}"
     assert found == RECORDED["codes"], HOW_TO_RECORD
+
+
+def test_every_event_and_message_that_can_be_written_can_be_read() -> None:
+    assert {kind for kind in Event.__subclasses__() if kind.__module__ == Event.__module__} == set(get_args(AnyEvent))
+    assert {kind for kind in Message.__subclasses__() if kind.__module__ == Message.__module__} == set(
+        get_args(AnyMessage)
+    )
 
 
 def test_the_snapshot_has_every_kind_of_struct() -> None:

@@ -1,7 +1,7 @@
 """The names by which a job chooses its algorithms, and other projects' names for the same (docs/algorithms.md)."""
 
 from enum import StrEnum
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 
 class Estimator(StrEnum):
@@ -17,7 +17,13 @@ class Estimator(StrEnum):
     @property
     def over_batch(self) -> bool:
         """Whether advantages are normalised over all tokens of a batch: one group is not enough to compute them."""
-        return self in (Estimator.REINFORCE_PLUS_PLUS, Estimator.REINFORCE_PLUS_PLUS_BASELINE)
+        match self:
+            case Estimator.REINFORCE_PLUS_PLUS | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
+                return True
+            case Estimator.GRPO | Estimator.RLOO | Estimator.OPO | Estimator.DR_GRPO:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Loss(StrEnum):
@@ -32,9 +38,15 @@ class Loss(StrEnum):
 
         A ratio is above 0, so 1 below means that there is no lower bound.
         """
-        if self is Loss.GSPO:
-            return 3e-4, 4e-4
-        return (1.0, 3.0) if self is Loss.CISPO else (0.2, 0.2)
+        match self:
+            case Loss.CLIPPED | Loss.IMPORTANCE_SAMPLING:  # the latter is never clipped
+                return 0.2, 0.2
+            case Loss.GSPO:
+                return 3e-4, 4e-4
+            case Loss.CISPO:
+                return 1.0, 3.0
+            case _:
+                assert_never(self)
 
 
 class Aggregation(StrEnum):

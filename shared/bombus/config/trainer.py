@@ -1,6 +1,6 @@
 """How a batch becomes an optimizer step: the part of a job that is the trainer's."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, assert_never
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
@@ -52,7 +52,13 @@ def _own_clip_high(given: Tree) -> float:
 
 def _own_correction(given: Tree) -> Correction:
     """Return the loss's default: the ratio of importance_sampling is to the sampler, so nothing is left to correct."""
-    return Correction.NONE if _loss(given) is Loss.IMPORTANCE_SAMPLING else Correction.TOKEN_TIS
+    match loss := _loss(given):
+        case Loss.IMPORTANCE_SAMPLING:
+            return Correction.NONE
+        case Loss.CLIPPED | Loss.GSPO | Loss.CISPO:
+            return Correction.TOKEN_TIS
+        case _:
+            assert_never(loss)
 
 
 def _loss(given: Tree) -> Loss:

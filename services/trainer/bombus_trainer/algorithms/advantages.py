@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import assert_never
 
 import numpy as np
 
@@ -31,21 +32,30 @@ def group_advantages(
     baseline.
     """
     count = len(rewards)
-    if estimator == Estimator.REINFORCE_PLUS_PLUS:
+    if estimator is Estimator.REINFORCE_PLUS_PLUS:
         return list(rewards)
     if count < 2 or max(rewards) - min(rewards) < EPSILON:
         return [0.0] * count
     mean = sum(rewards) / count
-    if estimator == Estimator.RLOO:
-        return [(reward - mean) * count / (count - 1) for reward in rewards]
-    if estimator == Estimator.OPO:
-        weighted = sum(reward * length for reward, length in zip(rewards, lengths, strict=True))
-        baseline = weighted / max(sum(lengths), 1)
-        return [reward - baseline for reward in rewards]
     centred = [reward - mean for reward in rewards]
-    if estimator != Estimator.GRPO or not normalise_std:
-        return centred
-    std = sqrt(sum(value * value for value in centred) / (count - 1))
+    match estimator:
+        case Estimator.GRPO:
+            return _over_deviation(centred) if normalise_std else centred
+        case Estimator.DR_GRPO | Estimator.REINFORCE_PLUS_PLUS_BASELINE:
+            return centred
+        case Estimator.RLOO:
+            return [value * count / (count - 1) for value in centred]
+        case Estimator.OPO:
+            weighted = sum(reward * length for reward, length in zip(rewards, lengths, strict=True))
+            baseline = weighted / max(sum(lengths), 1)
+            return [reward - baseline for reward in rewards]
+        case _:
+            assert_never(estimator)
+
+
+def _over_deviation(centred: Sequence[float]) -> list[float]:
+    """Divide by the sample standard deviation (n - 1)."""
+    std = sqrt(sum(value * value for value in centred) / (len(centred) - 1))
     return [value / (std + EPSILON) for value in centred]
 
 

@@ -6,6 +6,7 @@ tokens are its trained ones. It is never split over bins, so the terms of one bi
 """
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -55,6 +56,12 @@ def sequence_ratios(old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: in
     return torch.exp(sums_S.clamp(-LOG_BOUND, LOG_BOUND))[lines_N]
 
 
+def unweighted(old_N: Tensor) -> CorrectionWeights:
+    """Correct nothing: every weight is 1."""
+    none_N = torch.zeros_like(old_N, dtype=torch.bool)
+    return CorrectionWeights(torch.ones_like(old_N), none_N, none_N)
+
+
 def truncated(ratios_N: Tensor, low: float, high: float) -> CorrectionWeights:
     """Truncated importance sampling: keep each ratio within [low, high].
 
@@ -80,16 +87,21 @@ def sampler_correction(
     old_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, rule: CorrectionRule
 ) -> CorrectionWeights:
     """Compute the weights of a correction; all ones where it is switched off."""
-    if rule.kind == Correction.NONE or rule.high <= 0.0:
-        none_N = torch.zeros_like(old_N, dtype=torch.bool)
-        return CorrectionWeights(torch.ones_like(old_N), none_N, none_N)
-    if rule.kind in (Correction.SEQUENCE_TIS, Correction.SEQUENCE_MASK):
-        ratios_N = sequence_ratios(old_N, sampler_N, lines_N, lines)
-    else:
-        ratios_N = token_ratios(old_N, sampler_N)
-    if rule.kind in (Correction.TOKEN_TIS, Correction.SEQUENCE_TIS):
-        return truncated(ratios_N, rule.low, rule.high)
-    return masked(ratios_N, rule.low, rule.high)
+    if rule.high <= 0.0:
+        return unweighted(old_N)
+    match rule.kind:
+        case Correction.NONE:
+            return unweighted(old_N)
+        case Correction.TOKEN_TIS:
+            return truncated(token_ratios(old_N, sampler_N), rule.low, rule.high)
+        case Correction.SEQUENCE_TIS:
+            return truncated(sequence_ratios(old_N, sampler_N, lines_N, lines), rule.low, rule.high)
+        case Correction.ICEPOP | Correction.TOKEN_MASK:
+            return masked(token_ratios(old_N, sampler_N), rule.low, rule.high)
+        case Correction.SEQUENCE_MASK:
+            return masked(sequence_ratios(old_N, sampler_N, lines_N, lines), rule.low, rule.high)
+        case _:
+            assert_never(rule.kind)
 
 
 def off_policy_sequences(logprobs_N: Tensor, sampler_N: Tensor, lines_N: Tensor, lines: int, delta: float) -> Tensor:

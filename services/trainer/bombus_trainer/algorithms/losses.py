@@ -12,6 +12,7 @@ policy is the current one, detached: the PPO ratio is 1 and never clips. Only th
 for both, current / sampler.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,15 @@ class LossInputs:
     lines: int
     reference_logprobs_N: Tensor | None = None
     entropy_N: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """For each token [N]: a loss's term, with gradient, the ratio that it used, and whether a bound changed it."""
+
+    terms_N: Tensor
+    ratio_N: Tensor
+    clipped_N: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,30 +117,51 @@ def cispo_surrogate(
     return -ratio_N.detach().clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N * logprobs_N
 
 
-def surrogate(inputs: LossInputs, settings: TrainerSettings) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the configured surrogate, the ratio that it used, and where a bound changed it: [N] each.
+def clipped(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+    """PPO's loss of each token: `clipped_surrogate` of its own ratio."""
+    return _clipped_at(token_ratio(inputs.logprobs_N, inputs.old_logprobs_N), inputs, settings)
 
-    The loss importance_sampling is -r A without a bound, r = current / sampler: off-policy policy gradient (Degris et
-    al. 2012, arXiv:1205.4839, per token), and Tinker's loss of that name. With a correction, that handles the factor
-    old / sampler, within its bounds, and r = current / old.
+
+def gspo(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+    """GSPO: `clipped_surrogate` of the `sequence_ratio`."""
+    ratio_N = sequence_ratio(inputs.logprobs_N, inputs.old_logprobs_N, inputs.lines_N, inputs.lines)
+    return _clipped_at(ratio_N, inputs, settings)
+
+
+def cispo(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+    """CISPO: `cispo_surrogate` of each token's ratio."""
+    low, high = settings.config.clip_low, settings.config.clip_high
+    ratio_N = token_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
+    outside_N = (ratio_N < 1.0 - low) | (ratio_N > 1.0 + high)
+    terms_N = cispo_surrogate(inputs.logprobs_N, ratio_N, inputs.advantages_N, low, high)
+    return Surrogate(terms_N, ratio_N, outside_N)
+
+
+def importance_sampling(inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
+    """Off-policy policy gradient: -r A without a bound, r = current / sampler.
+
+    Degris et al. 2012, arXiv:1205.4839, per token, and Tinker's loss of that name. With a correction, that handles the
+    factor old / sampler, within its bounds, and r = current / old.
     """
-    logprobs_N, old_N, advantages_N = inputs.logprobs_N, inputs.old_logprobs_N, inputs.advantages_N
+    old_N = inputs.old_logprobs_N if settings.corrects else inputs.sampler_logprobs_N
+    ratio_N = token_ratio(inputs.logprobs_N, old_N)
+    terms_N = -ratio_N * inputs.advantages_N
+    return Surrogate(terms_N, ratio_N, torch.zeros_like(terms_N, dtype=torch.bool))
+
+
+def _clipped_at(ratio_N: Tensor, inputs: LossInputs, settings: TrainerSettings) -> Surrogate:
     config = settings.config
-    low, high = config.clip_low, config.clip_high
-    if settings.loss == Loss.IMPORTANCE_SAMPLING and not settings.corrects:
-        old_N = inputs.sampler_logprobs_N
-    if settings.loss == Loss.GSPO:
-        ratio_N = sequence_ratio(logprobs_N, old_N, inputs.lines_N, inputs.lines)
-    else:
-        ratio_N = token_ratio(logprobs_N, old_N)
-    plain_N = -ratio_N * advantages_N
-    if settings.loss == Loss.CISPO:
-        outside_N = (ratio_N < 1.0 - low) | (ratio_N > 1.0 + high)
-        return cispo_surrogate(logprobs_N, ratio_N, advantages_N, low, high), ratio_N, outside_N
-    if settings.loss == Loss.IMPORTANCE_SAMPLING:
-        return plain_N, ratio_N, torch.zeros_like(plain_N, dtype=torch.bool)
-    surrogate_N = clipped_surrogate(ratio_N, advantages_N, low, high, config.dual_clip)
-    return surrogate_N, ratio_N, surrogate_N.detach() != plain_N.detach()
+    terms_N = clipped_surrogate(ratio_N, inputs.advantages_N, config.clip_low, config.clip_high, config.dual_clip)
+    unbounded_N = -ratio_N * inputs.advantages_N
+    return Surrogate(terms_N, ratio_N, terms_N.detach() != unbounded_N.detach())
+
+
+SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], Surrogate]] = {
+    Loss.CLIPPED: clipped,
+    Loss.GSPO: gspo,
+    Loss.CISPO: cispo,
+    Loss.IMPORTANCE_SAMPLING: importance_sampling,
+}
 
 
 def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
@@ -139,7 +170,7 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     For each token s is the surrogate, i the importance weight (0 where a mask leaves the token out), k the KL to the
     reference and h the entropy.
     """
-    surrogate_N, ratio_N, clipped_N = surrogate(inputs, settings)
+    surrogate = SURROGATES[settings.loss](inputs, settings)
     old_N, sampler_N = inputs.old_logprobs_N, inputs.sampler_logprobs_N
     lines_N, lines = inputs.lines_N, inputs.lines
     config = settings.config
@@ -150,7 +181,7 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
         far_N = off_policy_sequences(inputs.logprobs_N, sampler_N, lines_N, lines, config.opsm_delta)
         far_N &= inputs.advantages_N < 0.0
         importance_N, masked_N = torch.where(far_N, 0.0, importance_N), masked_N | far_N
-    terms_N = importance_N * surrogate_N
+    terms_N = importance_N * surrogate.terms_N
     kl_N = None
     if inputs.reference_logprobs_N is not None and config.kl_coef > 0.0:
         kl_N = KL_ESTIMATES[config.kl_estimator](inputs.logprobs_N, inputs.reference_logprobs_N)
@@ -159,8 +190,8 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
         terms_N = terms_N - config.entropy_coef * inputs.entropy_N
     return PolicyLoss(
         loss=(inputs.weights_N * terms_N).sum(),
-        ratio_N=ratio_N.detach(),
-        clipped_N=clipped_N,
+        ratio_N=surrogate.ratio_N.detach(),
+        clipped_N=surrogate.clipped_N,
         importance_N=importance_N,
         capped_N=weights.capped_N,
         masked_N=masked_N,

@@ -1,7 +1,9 @@
 """Penalties for episodes one of whose calls was cut off at a limit of the job.
 
-DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is the setting `mask` (see `batch`).
+DAPO (Yu et al. 2025, arXiv:2503.14476), section 3.4. Its overlong filtering is the setting `mask`.
 """
+
+from typing import assert_never
 
 from bombus.config.algorithms import Overlong
 from bombus.hive.records import CallRecord
@@ -12,6 +14,17 @@ def was_cut(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
     """Return whether one of an episode's calls was cut off at a limit of the job, see `CallRecord.was_cut`."""
     limits = settings.job.rollout
     return any(record.was_cut(limits.max_response_length_in_one_turn, limits.max_model_len) for record in records)
+
+
+def is_masked(records: tuple[CallRecord, ...], settings: TrainerSettings) -> bool:
+    """Return whether an episode is left out of the loss. `bombus.replay.episode.tree` shows the same."""
+    match settings.config.overlong:
+        case Overlong.MASK:
+            return was_cut(records, settings)
+        case Overlong.KEEP | Overlong.PENALTY:
+            return False
+        case _:
+            assert_never(settings.config.overlong)
 
 
 def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
@@ -29,6 +42,10 @@ def soft_penalty(record: CallRecord, settings: TrainerSettings) -> float:
 
 def penalties(records: tuple[CallRecord, ...], settings: TrainerSettings) -> list[float]:
     """Return what is added to each call's reward. The worst of them is added to the episode's own reward."""
-    if settings.config.overlong != Overlong.PENALTY:
-        return [0.0] * len(records)
-    return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]
+    match settings.config.overlong:
+        case Overlong.PENALTY:
+            return [settings.config.overlong_penalty * soft_penalty(record, settings) for record in records]
+        case Overlong.KEEP | Overlong.MASK:
+            return [0.0] * len(records)
+        case _:
+            assert_never(settings.config.overlong)

@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 import numpy as np
 
-from bombus.config.algorithms import Aggregation, Overlong
+from bombus.config.algorithms import Aggregation
 from bombus.errors import LogCorrupted
 from bombus.hive.records import CallRecord
 from bombus_trainer.algorithms.advantages import call_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
-from bombus_trainer.algorithms.overlong import penalties, was_cut
+from bombus_trainer.algorithms.overlong import is_masked, penalties, was_cut
 from bombus_trainer.data.packing import Terms, TrainingItem
 from bombus_trainer.data.sequences import Floats, MergedEpisode, TokenSequence, merge_calls
 from bombus_trainer.settings import TrainerSettings
@@ -121,7 +122,7 @@ def _prepare_group(
     lines: list[Line] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):
-        masked = settings.config.overlong == Overlong.MASK and was_cut(episode.records, settings)
+        masked = is_masked(episode.records, settings)
         tokens[episode.episode] = 0 if masked else merged.trained_tokens
         table = np.array([*of_calls, 0.0], dtype=np.float32)  # the last is for call -1: not sampled
         for sequence in () if masked else merged.sequences:
@@ -184,13 +185,20 @@ def _items(
     computed: Sequence[PreparedGroup], silent: Sequence[PreparedGroup], settings: TrainerSettings
 ) -> list[TrainingItem]:
     tokens = {name: count for group in (*computed, *silent) for name, count in group.tokens.items()}
-    if settings.config.loss_aggregation == Aggregation.EPISODE:
-        weights = episode_weights(tokens)
-    elif settings.config.loss_aggregation == Aggregation.TOKEN:
-        weights = token_weights(tokens)
-    else:
-        weights = constant_weights(tokens, settings.job.rollout.max_response_length)
+    weights = _weights(tokens, settings)
     return [_item(line, weights[line.sequence.episode]) for group in computed for line in group.lines]
+
+
+def _weights(tokens_of_episode: dict[str, int], settings: TrainerSettings) -> dict[str, float]:
+    match settings.config.loss_aggregation:
+        case Aggregation.EPISODE:
+            return episode_weights(tokens_of_episode)
+        case Aggregation.TOKEN:
+            return token_weights(tokens_of_episode)
+        case Aggregation.CONSTANT:
+            return constant_weights(tokens_of_episode, settings.job.rollout.max_response_length)
+        case _:
+            assert_never(settings.config.loss_aggregation)
 
 
 def _item(line: Line, weight: float) -> TrainingItem:

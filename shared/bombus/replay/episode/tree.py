@@ -1,7 +1,7 @@
 """The calls of an episode as a person reads them: turns that extend each other, and every token that was sampled."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 
@@ -200,7 +200,13 @@ class _TurnDecoder:
 def _is_masked(story: EpisodeStory, records: Mapping[CallRef, CallRecord]) -> bool:
     """Whether the job leaves out episodes like this one, of which a call was cut at a limit of the job."""
     job = None if story.config is None else RunConfig.from_json(story.config.config)
-    if job is None or job.trainer.overlong != Overlong.MASK:
+    if job is None:
         return False
-    limits = job.rollout.max_response_length_in_one_turn, job.rollout.max_model_len
-    return any(record.was_cut(*limits) for ref, record in records.items() if story.belongs(ref))
+    match job.trainer.overlong:
+        case Overlong.MASK:
+            limits = job.rollout.max_response_length_in_one_turn, job.rollout.max_model_len
+            return any(record.was_cut(*limits) for ref, record in records.items() if story.belongs(ref))
+        case Overlong.KEEP | Overlong.PENALTY:
+            return False
+        case _:
+            assert_never(job.trainer.overlong)
