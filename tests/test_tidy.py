@@ -384,6 +384,14 @@ def test_hive_imports_only_itself_errors_and_what_computes() -> None:
                 assert ours or name.split(".")[0] in {*STDLIB_OF_HIVE, "msgspec"}, f"{path}: {name}"
 
 
+def test_collection_methods_are_told_apart_in_one_place() -> None:
+    owner = "shared/bombus/hive/collection.py"
+    for path in [path for root in (SHARED, *SERVICES.values()) for path in sources(root) if path != ROOT / owner]:
+        named = set(re.findall(r"^.*\bMethod\.[A-Z].*$", path.read_text(), re.MULTILINE))
+        named = {line for line in named if not line.endswith(" = Method.ENOUGH_TASKS")}  # a default
+        assert not named, f"{path} names a method: declare what it needs in BATCH_METHODS of {owner}"
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = modules()
     graph = {

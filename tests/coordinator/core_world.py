@@ -10,6 +10,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
 from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Hive, Phase, evolve
@@ -169,7 +170,7 @@ class World:
     def _configure(self) -> inbox.Configure:
         pick = self.random
         method, batch_size, num_repeat = pick.choice(list(Method)), pick.randint(1, 2), pick.randint(1, 3)
-        staleness = 0 if method.is_by_agreement else pick.choice((0, 0, 1, 2))
+        staleness = 0 if BATCH_METHODS[method].is_by_agreement else pick.choice((0, 0, 1, 2))
         rules = Collection(
             method=method,
             batch_size=batch_size,

@@ -6,7 +6,7 @@ import pytest
 
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.collection import enough, select
+from bombus.hive.collection import BATCH_METHODS, enough, select
 from bombus.hive.events import Collection, EpisodeType, Method
 from bombus.hive.pacing import fitting, most_batches, pace
 from bombus.hive.state import Completed, EngineState, Episode, Hive, Phase, evolve
@@ -83,7 +83,7 @@ def test_without_open_episodes_every_counted_batch_can_be_sealed() -> None:
     pick = random.Random(0)
     some = 0
     for _ in range(3000):
-        method = pick.choice([method for method in Method if not method.is_by_agreement])
+        method = pick.choice([method for method in Method if not BATCH_METHODS[method].is_by_agreement])
         rules = Collection(
             method=method,
             batch_size=pick.randint(1, 3),

@@ -10,9 +10,10 @@ import pytest
 
 from bombus.cli import DEFAULT_NATS, hint_at_bus
 from bombus.hive import events as ev
+from bombus.hive.collection import measures
 from bombus.hive.events import Collection, Method
 from bombus.hive.state import Hive, Phase, evolve
-from bombus.hive.status import byte_size, duration, engine_status, measures, one_line, render_status, status_dict
+from bombus.hive.status import byte_size, duration, engine_status, one_line, render_status, status_dict
 from tests.overwatch.story import ENGINE, SECOND, Story, failed, rolling
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
+from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import Collection, EpisodeType, Method
 from bombus.hive.inbox import Done, EpisodeResult, Granted
 from bombus.hive.state import Phase
@@ -228,7 +229,7 @@ class Operator(Caller):
         method = pick.choice(list(Method))
         if method == Method.ENOUGH_NON_DUMMY_TASKS:
             num_repeat = max(num_repeat, 2)  # a single episode never gives a signal
-        staleness = 0 if method.is_by_agreement else pick.choice((0, 1, 2))
+        staleness = 0 if BATCH_METHODS[method].is_by_agreement else pick.choice((0, 1, 2))
         waiting = (staleness + 1) * batch_size * num_repeat
         return Collection(
             method=method,

@@ -2,7 +2,7 @@
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.collection import ACTIVE_S, active_clients
+from bombus.hive.collection import ACTIVE_S, BATCH_METHODS, active_clients
 from bombus.hive.events import AbortReason, Collection, Event
 from bombus.hive.inbox import (
     AgreeSync,
@@ -51,7 +51,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
 
 def check_asynchronous(rules: Collection) -> None:
     """Raise `Refused` for rules that make no sense when rolling continues during a step."""
-    if rules.method.is_by_agreement:
+    if BATCH_METHODS[rules.method].is_by_agreement:
         raise Refused(
             Code.BAD_CONFIG,
             f"collection.method = {rules.method} needs max_staleness = 0: clients that agree wait for the phase to "

@@ -1,7 +1,7 @@
 """The transitions of an engine that follow from its state and the time: boot, roll, seal, drain, sync."""
 
 from bombus.hive import events as ev
-from bombus.hive.collection import completed_ns, enough, select
+from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
 from bombus.hive.events import AbortReason, DropReason
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
@@ -136,7 +136,8 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
     if engine.version < engine.step or not _all_loaded(engine, live):
         return
     rules = engine.collection
-    if rules.method.is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
+    is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement
+    if is_by_agreement and live.since(engine.phase_since_ns) + ns(rules.agreed_sync_s) > live.now_ns:
         return
     bound = engine.version - rules.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]

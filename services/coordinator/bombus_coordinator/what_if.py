@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bombus.config.job import CollectionMethod
 from bombus.hive import events as ev
+from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
 from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
 from bombus.replay.moments import clock
@@ -190,7 +191,7 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
 
 def _changed(rules: Collection, changes: dict[str, object]) -> Collection:
     changed = msgspec.structs.replace(rules, **changes)
-    if changed.max_staleness > 0 and changed.method.is_by_agreement:
+    if changed.max_staleness > 0 and BATCH_METHODS[changed.method].is_by_agreement:
         raise BadUsage(f"{changed.method} needs --max-staleness 0: clients that agree wait for the phase to change")
     return changed
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from rich.text import Text
 from textual.widget import Widget
 
+from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
-from bombus.hive.status import Measure, byte_size, duration, one_line
+from bombus.hive.status import byte_size, duration, one_line
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end

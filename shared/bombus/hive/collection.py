@@ -1,9 +1,12 @@
-"""When a batch is complete, and what goes into it: one small pure function for each collection method.
+"""Collection methods: when a batch is complete, what goes into it, and what is shown of it.
 
-They depend only on the pool (ended training episodes), and on the time only for which clients count as active.
+`BATCH_METHODS`, at the end, declares each method once; nothing else tells methods apart. Its functions depend only on
+the pool (ended training episodes) and on open episodes, and on the time only for which clients count as active.
 """
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -24,11 +27,47 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     active: int
 
 
+class Targets(msgspec.Struct, frozen=True, kw_only=True):
+    """The size of a batch. Methods by agreement take what is there; the swarm contract shows these sizes even so."""
+
+    episodes: int  # pacing counts no batch with fewer
+    tasks: int
+    non_dummy_tasks: int
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """One measure of collection and its target, 0 when the method sets none.
+
+    `decides` marks the measure that the engine's method waits for.
+    """
+
+    name: str
+    done: int
+    target: int
+    decides: bool
+
+
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
     """A batch, and the episodes without a signal that leave the pool with it."""
 
     groups: tuple[BatchGroup, ...]
     no_signal: tuple[Completed, ...] = ()
+
+
+class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that distinguishes one collection method from the others, as pure functions.
+
+    `completed_ns` and `most_batches` are called in asynchronous runs only, where methods by agreement are refused.
+    """
+
+    is_by_agreement: bool  # clients say when a batch is complete
+    enough: Callable[[EngineState, Collection, int], bool]  # whether the pool holds a batch, at a time in ns
+    completed_ns: Callable[[EngineState], int]  # when it came to hold one
+    select: Callable[[EngineState], Selection]
+    targets: Callable[[Collection], Targets]
+    measures: Callable[[Targets, Progress], tuple[Measure, ...]]  # in the order in which they are shown
+    # The most batches that the pool can make with open episodes, counted by task, and with those that fit any task.
+    most_batches: Callable[[EngineState, Counter[str], int], int]
 
 
 def _signature(completed: Completed) -> tuple[float, tuple[float, ...] | None]:
@@ -77,6 +116,9 @@ def progress(engine: EngineState, now_ns: int) -> Progress:
     )
 
 
+# ---- when there is enough ----------------------------------------------------------------------------------
+
+
 def _enough_episodes(engine: EngineState, rules: Collection, now_ns: int) -> bool:
     return len(engine.pool) >= rules.episode_target
 
@@ -100,33 +142,33 @@ def _all_clients_agree(engine: EngineState, rules: Collection, now_ns: int) -> b
     return bool(engine.pool) and bool(engine.agreed) and active <= engine.agreed
 
 
-_ENOUGH: dict[Method, Callable[[EngineState, Collection, int], bool]] = {
-    Method.ENOUGH_EPISODES: _enough_episodes,
-    Method.ENOUGH_TASKS: _enough_tasks,
-    Method.ENOUGH_NON_DUMMY_TASKS: _enough_non_dummy_tasks,
-    Method.ANY_CLIENT_AGREES: _any_client_agrees,
-    Method.ALL_CLIENTS_AGREE: _all_clients_agree,
-}
+# ---- when it became complete -------------------------------------------------------------------------------
 
 
-def enough(engine: EngineState, now_ns: int) -> bool:
-    """Return whether the pool holds what the engine's method requires."""
-    return _ENOUGH[engine.collection.method](engine, engine.collection, now_ns)
+def _episodes_completed_ns(engine: EngineState) -> int:
+    return next(islice(engine.pool.values(), engine.collection.episode_target - 1, None)).ended_ns
 
 
-def completed_ns(engine: EngineState) -> int:
-    """Return when the pool came to hold what the method requires. Call it only when `enough` holds.
+def _full(engine: EngineState) -> Iterator[list[Completed]]:
+    """Yield the episodes of each task that has enough of them for a group."""
+    size = engine.collection.num_repeat
+    return (group for group in tasks(engine) if len(group) >= size)
 
-    Methods by agreement have no such time.
-    """
+
+def _groups_completed_ns(groups: Iterable[list[Completed]], rules: Collection) -> int:
+    return sorted(pick(group, rules.num_repeat)[-1].ended_ns for group in groups)[rules.batch_size - 1]
+
+
+def _tasks_completed_ns(engine: EngineState) -> int:
+    return _groups_completed_ns(_full(engine), engine.collection)
+
+
+def _non_dummy_tasks_completed_ns(engine: EngineState) -> int:
     rules = engine.collection
-    if rules.method == Method.ENOUGH_EPISODES:
-        return next(islice(engine.pool.values(), rules.episode_target - 1, None)).ended_ns
-    size = rules.num_repeat
-    groups = (group for group in tasks(engine) if len(group) >= size)
-    if rules.method == Method.ENOUGH_NON_DUMMY_TASKS:
-        groups = (group for group in groups if has_signal(pick(group, size)))
-    return sorted(pick(group, size)[-1].ended_ns for group in groups)[rules.batch_size - 1]
+    return _groups_completed_ns((group for group in _full(engine) if has_signal(pick(group, rules.num_repeat))), rules)
+
+
+# ---- what is selected --------------------------------------------------------------------------------------
 
 
 def _group(episodes: list[Completed]) -> BatchGroup:
@@ -144,7 +186,7 @@ def _group(episodes: list[Completed]) -> BatchGroup:
     )
 
 
-def _by_task(episodes: list[Completed]) -> tuple[BatchGroup, ...]:
+def _by_task(episodes: Iterable[Completed]) -> tuple[BatchGroup, ...]:
     groups: dict[str, list[Completed]] = {}
     for completed in episodes:
         groups.setdefault(completed.task, []).append(completed)
@@ -155,27 +197,196 @@ def _age_rank(rules: Collection, group: list[Completed]) -> int:
     return min(completed.oldest for completed in group) if rules.max_staleness > 0 else 0
 
 
+def _select_episodes(engine: EngineState) -> Selection:
+    rules = engine.collection
+    first = sorted(engine.pool.values(), key=lambda completed: _age_rank(rules, [completed]))
+    return Selection(groups=_by_task(first[: rules.episode_target]))
+
+
+def _full_in_order(engine: EngineState) -> list[list[Completed]]:
+    rules = engine.collection
+    return sorted(
+        _full(engine),
+        # Stable: ties keep the order of first completion.
+        key=lambda group: (_age_rank(rules, group), group[rules.num_repeat - 1].ended_ns),
+    )
+
+
+def _select_tasks(engine: EngineState) -> Selection:
+    rules = engine.collection
+    first = _full_in_order(engine)[: rules.batch_size]
+    return Selection(groups=tuple(_group(pick(group, rules.num_repeat)) for group in first))
+
+
+def _select_non_dummy_tasks(engine: EngineState) -> Selection:
+    rules = engine.collection
+    full = _full_in_order(engine)
+    picked = [pick(group, rules.num_repeat) for group in full]
+    with_signal = [group for group in picked if has_signal(group)]
+    dummies = [completed for group, chosen in zip(full, picked) if not has_signal(chosen) for completed in group]
+    return Selection(groups=tuple(_group(group) for group in with_signal[: rules.batch_size]), no_signal=tuple(dummies))
+
+
+def _select_all(engine: EngineState) -> Selection:
+    return Selection(groups=_by_task(engine.pool.values()))
+
+
+# ---- what is shown -----------------------------------------------------------------------------------------
+
+
+def _targets(rules: Collection) -> Targets:
+    return Targets(episodes=rules.episode_target, tasks=rules.batch_size, non_dummy_tasks=rules.batch_size)
+
+
+def _measures_of_size(targets: Targets, now: Progress, decides: str) -> tuple[Measure, ...]:
+    counts = (
+        ("episodes", now.episodes, targets.episodes),
+        ("tasks", now.tasks, targets.tasks),
+        ("non-dummy tasks", now.non_dummy_tasks, targets.non_dummy_tasks),
+    )
+    return tuple(Measure(name, done, target, name == decides) for name, done, target in counts)
+
+
+def _measures_of_agreement(now: Progress, wanted: int) -> tuple[Measure, ...]:
+    return (
+        Measure("clients agreed", now.agreed, wanted, True),
+        Measure("episodes", now.episodes, 0, False),
+        Measure("tasks", now.tasks, 0, False),
+        Measure("non-dummy tasks", now.non_dummy_tasks, 0, False),
+    )
+
+
+def _measures_of_any_client(targets: Targets, now: Progress) -> tuple[Measure, ...]:
+    return _measures_of_agreement(now, 1)
+
+
+def _measures_of_all_clients(targets: Targets, now: Progress) -> tuple[Measure, ...]:
+    return _measures_of_agreement(now, max(1, now.active))
+
+
+# ---- what the pool and open episodes can make (pacing) -----------------------------------------------------
+
+
+def _most_of_episodes(engine: EngineState, named: Counter[str], unnamed: int) -> int:
+    return (len(engine.pool) + named.total() + unnamed) // engine.collection.episode_target
+
+
+def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
+    pooled = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
+    pooled.update(named)
+    return _most_groups(pooled, unnamed, engine.collection)
+
+
+def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
+    """Leave out full groups whose rewards are all equal: they are not trained."""
+    size = engine.collection.num_repeat
+    groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
+    pooled = Counter({group[0].task: len(group) for group in groups})
+    pooled.update(named)
+    return _most_groups(pooled, unnamed, engine.collection)
+
+
+def _most_groups(named: Counter[str], unnamed: int, rules: Collection) -> int:
+    most = (named.total() + unnamed) // rules.episode_target
+    sizes = Counter(named.values())
+    return next((made for made in range(most) if not _can_make(made + 1, sizes, unnamed, rules)), most)
+
+
+def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
+    """Return whether `batches` can be made. `sizes` counts tasks by their episodes; `unnamed` fit any task.
+
+    A task has one group in a batch. The groups that lack the fewest episodes are filled first, then new ones are begun.
+    """
+    repeat = rules.num_repeat
+    complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
+    lacking = max(0, batches * rules.batch_size - complete)
+    incomplete = Counter[int]()
+    for size, count in sizes.items():
+        if size % repeat and size // repeat < batches:
+            incomplete[repeat - size % repeat] += count
+    for missing, groups in [*sorted(incomplete.items()), (repeat, lacking)]:
+        filled = min(lacking, groups)
+        lacking -= filled
+        unnamed -= filled * missing
+    return unnamed >= 0
+
+
+# ---- the methods -------------------------------------------------------------------------------------------
+
+BATCH_METHODS: dict[Method, BatchMethod] = {
+    Method.ENOUGH_EPISODES: BatchMethod(
+        is_by_agreement=False,
+        enough=_enough_episodes,
+        completed_ns=_episodes_completed_ns,
+        select=_select_episodes,
+        targets=_targets,
+        measures=partial(_measures_of_size, decides="episodes"),
+        most_batches=_most_of_episodes,
+    ),
+    Method.ENOUGH_TASKS: BatchMethod(
+        is_by_agreement=False,
+        enough=_enough_tasks,
+        completed_ns=_tasks_completed_ns,
+        select=_select_tasks,
+        targets=_targets,
+        measures=partial(_measures_of_size, decides="tasks"),
+        most_batches=_most_of_tasks,
+    ),
+    Method.ENOUGH_NON_DUMMY_TASKS: BatchMethod(
+        is_by_agreement=False,
+        enough=_enough_non_dummy_tasks,
+        completed_ns=_non_dummy_tasks_completed_ns,
+        select=_select_non_dummy_tasks,
+        targets=_targets,
+        measures=partial(_measures_of_size, decides="non-dummy tasks"),
+        most_batches=_most_of_non_dummy_tasks,
+    ),
+    Method.ANY_CLIENT_AGREES: BatchMethod(
+        is_by_agreement=True,
+        enough=_any_client_agrees,
+        completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
+        select=_select_all,
+        targets=_targets,
+        measures=_measures_of_any_client,
+        most_batches=_most_of_tasks,
+    ),
+    Method.ALL_CLIENTS_AGREE: BatchMethod(
+        is_by_agreement=True,
+        enough=_all_clients_agree,
+        completed_ns=_tasks_completed_ns,  # never called, nor is `most_batches`: see `BatchMethod`
+        select=_select_all,
+        targets=_targets,
+        measures=_measures_of_all_clients,
+        most_batches=_most_of_tasks,
+    ),
+}
+
+
+def enough(engine: EngineState, now_ns: int) -> bool:
+    """Return whether the pool holds what the engine's method requires."""
+    rules = engine.collection
+    return BATCH_METHODS[rules.method].enough(engine, rules, now_ns)
+
+
+def completed_ns(engine: EngineState) -> int:
+    """Return when the pool came to hold what the method requires. Call it only when `enough` holds.
+
+    Methods by agreement have no such time.
+    """
+    return BATCH_METHODS[engine.collection.method].completed_ns(engine)
+
+
 def select(engine: EngineState) -> Selection:
     """Select exactly what the method requires; the rest stays in the pool for the next batch.
 
     Call it once `enough` has held; the pool only grows in between. What was complete first is taken first; in an
     asynchronous run, what has the oldest tokens, because it would be too old for a later batch.
     """
+    return BATCH_METHODS[engine.collection.method].select(engine)
+
+
+def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
+    """Return how far the pool is from the next batch, in the measures of the engine's method."""
     rules = engine.collection
-    match rules.method:
-        case Method.ENOUGH_EPISODES:
-            first = sorted(engine.pool.values(), key=lambda completed: _age_rank(rules, [completed]))
-            return Selection(groups=_by_task(first[: rules.episode_target]))
-        case Method.ANY_CLIENT_AGREES | Method.ALL_CLIENTS_AGREE:
-            return Selection(groups=_by_task(list(engine.pool.values())))
-    full = sorted(
-        (group for group in tasks(engine) if len(group) >= rules.num_repeat),
-        # Stable: ties keep the order of first completion.
-        key=lambda group: (_age_rank(rules, group), group[rules.num_repeat - 1].ended_ns),
-    )
-    picked = [pick(group, rules.num_repeat) for group in full]
-    if rules.method == Method.ENOUGH_TASKS:
-        return Selection(groups=tuple(_group(group) for group in picked[: rules.batch_size]))
-    with_signal = [group for group in picked if has_signal(group)]
-    dummies = [completed for group, chosen in zip(full, picked) if not has_signal(chosen) for completed in group]
-    return Selection(groups=tuple(_group(group) for group in with_signal[: rules.batch_size]), no_signal=tuple(dummies))
+    method = BATCH_METHODS[rules.method]
+    return method.measures(method.targets(rules), progress(engine, now_ns))

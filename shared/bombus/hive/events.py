@@ -43,11 +43,6 @@ class Method(StrEnum):
     ANY_CLIENT_AGREES = "rollout_until_any_client_agree_sync_weight"
     ALL_CLIENTS_AGREE = "rollout_until_all_clients_agree_sync_weight"
 
-    @property
-    def is_by_agreement(self) -> bool:
-        """Return whether clients say when a batch is complete."""
-        return self in (Method.ANY_CLIENT_AGREES, Method.ALL_CLIENTS_AGREE)
-
 
 class Collection(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a job that the coordinator needs: how episodes are handed out and made into batches."""

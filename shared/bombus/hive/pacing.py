@@ -9,8 +9,8 @@ from collections import Counter
 
 import msgspec
 
-from bombus.hive.collection import has_signal, pick, tasks
-from bombus.hive.events import Collection, EpisodeType, Method
+from bombus.hive.collection import BATCH_METHODS
+from bombus.hive.events import EpisodeType
 from bombus.hive.state import EngineState, Episode, Replica
 
 
@@ -101,27 +101,13 @@ def most_batches(engine: EngineState, more: int = 0, task_hint: str = "") -> int
     method leaves these out.
     """
     rules = engine.collection
-    if (len(engine.pool) + len(engine.open) + more) < rules.episode_target:
+    method = BATCH_METHODS[rules.method]
+    if len(engine.pool) + len(engine.open) + more < method.targets(rules).episodes:
         return 0
-    named = _pooled(engine)
-    hints = _usable(engine)
-    hints[task_hint] += more
-    unnamed = hints.pop("", 0)
-    named.update(hints)
-    most = (sum(named.values()) + unnamed) // rules.episode_target
-    if rules.method == Method.ENOUGH_EPISODES:
-        return most
-    sizes = Counter(named.values())
-    return next((made for made in range(most) if not _can_make(made + 1, sizes, unnamed, rules)), most)
-
-
-def _pooled(engine: EngineState) -> Counter[str]:
-    """Count the pool's episodes by task. Those that are too old have left it before this is called."""
-    size = engine.collection.num_repeat
-    if engine.collection.method == Method.ENOUGH_NON_DUMMY_TASKS:
-        groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
-        return Counter({group[0].task: len(group) for group in groups})
-    return Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
+    named = _usable(engine)
+    named[task_hint] += more
+    unnamed = named.pop("", 0)
+    return method.most_batches(engine, named, unnamed)
 
 
 def _usable(engine: EngineState) -> Counter[str]:
@@ -136,22 +122,3 @@ def _usable(engine: EngineState) -> Counter[str]:
 
 def _has_older(episode: Episode, bound: int) -> bool:
     return any(call.oldest < bound for call in episode.trainable_calls())
-
-
-def _can_make(batches: int, sizes: Counter[int], unnamed: int, rules: Collection) -> bool:
-    """Return whether `batches` can be made. `sizes` counts tasks by their episodes; `unnamed` fit any task.
-
-    A task has one group in a batch. The groups that lack the fewest episodes are filled first, then new ones are begun.
-    """
-    repeat = rules.num_repeat
-    complete = sum(count * min(batches, size // repeat) for size, count in sizes.items())
-    lacking = max(0, batches * rules.batch_size - complete)
-    incomplete = Counter[int]()
-    for size, count in sizes.items():
-        if size % repeat and size // repeat < batches:
-            incomplete[repeat - size % repeat] += count
-    for missing, groups in [*sorted(incomplete.items()), (repeat, lacking)]:
-        filled = min(lacking, groups)
-        lacking -= filled
-        unnamed -= filled * missing
-    return unnamed >= 0

@@ -5,7 +5,7 @@ All of it is derived from the fold, without a request to any server.
 
 import msgspec
 
-from bombus.hive.collection import progress
+from bombus.hive.collection import Measure, measures
 from bombus.hive.events import EpisodeType, Method
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase
@@ -13,18 +13,6 @@ from bombus.hive.state import EngineState, Episode, Hive, Phase
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
 EVALS_SHOWN = 8
-
-
-class Measure(msgspec.Struct, frozen=True):
-    """One measure of collection and its target, 0 when the method sets none.
-
-    `decides` marks the measure that the engine's method waits for.
-    """
-
-    name: str
-    done: int
-    target: int
-    decides: bool
 
 
 class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,31 +99,6 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
 def seconds_between(start_ns: int, end_ns: int) -> float:
     """Return the seconds between two times, never negative: the clocks of two machines may differ."""
     return max(0, end_ns - start_ns) / 1e9
-
-
-def measures(engine: EngineState, now_ns: int) -> tuple[Measure, ...]:
-    """Return how far the pool is from the next batch, in the measures of the engine's method."""
-    rules = engine.collection
-    now = progress(engine, now_ns)
-    if rules.method.is_by_agreement:
-        wanted = 1 if rules.method == Method.ANY_CLIENT_AGREES else max(1, now.active)
-        return (
-            Measure("clients agreed", now.agreed, wanted, True),
-            Measure("episodes", now.episodes, 0, False),
-            Measure("tasks", now.tasks, 0, False),
-            Measure("non-dummy tasks", now.non_dummy_tasks, 0, False),
-        )
-    decides = {
-        Method.ENOUGH_EPISODES: "episodes",
-        Method.ENOUGH_TASKS: "tasks",
-        Method.ENOUGH_NON_DUMMY_TASKS: "non-dummy tasks",
-    }[rules.method]
-    counts = (
-        ("episodes", now.episodes, rules.episode_target),
-        ("tasks", now.tasks, rules.batch_size),
-        ("non-dummy tasks", now.non_dummy_tasks, rules.batch_size),
-    )
-    return tuple(Measure(name, done, target, name == decides) for name, done, target in counts)
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:

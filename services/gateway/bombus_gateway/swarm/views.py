@@ -4,7 +4,7 @@ import json
 from pathlib import PurePath
 from typing import Any
 
-from bombus.hive.collection import progress
+from bombus.hive.collection import BATCH_METHODS, progress
 from bombus.hive.records import CallRef
 from bombus.hive.state import EngineState, Episode, Phase
 from bombus.hive.status import detail_of, noting, seconds_between
@@ -77,6 +77,7 @@ def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
 def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
     rules = engine.collection
     now = progress(engine, now_ns)
+    targets = BATCH_METHODS[rules.method].targets(rules)
     pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}
     running = {
         episode.id: {
@@ -92,11 +93,11 @@ def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
     return {
         "sample_collection_method": rules.method,
         "completed_episodes": now.episodes,
-        "completed_episode_target": rules.episode_target,
+        "completed_episode_target": targets.episodes,
         "completed_tasks": now.tasks,
-        "completed_task_target": rules.batch_size,
+        "completed_task_target": targets.tasks,
         "completed_non_dummy_tasks": now.non_dummy_tasks,
-        "completed_non_dummy_task_target": rules.batch_size,
+        "completed_non_dummy_task_target": targets.non_dummy_tasks,
         "task_expected_num_repeat": rules.num_repeat,
         "completed_tasks_details": {task: [done.episode for done in group] for task, group in pool.items()},
         "completed_tasks_rewards": {task: [done.reward for done in group] for task, group in pool.items()},
