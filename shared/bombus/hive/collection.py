@@ -61,7 +61,7 @@ class BatchMethod(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     is_by_agreement: bool  # clients say when a batch is complete
-    enough: Callable[[EngineState, int], bool]  # whether the pool holds a batch, at a time in ns
+    enough: Callable[[EngineState, Collection, int], bool]  # whether the pool holds a batch, at a time in ns
     completed_ns: Callable[[EngineState], int]  # when it came to hold one
     select: Callable[[EngineState], Selection]
     targets: Callable[[Collection], Targets]
@@ -119,26 +119,25 @@ def progress(engine: EngineState, now_ns: int) -> Progress:
 # ---- when there is enough ----------------------------------------------------------------------------------
 
 
-def _enough_episodes(engine: EngineState, now_ns: int) -> bool:
-    return len(engine.pool) >= engine.collection.episode_target
+def _enough_episodes(engine: EngineState, rules: Collection, now_ns: int) -> bool:
+    return len(engine.pool) >= rules.episode_target
 
 
-def _enough_tasks(engine: EngineState, now_ns: int) -> bool:
-    rules = engine.collection
+def _enough_tasks(engine: EngineState, rules: Collection, now_ns: int) -> bool:
     if len(engine.pool) < rules.episode_target:
         return False
     return sum(len(episodes) >= rules.num_repeat for episodes in engine.by_task.values()) >= rules.batch_size
 
 
-def _enough_non_dummy_tasks(engine: EngineState, now_ns: int) -> bool:
-    return _enough_tasks(engine, now_ns) and progress(engine, now_ns).non_dummy_tasks >= engine.collection.batch_size
+def _enough_non_dummy_tasks(engine: EngineState, rules: Collection, now_ns: int) -> bool:
+    return _enough_tasks(engine, rules, now_ns) and progress(engine, now_ns).non_dummy_tasks >= rules.batch_size
 
 
-def _any_client_agrees(engine: EngineState, now_ns: int) -> bool:
+def _any_client_agrees(engine: EngineState, rules: Collection, now_ns: int) -> bool:
     return bool(engine.pool) and bool(engine.agreed)
 
 
-def _all_clients_agree(engine: EngineState, now_ns: int) -> bool:
+def _all_clients_agree(engine: EngineState, rules: Collection, now_ns: int) -> bool:
     active = active_clients(engine, now_ns)
     return bool(engine.pool) and bool(engine.agreed) and active <= engine.agreed
 
@@ -274,7 +273,8 @@ def _most_of_episodes(engine: EngineState, named: Counter[str], unnamed: int) ->
 
 def _most_of_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
     pooled = Counter({task: len(episodes) for task, episodes in engine.by_task.items()})
-    return _most_groups(pooled + named, unnamed, engine.collection)
+    pooled.update(named)
+    return _most_groups(pooled, unnamed, engine.collection)
 
 
 def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: int) -> int:
@@ -282,7 +282,8 @@ def _most_of_non_dummy_tasks(engine: EngineState, named: Counter[str], unnamed: 
     size = engine.collection.num_repeat
     groups = (group for group in tasks(engine) if len(group) < size or has_signal(pick(group, size)))
     pooled = Counter({group[0].task: len(group) for group in groups})
-    return _most_groups(pooled + named, unnamed, engine.collection)
+    pooled.update(named)
+    return _most_groups(pooled, unnamed, engine.collection)
 
 
 def _most_groups(named: Counter[str], unnamed: int, rules: Collection) -> int:
@@ -363,7 +364,8 @@ BATCH_METHODS: dict[Method, BatchMethod] = {
 
 def enough(engine: EngineState, now_ns: int) -> bool:
     """Return whether the pool holds what the engine's method requires."""
-    return BATCH_METHODS[engine.collection.method].enough(engine, now_ns)
+    rules = engine.collection
+    return BATCH_METHODS[rules.method].enough(engine, rules, now_ns)
 
 
 def completed_ns(engine: EngineState) -> int:

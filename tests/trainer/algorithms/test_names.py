@@ -39,7 +39,7 @@ def test_every_name_of_an_algorithm_has_a_formula() -> None:
         lines_N = torch.zeros(1, dtype=torch.long)
         assert len(sampler_correction(torch.zeros(1), torch.zeros(1), lines_N, 1, rule).importance_N) == 1
     members = [episode(name, reward, call(name, [1, 2], [3, 4])) for name, reward in (("a", 0.0), ("b", 1.0))]
-    chosen = [{"loss_aggregation": each} for each in Aggregation]
+    chosen: list[dict[str, object]] = [{"loss_aggregation": each} for each in Aggregation]
     chosen += [{"overlong": each, "overlong_buffer": 20} for each in Overlong]
     for choice in chosen:
         settings = tiny_settings(LIMITS, **choice)
