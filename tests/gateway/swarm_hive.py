@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import uvicorn
 
 from bombus.bus import Bus, Reader
 from bombus.bus.follow import Follower
@@ -30,6 +29,7 @@ from bombus.hive.records import (
     pack_tokens,
 )
 from bombus.hive.state import EngineState, Phase
+from bombus.host.http_server import http_server
 from bombus_coordinator.shell import Coordinator
 from bombus_gateway.app import create_app
 from bombus_gateway.context import Gateway
@@ -180,14 +180,8 @@ class PlayedHive:
         """Serve the app with a real HTTP server; give its URL."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
-            config = uvicorn.Config(self.app, log_level="warning", lifespan="off")
-            server = uvicorn.Server(config)
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
-            try:
+            async with http_server(self.app, listener, drain_s=5.0):
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-            finally:
-                server.should_exit = True
-                await serving
 
 
 def _id() -> str:

@@ -5,13 +5,12 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from bombus.config.groups import allowed
+from bombus.config.groups import allowed, without_none
 from bombus.errors import Code, Refused
 from bombus.hive.subjects import check_name
 
@@ -74,7 +73,7 @@ class _Argument:
     def add_to(self, parser: "argparse._ActionsContainer") -> None:
         default = self.field.get_default(call_default_factory=True)
         given: dict[str, Any] = {"help": self._help(default), "default": default}
-        kind = _without_none(self.field.annotation)
+        kind = _without_annotation(without_none(self.field.annotation))
         if kind is bool:
             given["action"] = "store_true" if default is False else argparse.BooleanOptionalAction
             parser.add_argument(self.name, **given)
@@ -156,12 +155,6 @@ def _values(kind: Any) -> dict[str, Any]:
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return {"choices": tuple(str(member) for member in kind)}
     return {"type": kind}
-
-
-def _without_none(kind: Any) -> Any:
-    """The X in `X | None`."""
-    kinds = get_args(kind)
-    return _without_annotation(next(one for one in kinds if one is not NoneType)) if NoneType in kinds else kind
 
 
 def _without_annotation(kind: Any) -> Any:

@@ -44,7 +44,7 @@ def allowed(field: FieldInfo) -> str:
     ]
     if field.description and not bounds:
         return f"it takes {field.description}"
-    kind = _without_none(field.annotation)
+    kind = without_none(field.annotation)
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return "it takes one of " + ", ".join(kind)
     choices = getattr(kind, "__args__", ())
@@ -55,7 +55,7 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join([f"it takes {word}", *bounds])
 
 
-def _without_none(kind: object) -> object:
+def without_none(kind: Any) -> Any:
     """Return X of `X | None`."""
     kinds = getattr(kind, "__args__", ())
     return next(one for one in kinds if one is not NoneType) if NoneType in kinds else kind
