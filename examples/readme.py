@@ -3,11 +3,12 @@ from openai import OpenAI
 from bombus import Job, SwarmClient, Task
 
 job = Job(model="tiny", batch_size=4, num_repeat=8, lr=3e-3, max_model_len=2048)
+openai = OpenAI(api_key="each episode has its own")
 tasks = [Task(task_id=f"{n}+{n}", main_query=f"{n} plus {n} =") for n in range(1, 5)]
 
 
 def agent(task, credentials):  # one episode; its reward is the share of digits in the reply
-    model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
+    model = openai.with_options(base_url=credentials.base_url, api_key=credentials.api_key)
     messages = [{"role": "user", "content": task.main_query}]
     reply = model.chat.completions.create(model=credentials.model, messages=messages, max_tokens=8)
     return sum(char.isdigit() for char in reply.choices[0].message.content or "") / 8

@@ -1,6 +1,7 @@
 """Fixtures of many tests: one real nats-server for the whole run, and a separate hive for each test."""
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
@@ -23,6 +24,12 @@ _numbers = itertools.count(1)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Read by torch when it is first imported. Several workers with a thread for each core would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Torch, transformers and the collected tests are millions of objects that stay: look for garbage less often.
+gc.set_threshold(50_000, 20, 20)
+
+# An HTTP client reads all root certificates when it is made, which takes 60 ms. All servers here are local: no roots.
+os.environ.setdefault("SSL_CERT_DIR", str(Path(__file__).parent))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,22 @@ def sources(folder: Path) -> list[Path]:
     return found
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a module's syntax tree."""
+    return list(ast.walk(parsed(path)))
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """Top-level names of everything that a module imports, wherever in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
@@ -121,7 +134,7 @@ def test_nobody_mocks_and_nothing_is_swallowed() -> None:
             continue
         text = path.read_text()
         assert "unittest.mock" not in text, path
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(path):
             if isinstance(node, ast.ExceptHandler) and _is_broad(node):
                 line = text.splitlines()[node.lineno - 1]
                 assert "#" in line, f"{path}:{node.lineno}: say why everything is caught here"
@@ -217,10 +230,9 @@ CALLERS_OF_IMPORTERS = {
 
 def names_a_service(path: Path) -> bool:
     """Whether a string of the module, other than a docstring, names a module of a service, or begins such a name."""
-    tree = ast.parse(path.read_text())
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docstrings = {id(docstring_of(node)) for node in ast.walk(tree) if isinstance(node, documented)}
-    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings)
+    docstrings = {id(docstring_of(node)) for node in nodes(path) if isinstance(node, documented)}
+    strings = (node for node in nodes(path) if isinstance(node, ast.Constant) and id(node) not in docstrings)
     return any(isinstance(node.value, str) and re.search(r"\bbombus_", node.value) for node in strings)
 
 
@@ -231,7 +243,7 @@ def docstring_of(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFu
 
 def imports_by_name(path: Path) -> bool:
     """Whether the module calls anything that imports a module by its name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in IMPORTERS:
@@ -259,7 +271,7 @@ DOORS = ("openai", "swarm")
 def modules_of(path: Path) -> set[str]:
     """Dotted names of everything that a module imports, wherever in it."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -372,7 +384,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def test_hive_imports_only_itself_errors_and_what_computes() -> None:
     for path in sources(SHARED / "hive"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.Import):
@@ -394,10 +406,7 @@ def test_collection_methods_are_told_apart_in_one_place() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     known = modules()
-    graph = {
-        name: imported_modules(run_on_import(ast.parse(path.read_text())), known) - {name}
-        for name, path in known.items()
-    }
+    graph = {name: imported_modules(run_on_import(parsed(path)), known) - {name} for name, path in known.items()}
     assert circles(graph) == []
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
@@ -406,7 +415,7 @@ def test_our_own_modules_are_imported_in_a_function_only_for_a_reason() -> None:
     known = modules()
     used = set()
     for name, path in known.items():
-        for function in ast.walk(ast.parse(path.read_text())):
+        for function in nodes(path):
             if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                 for target in imported_modules(ast.walk(function), known):
                     allowed = {
@@ -420,7 +429,7 @@ def test_our_own_modules_are_imported_in_a_function_only_for_a_reason() -> None:
 def test_no_public_type_name_stands_in_two_files() -> None:
     owners: dict[str, set[str]] = {}
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        for node in parsed(path).body:
             found = ""
             if isinstance(node, ast.ClassDef):
                 found = node.name

@@ -1,6 +1,7 @@
 """The `bombus` command. Each subcommand is defined beside what it runs, and is imported only when it runs."""
 
 import argparse
+import gc
 import importlib
 import os
 import sys
@@ -133,6 +134,8 @@ def add_torch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    # torch and transformers are millions of objects that stay. Looking for garbage among them is a tenth of a start.
+    gc.set_threshold(50_000, 20, 20)
     given = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="bombus",

@@ -3,7 +3,6 @@
 import fcntl
 import subprocess
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,11 @@ def silent(_: str) -> None:
 
 
 def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineFault, match=r"'tiny' is not installed .* run `bombus install tiny` first"):
+        environment_python("tiny")
+    recipe = tiny(str(wheel(tmp_path)))
     lines: list[str] = []
-    made, new = install(tiny(str(wheel(tmp_path))), lines.append)
+    made, new = install(recipe, lines.append)
     assert (new, made.packages) == (True, {PACKAGE: "1.0"})
     assert made.size_bytes > 1 << 20
     assert [line[:6] for line in lines if " of 3: " in line] == ["1 of 3", "2 of 3", "3 of 3"]
@@ -54,43 +56,31 @@ def test_an_environment_is_made_once_and_has_its_own_interpreter(root: Path, tmp
     assert python == root / "tiny" / "bin" / "python"
     imported = subprocess.run([python, "-c", "import bumblebee_tiny; print(bumblebee_tiny.wings)"], capture_output=True)
     assert imported.stdout == b"4\n"
+    assert install(recipe, silent) == (made, False)
 
-    again, new = install(tiny(str(wheel(tmp_path))), silent)
-    assert (new, again) == (False, made)
-    newer, new = install(tiny(str(wheel(tmp_path, "2.0"))), silent)
-    assert (new, newer.packages) == (True, {PACKAGE: "2.0"}), "another recipe makes it again"
-    (root / "tiny" / "rest").write_text("of the old one")
-    assert install(tiny(str(wheel(tmp_path, "2.0"))), silent, force=True)[1]
-    assert not (root / "tiny" / "rest").exists()
-
-
-def test_an_unfinished_environment_is_not_used_and_is_made_again(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(EngineFault, match=r"'tiny' is not installed .* run `bombus install tiny` first"):
-        environment_python("tiny")
-    install(tiny(str(wheel(tmp_path))), silent)
     (root / "tiny" / MARKER).unlink()  # as when the process is killed before the last step
     (root / "tiny" / "rest").write_text("of an unfinished one")
     with pytest.raises(EngineFault, match="'tiny' was left unfinished"):
         environment_python("tiny")
-    assert install(tiny(str(wheel(tmp_path))), silent)[1]
+    assert install(recipe, silent)[1]
     assert not (root / "tiny" / "rest").exists()
-    environment_python("tiny")
+
+    newer, new = install(tiny(str(wheel(tmp_path, "2.0"))), silent)
+    assert (new, newer.packages) == (True, {PACKAGE: "2.0"}), "another recipe makes it again"
+    with pytest.raises(EngineFault, match="No module named 'wasp'"):
+        install(tiny(str(wheel(tmp_path, "2.0")), check="import wasp"), silent, force=True)
+    verify_only_its_output_is_left(root)
 
 
-@pytest.mark.parametrize(
-    ("broken", "why"),
-    [
-        (lambda _: tiny("no-such-bumblebee==3"), "the package index has no no-such-bumblebee==3 for this Python"),
-        (lambda folder: tiny(str(wheel(folder)), check="import wasp"), "No module named 'wasp'"),
-    ],
-)
-def test_an_environment_that_cannot_be_made_leaves_only_its_output(
-    root: Path, tmp_path: Path, broken: Callable[[Path], Recipe], why: str
-) -> None:
+def test_an_environment_that_cannot_be_made_leaves_only_its_output(root: Path) -> None:
     with pytest.raises(EngineFault) as caught:
-        install(broken(tmp_path), silent)
-    assert why in str(caught.value)
+        install(tiny("no-such-bumblebee==3"), silent)
+    assert "the package index has no no-such-bumblebee==3 for this Python" in str(caught.value)
     assert "\n" not in str(caught.value)
+    verify_only_its_output_is_left(root)
+
+
+def verify_only_its_output_is_left(root: Path) -> None:
     assert not (root / "tiny").exists()
     assert (root / "tiny.log").stat().st_size > 0
 

@@ -19,6 +19,7 @@ VARIANT_SEEDS = 1000
 RATES = {Variant.SWEPT_ALL: {Fault.SLOW: 0.2, Fault.ZOMBIE: 0.3}}
 # Seeds shortly before those that find a rare variant. The search starts there, and goes on with all others.
 STARTS = {Variant.NO_EPOCH_FENCE: 235, Variant.PURGE_EARLY: 140, Variant.OLD_TRAINER: 65, Variant.SWEPT_ALL: 220}
+SWEPT_SEEDS = range(180, 260)  # among them 222, with which a trainer that removes too much is found
 
 
 def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_clock_jumps() -> None:
@@ -55,7 +56,7 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
 
 
 def test_a_slow_superseded_trainer_removes_nothing_that_the_log_names() -> None:
-    for seed in range(200):
+    for seed in SWEPT_SEEDS:
         simulate(seed, rates=RATES[Variant.SWEPT_ALL])
 
 
