@@ -7,11 +7,12 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from bombus_gateway.text.chat_template import TemplateRefused
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelReader
-from bombus_gateway.text.reading.finding import Reading, RenderText, TemplateRefused
+from bombus_gateway.text.reading.finding import Reading, RenderText
 from bombus_gateway.text.reading.syntaxes import SYNTAXES
 from bombus_gateway.text.reading.turns import TurnReader
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta
 
 TOOLS: list[dict[str, Any]] = [
     {

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from bombus_gateway.text.reading.finding import Reading, TemplateRefused, find_reading
+from bombus_gateway.text.chat_template import TemplateRefused
+from bombus_gateway.text.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.reading.finding import Reading, find_reading
 from bombus_gateway.text.reading.syntaxes import THINKING
-from bombus_gateway.text.tool_calls import ReasoningDelta, TextDelta, ToolCallDelta
 from tests.gateway.reading.templates import CALLS, TOOLS, each, read, renderer, template
 
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyEnd
 from bombus_gateway.text.reading.finding import Reading
 from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from tests.gateway.reading.templates import READINGS, TOOLS, read
 
 NAMES = sorted(READINGS)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.finding import Reading
 from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING
 from bombus_gateway.text.reading.turns import TurnReader
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from tests.gateway.reading.templates import READINGS, TOOLS, read
 
 THINK = THINKING[0]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.bodies import alternatives, held_back
 from bombus_gateway.text.reading.syntax import ReadBody, tokens_in
 from bombus_gateway.text.reading.tagged_calls import invoke_tags, tagged
 from bombus_gateway.text.reading.values import Schemas, json_object, make_call, schemas_of
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 
 
 class MessageKind(Enum):

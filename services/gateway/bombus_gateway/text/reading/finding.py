@@ -12,6 +12,8 @@ from itertools import product
 from os.path import commonprefix
 from typing import Any
 
+from bombus_gateway.text.chat_template import TemplateRefused
+from bombus_gateway.text.deltas import TextDelta, ToolCallDelta
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelForm, ChannelReader
@@ -19,14 +21,9 @@ from bombus_gateway.text.reading.json_calls import read_json
 from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
 from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING, json_between
 from bombus_gateway.text.reading.turns import TurnReader
-from bombus_gateway.text.tool_calls import TextDelta, ToolCallDelta
 
 # (messages, tools, add_generation_prompt) -> the template's text, in which special tokens are written by their names.
 RenderText = Callable[[Sequence[ChatMessage], Sequence[Mapping[str, Any]], bool], str]
-
-
-class TemplateRefused(ValueError):
-    """Raised when a template cannot render a conversation."""
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
+from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.syntax import ReadBody
 from bombus_gateway.text.reading.values import Schemas, json_object, json_value, make_call
-from bombus_gateway.text.tool_calls import ToolCallDelta
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.syntax import ReadBody
 from bombus_gateway.text.reading.values import Literals, Schemas, make_call
-from bombus_gateway.text.tool_calls import ToolCallDelta
 
 
 def read_pythonic(body: str, schemas: Schemas) -> list[ToolCallDelta]:

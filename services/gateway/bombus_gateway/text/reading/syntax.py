@@ -4,9 +4,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.values import Schemas
-from bombus_gateway.text.tool_calls import ToolCallDelta
 
 # Reads the text between a call's marks. Raises `ValueError` for what is not a call.
 ReadBody = Callable[[str, Schemas], list[ToolCallDelta]]

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from bombus_gateway.text.deltas import ToolCallDelta
 from bombus_gateway.text.reading.syntax import ReadBody
 from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
-from bombus_gateway.text.tool_calls import ToolCallDelta
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm, alternatives, held_back
 from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
 from bombus_gateway.text.reading.values import schemas_of
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 
 _SPACE = re.compile(r"\s*")
 _BETWEEN_CALLS = re.compile(r"[\s;]*")

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from bombus_gateway.text.tool_calls import ToolCallDelta
+from bombus_gateway.text.deltas import ToolCallDelta
 
 DEPTH_MAX = 64  # of lists and objects within each other
 
