@@ -46,6 +46,13 @@ def test_a_template_that_loses_calls_has_no_syntax_unless_it_announces_one() -> 
     assert find_reading(renderer(template())) == Reading()
     announcing = "{% if tools %}<|tool_list_start|>{{ tools|tojson }}<|tool_list_end|>{% endif %}" + template()
     assert find_reading(renderer(announcing)).calls == "pythonic between marks"
+    explaining = "{% if tools %}Write: {{ '<tool_call>\n{\"name\": ...}\n</tool_call>' }}{% endif %}" + template()
+    assert find_reading(renderer(explaining)).calls == "hermes"
+
+
+def test_a_mark_that_the_template_explains_and_leaves_out_of_the_history_is_read() -> None:
+    source = "{% if tools %}Write: functools[{}, ...]{% endif %}" + template(CALLS["llama json"])
+    assert find_reading(renderer(source)).calls == "functools"
 
 
 def test_a_template_that_refuses_everything_is_read_as_text() -> None:
@@ -90,6 +97,8 @@ def test_a_tag_and_its_end_are_marks_without_a_table() -> None:
         (template(prompt="{{ '<think>\n' }}"), "<think>"),
         (template(prompt="{{ '[THINK]\n\n[/THINK]\n' }}"), "[THINK]"),
         (template().replace("m.content or ''", "(m.content or '').split('</think>')[-1]"), "<think>"),
+        (template(prompt="</think>"), "<think>"),
+        ("Think first: <think> ... </think>" + template(), "<think>"),
         (template(), ""),
         (template(reasoning="{{ m.reasoning_content }}"), ""),
     ],

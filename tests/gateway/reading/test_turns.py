@@ -125,6 +125,11 @@ SAMPLED: list[tuple[str, str, list[Delta]]] = [
     ("cohere actions",
      '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>',
      [MADE]),
+    (
+        "nemotron",
+        '<TOOLCALL>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</TOOLCALL>',
+        [MADE, ToolCallDelta("g", "{}")],
+    ),
     ("functools", 'functools[{"name": "f", "arguments": {"a": 1}}]', [MADE]),
     (
         "invoke tags (deepseek)",
@@ -266,6 +271,9 @@ def test_recipients_are_read() -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"type": "array"}, '["x"]', ["x"]),
+        ({"type": "object"}, "{'k': [1, True, None]}", {"k": [1, True, None]}),
+        ({"type": "object"}, "{'k': 1} or so", "{'k': 1} or so"),
+        ({}, "{'k': 1}", "{'k': 1}"),
         ({}, '{"k": 1}', {"k": 1}),
         ({}, '"quoted"', '"quoted"'),
         ({}, "plain", "plain"),

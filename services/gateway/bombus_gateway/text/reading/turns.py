@@ -10,7 +10,7 @@ from bombus_gateway.text.reading.values import schemas_of
 from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 
 _SPACE = re.compile(r"\s*")
-_BETWEEN_CALLS = re.compile(r"[\s;]*")
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
 _NEVER = re.compile(r"(?!)")
 
 

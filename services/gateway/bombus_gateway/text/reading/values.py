@@ -80,13 +80,29 @@ def typed_value(text: str, schema: Schema | None) -> Any:
     if types == {"string"}:
         return text
     try:
-        value = _PYTHON_CONSTANTS[text.strip()] if text.strip() in _PYTHON_CONSTANTS else json_value(text)
+        value = _unquoted_value(text, "string" not in types and bool(types))
     except ValueError:
         return text
     if not types:
         return text if isinstance(value, str) else value
     fits = any(type(value) in _TYPES.get(name, ()) for name in types)
     return text if not fits and ("string" in types or isinstance(value, str)) else value
+
+
+def _unquoted_value(text: str, may_be_python: bool) -> Any:
+    """Decode JSON. Some templates write Python's form of lists, objects and constants."""
+    try:
+        return json_value(text)
+    except ValueError:
+        if text.strip() in _PYTHON_CONSTANTS:
+            return _PYTHON_CONSTANTS[text.strip()]
+        if not may_be_python:
+            raise
+    code = Literals(text)
+    value = code.value()
+    if not code.done():
+        raise ValueError("more than a value")
+    return value
 
 
 def _types_of(schema: Schema) -> set[str]:
