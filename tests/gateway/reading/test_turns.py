@@ -161,6 +161,10 @@ def test_text_goes_out_as_soon_as_it_cannot_be_a_mark_any_more() -> None:
     assert reader.feed("</tool_call>", []) == [MADE]
 
 
+def test_where_no_mark_can_come_nothing_is_held_back() -> None:
+    assert Reading().reader("", TOOLS).feed("one \n<", []) == [TextDelta("one \n<")]
+
+
 def test_without_tools_calls_are_text_and_reasoning_is_read() -> None:
     reading = Reading(SYNTAXES[0], THINK)
     text = f"<think>hm</think>{CALL}"

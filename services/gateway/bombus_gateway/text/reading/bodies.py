@@ -136,12 +136,7 @@ class BodyEnd:
             self._quote = ""
             return found.end(), True
         # Only a backslash, whose character is still to come, is looked at again.
-        return (len(text) - 1 if len(text) > at and _ends_in_escape(text, at) else len(text)), False
+        return len(text) - text.endswith("\\", at), False
 
     def _open_end(self, text: str, at: int) -> int:
         return len(text) - held_back(text, at, (self._form.close,))
-
-
-def _ends_in_escape(text: str, at: int) -> bool:
-    """Whether the last character begins an escape. `at` is where the last whole escape ended."""
-    return text.endswith("\\", at)

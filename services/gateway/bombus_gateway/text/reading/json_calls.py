@@ -42,10 +42,10 @@ def read_json_by_name(body: str, schemas: Schemas) -> list[ToolCallDelta]:
     found = json_value(body)
     if not isinstance(found, list) or not found:
         raise ValueError("not a list of calls")
-    return [make_call(*pair) for item in found for pair in json_pairs(item)]
+    return [make_call(*pair) for item in found for pair in _one_pair(item)]
 
 
-def json_pairs(item: Any) -> list[tuple[str, Any]]:
+def _one_pair(item: Any) -> list[tuple[str, Any]]:
     if not isinstance(item, dict) or len(item) != 1:
         raise ValueError("a call is an object with one key")
     return list(item.items())

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from bombus_gateway.text.reading.literals import Literals
 from bombus_gateway.text.reading.syntax import ReadBody
-from bombus_gateway.text.reading.values import Literals, Schemas, make_call
+from bombus_gateway.text.reading.values import Schemas, make_call
 from bombus_gateway.text.tool_calls import ToolCallDelta
 
 
