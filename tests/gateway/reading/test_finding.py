@@ -67,6 +67,14 @@ def test_a_template_that_refuses_parallel_calls_and_wants_no_content_is_read_all
     assert find_reading(renderer(template(picky + CALLS["llama json"]))).calls == "llama json"
 
 
+def test_a_template_that_writes_marks_around_an_empty_text_before_a_call_is_read() -> None:
+    source = template("<|python_start|>{{ m.content }}<|python_end|>" + CALLS["llama json"])
+    reading = find_reading(renderer(source))
+    assert reading.calls == "llama json"
+    text = '{"name": "f", "parameters": {}}'
+    assert read(lambda: reading.reader("", TOOLS), [text]) == [ToolCallDelta("f", "{}")]
+
+
 def test_of_two_syntaxes_that_read_the_calls_the_one_that_leaves_less_text_is_chosen() -> None:
     render = renderer(template("<tool_calls>" + CALLS["hermes"] + "</tool_calls>"))
     assert find_reading(render).calls == "hermes"

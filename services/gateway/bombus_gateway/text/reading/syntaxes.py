@@ -110,7 +110,13 @@ SYNTAXES: tuple[CallSyntax, ...] = (
     _invoke("invoke tags (minimax)", "<minimax:tool_call>", "</minimax:tool_call>", ""),
     _invoke("invoke tags (deepseek)", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
     _invoke("invoke tags", "<function_calls>", "</function_calls>", ""),
-    CallSyntax("llama json", ("<|python_tag|>",), BodyForm(strings="json", bracket="{"), read_json, bare="{"),
+    CallSyntax(  # Llama 4's template closes an empty piece of code before a call
+        "llama json",
+        ("<|python_tag|>", "<|python_end|>"),
+        BodyForm(strings="json", bracket="{"),
+        read_json,
+        bare="{",
+    ),
     CallSyntax("json list", (), _JSON_LIST, read_json, bare="["),
     CallSyntax(
         "llama pythonic",
@@ -118,7 +124,6 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         BodyForm(strings="python", bracket="["),
         read_pythonic,
         bare="[",
-        inner=("<|python_end|>",),
     ),
 )
 
