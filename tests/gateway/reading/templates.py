@@ -167,6 +167,9 @@ CALLS: dict[str, str] = {
     "functools": each(_NAMED_JSON, "functools[", "]", ", "),
     "granite": each(_NAMED_JSON, "<|tool_call|>[", "]", ", "),
     "json list after a mark": each(_NAMED_JSON, "<tool_call>[", "]", ", "),
+    "json by name (apertus)": each(
+        '{"{{ c.name }}": {{ c.arguments|tojson }}}', "<|tools_prefix|>[", "]<|tools_suffix|>", ", "
+    ),
     "invoke tags (minimax)": each(_INVOKE.replace("@", ""), "<minimax:tool_call>" + _LINE, "</minimax:tool_call>"),
     "invoke tags (deepseek)": each(
         _INVOKE.replace("@", "｜DSML｜"), "<｜DSML｜function_calls>" + _LINE, "</｜DSML｜function_calls>"

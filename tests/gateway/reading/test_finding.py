@@ -47,6 +47,13 @@ def test_a_template_that_loses_calls_has_no_syntax_unless_it_announces_one() -> 
     assert find_reading(renderer(template())) == Reading()
     announcing = "{% if tools %}<|tool_list_start|>{{ tools|tojson }}<|tool_list_end|>{% endif %}" + template()
     assert find_reading(renderer(announcing)).calls == "pythonic between marks"
+    explaining = "{% if tools %}Write: {{ '<tool_call>\n{\"name\": ...}\n</tool_call>' }}{% endif %}" + template()
+    assert find_reading(renderer(explaining)).calls == "hermes"
+
+
+def test_a_mark_that_the_template_explains_and_leaves_out_of_the_history_is_read() -> None:
+    source = "{% if tools %}Write: functools[{}, ...]{% endif %}" + template(CALLS["llama json"])
+    assert find_reading(renderer(source)).calls == "functools"
 
 
 def test_a_template_that_refuses_everything_is_read_as_text() -> None:
@@ -59,6 +66,14 @@ def test_a_template_that_refuses_everything_is_read_as_text() -> None:
 def test_a_template_that_refuses_parallel_calls_and_wants_no_content_is_read_all_the_same() -> None:
     picky = "{% if m.tool_calls|length > 1 or m.content is string %}{{ 1 + 'refused' }}{% endif %}"
     assert find_reading(renderer(template(picky + CALLS["llama json"]))).calls == "llama json"
+
+
+def test_a_template_that_writes_marks_around_an_empty_text_before_a_call_is_read() -> None:
+    source = template("<|python_start|>{{ m.content }}<|python_end|>" + CALLS["llama json"])
+    reading = find_reading(renderer(source))
+    assert reading.calls == "llama json"
+    text = '{"name": "f", "parameters": {}}'
+    assert read(lambda: reading.reader("", TOOLS), [text]) == [ToolCallDelta("f", "{}")]
 
 
 def test_of_two_syntaxes_that_read_the_calls_the_one_that_leaves_less_text_is_chosen() -> None:
@@ -91,6 +106,8 @@ def test_a_tag_and_its_end_are_marks_without_a_table() -> None:
         (template(prompt="{{ '<think>\n' }}"), "<think>"),
         (template(prompt="{{ '[THINK]\n\n[/THINK]\n' }}"), "[THINK]"),
         (template().replace("m.content or ''", "(m.content or '').split('</think>')[-1]"), "<think>"),
+        (template(prompt="</think>"), "<think>"),
+        ("Think first: <think> ... </think>" + template(), "<think>"),
         (template(), ""),
         (template(reasoning="{{ m.reasoning_content }}"), ""),
     ],

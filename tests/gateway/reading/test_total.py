@@ -12,7 +12,7 @@ from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCal
 from bombus_gateway.text.reading.bodies import BodyEnd
 from bombus_gateway.text.reading.finding import Reading
 from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING
-from tests.gateway.reading.templates import READINGS, TOOLS, read
+from tests.gateway.reading.templates import CALLS, READINGS, TOOLS, read, renderer, template
 
 NAMES = sorted(READINGS)
 PROMPT_ENDS = ("", "<think>\n", "<|start|>assistant", "<|start|>assistant<|channel|>analysis<|message|>")
@@ -48,19 +48,38 @@ def marks_of(name: str) -> list[str]:
     return sorted(found)
 
 
+def calls_of(name: str) -> list[str]:
+    """Return how two calls are written in the syntax."""
+    if READINGS[name].channels:
+        args = '{"a": 1}' if name == "channels" else '<atem:invoke name="f">\n</atem:invoke>'
+        return [
+            f"<|start|>assistant to={prefix}f<|message|>{args}{end}"
+            for prefix, end in product(("functions.", ""), ENDS)
+        ]
+    written = []
+    for arguments in ({"a": 1, "b": "x ]}</tool"}, {"c": {"k": [True, "\n"]}}):
+        call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        text = renderer(template(CALLS[name]))([{"role": "assistant", "tool_calls": [call]}], (), False)
+        written.append(text.removeprefix("<|turn|>assistant\n").removesuffix("<|close|>\n"))
+    return written
+
+
+ENDS = ("<|call|>", "<|eot|>", "<|end|>")
+ATOMS = {name: [*marks_of(name), *calls_of(name)] for name in NAMES}
+
+
 @st.composite
 def sampled(draw: st.DrawFn) -> tuple[str, str, str, list[str]]:
-    """A syntax, the end of a prompt, a text of the syntax's own marks and of what stands between them, and cuts."""
+    """A syntax, the end of a prompt, a text of the syntax's own marks and calls and of other things, and cuts."""
     name = draw(st.sampled_from(NAMES))
-    marks = marks_of(name)
-    parts = draw(st.lists(st.sampled_from(marks) | st.sampled_from(_COMMON), max_size=25))
+    parts = draw(st.lists(st.sampled_from(ATOMS[name]) | st.sampled_from(_COMMON), max_size=25))
     text = "".join(parts)
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)])]
     return name, draw(st.sampled_from(PROMPT_ENDS)), text, pieces
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(sampled())
 def test_any_text_is_read_and_the_same_however_it_is_cut(case: tuple[str, str, str, list[str]]) -> None:
     name, prompt_end, text, pieces = case
@@ -68,30 +87,25 @@ def test_any_text_is_read_and_the_same_however_it_is_cut(case: tuple[str, str, s
     assert read(lambda: reading_of(name).reader(prompt_end, TOOLS), pieces) == whole
     if len(text) < 500:
         assert read(lambda: reading_of(name).reader(prompt_end, TOOLS), text) == whole
-    assert accounted(name, text, whole)
+    assert_nothing_is_lost(name, text, whole)
 
 
-def accounted(name: str, text: str, deltas: list[Delta]) -> bool:
-    """Whether what is not in the deltas is white space and marks, and, where there are calls, their bodies."""
-    if any(isinstance(delta, ToolCallDelta) for delta in deltas):
-        return all(json.loads(delta.arguments) is not None for delta in deltas if isinstance(delta, ToolCallDelta))
+def assert_nothing_is_lost(name: str, text: str, deltas: list[Delta]) -> None:
+    """Check that what comes out as text is the text, but for what calls took, marks, headers and white space."""
     given_out = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta | ReasoningDelta))
-    rest = iter("".join(text.split()))
-    missing = []
-    for letter in "".join(given_out.split()):  # in order, with gaps
-        for other in rest:
-            if other == letter:
-                break
-            missing.append(other)
-        else:
-            return False
-    dropped = reading_of(name).markers if READINGS[name].channels else {"<think>", "</think>"}
-    return len(missing) + len(list(rest)) <= sum(text.count(mark) * len(mark) for mark in dropped) + header_size(text)
+    letters = iter("".join(text.split()))
+    assert all(letter in letters for letter in "".join(given_out.split())), "something came out that is not in the text"
+    calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+    dropped = {"<think>", "</think>"}
+    if READINGS[name].channels:  # headers, up to the end of the mark
+        dropped |= reading_of(name).markers | {part + "<|message|>" for part in text.split("<|message|>")[:-1]}
+    lost = len("".join(text.split())) - len("".join(given_out.split()))
+    in_calls = sum(CALL_LETTERS + 2 * len(call.arguments) for call in calls)
+    assert lost <= sum(text.count(mark) * len(mark) for mark in dropped) + in_calls
 
 
-def header_size(text: str) -> int:
-    """Return the letters of channels' headers, which are read and do not come out."""
-    return sum(len(part) for part in text.split("<|message|>")[:-1]) if "<|message|>" in text else 0
+CALL_LETTERS = 400  # more than the marks, the keys and the name of any one call
 
 
 DEEP = ["[" * 1500, "[" * 2000 + "]" * 2000, '{"a":' * 1500 + "1" + "}" * 1500]
@@ -167,14 +181,15 @@ def test_each_letter_of_a_body_is_looked_at_a_few_times_at_most(syntax: Any) -> 
     letters = 20_000
     end = BodyEnd(syntax.form)
     body = (syntax.form.bracket or "{") + '"x\\": [1, </tool' * (letters // 16)
-    rest, done = "", False
+    rest, done, looked_at = "", False, 0
     for letter in body:
         rest += letter
+        looked_at += len(rest)
         used, done = end.take(rest, 0)
         if done:
             break
         rest = rest[used:]
-    assert end.scanned <= len(body) * (len(syntax.form.close) + 2)
+    assert looked_at <= len(body) * (len(syntax.form.close) + 2)
 
 
 def test_no_mark_is_part_of_another_of_its_syntax() -> None:

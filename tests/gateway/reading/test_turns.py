@@ -125,6 +125,11 @@ SAMPLED: list[tuple[str, str, list[Delta]]] = [
     ("cohere actions",
      '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]<|END_ACTION|>',
      [MADE]),
+    (
+        "nemotron",
+        '<TOOLCALL>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</TOOLCALL>',
+        [MADE, ToolCallDelta("g", "{}")],
+    ),
     ("functools", 'functools[{"name": "f", "arguments": {"a": 1}}]', [MADE]),
     (
         "invoke tags (deepseek)",
@@ -154,6 +159,10 @@ def test_text_goes_out_as_soon_as_it_cannot_be_a_mark_any_more() -> None:
     assert reader.feed("box", []) == [TextDelta(" <toolbox")]
     assert reader.feed('<tool_call>{"name": "f", "arguments": {"a": 1}}', []) == []
     assert reader.feed("</tool_call>", []) == [MADE]
+
+
+def test_where_no_mark_can_come_nothing_is_held_back() -> None:
+    assert Reading().reader("", TOOLS).feed("one \n<", []) == [TextDelta("one \n<")]
 
 
 def test_without_tools_calls_are_text_and_reasoning_is_read() -> None:
@@ -266,6 +275,9 @@ def test_recipients_are_read() -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "x", "x"),
         ({"enum": ["1", "2"]}, "1", "1"),
         ({"type": "array"}, '["x"]', ["x"]),
+        ({"type": "object"}, "{'k': [1, True, None]}", {"k": [1, True, None]}),
+        ({"type": "object"}, "{'k': 1} or so", "{'k': 1} or so"),
+        ({}, "{'k': 1}", "{'k': 1}"),
         ({}, '{"k": 1}', {"k": 1}),
         ({}, '"quoted"', '"quoted"'),
         ({}, "plain", "plain"),

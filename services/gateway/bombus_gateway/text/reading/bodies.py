@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 _OPENING, _CLOSING = "[{(", "]})"
 _INSIDE = {
@@ -40,13 +41,14 @@ class BodyForm:
     strings: str = ""
     bracket: str = ""
     head: bool = False
-    outside: re.Pattern[str] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def outside(self) -> re.Pattern[str]:
+        """Finds what counts outside of strings."""
         quotes = "".join(_INSIDE[self.strings])
         quote = f"[{quotes}]" if quotes else r"(?!)"
         marks = re.escape(self.close) if self.close else rf"[{re.escape(_OPENING + _CLOSING)}]"
-        object.__setattr__(self, "outside", re.compile(rf"{marks}|{quote}"))
+        return re.compile(rf"{marks}|{quote}")
 
 
 class BodyEnd:
@@ -59,15 +61,13 @@ class BodyEnd:
         self._strings = bool(form.strings)
         self._depth = 0
         self._begun = bool(form.close)
-        self.scanned = 0  # characters that were looked at, repeats included
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
         """Look at `text` from `at`. Returns how far the body goes in it, and whether it ends there.
 
         What is beyond that, and not yet the body's end, is to be handed in again with what follows it.
         """
-        self.scanned += len(text) - at
-        while not self._begun:
+        if not self._begun:
             start = self._begin(text, at)
             if start is None:
                 return at, True  # not a body
@@ -136,12 +136,7 @@ class BodyEnd:
             self._quote = ""
             return found.end(), True
         # Only a backslash, whose character is still to come, is looked at again.
-        return (len(text) - 1 if len(text) > at and _ends_in_escape(text, at) else len(text)), False
+        return len(text) - text.endswith("\\", at), False
 
     def _open_end(self, text: str, at: int) -> int:
         return len(text) - held_back(text, at, (self._form.close,))
-
-
-def _ends_in_escape(text: str, at: int) -> bool:
-    """Whether the last character begins an escape. `at` is where the last whole escape ended."""
-    return text.endswith("\\", at)

@@ -145,11 +145,8 @@ class ChannelReader:
         elif mark == form.start:
             self._end_message("", out)
             self._kind, self._kept = None, [mark]
-        elif mark in form.ends:
-            self._end_message(mark, out)
-            self._kind = MessageKind.TEXT
         else:
-            self._end_message("", out)
+            self._end_message(mark if mark in form.ends else "", out)
             self._kind = MessageKind.TEXT
 
     def _begin_message(self, header: str) -> None:

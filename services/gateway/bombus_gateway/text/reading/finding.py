@@ -75,7 +75,9 @@ def find_reading(render: RenderText) -> Reading:
         ]
         learned = (Reading(syntax, thinking) for syntax in _learned(render, probes[0], thinking))
         if found := _best(candidates, probes) or _best(learned, probes):
-            return found
+            # Some templates explain a mark to the model which they leave out of the history.
+            bare = found.syntax is not None and bool(found.syntax.bare)
+            return Reading((bare and _announced(render)) or found.syntax, thinking, found.channels)
     return Reading(_announced(render), thinking)
 
 
@@ -199,7 +201,7 @@ _FIRST_TAG = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 def _announced(render: RenderText) -> CallSyntax | None:
-    """Return the syntax whose mark the template writes around tools."""
+    """Return the syntax that the template explains to the model, or whose mark it writes around tools."""
     try:
         without, tools = render([_USER], (), False), render([_USER], _TOOLS, False)
     except TemplateRefused:
@@ -243,13 +245,12 @@ def _marks_around(before: str, after: str) -> Thinking | None:
 
 
 def _prompted_thinking(render: RenderText) -> Thinking | None:
-    """Look for marks with which the template begins a turn."""
+    """Look for marks with which the template begins a turn, or that it explains to the model."""
     try:
-        prompt, before = render([_USER], (), True), render([_USER], (), False)
+        prompt = render([_USER], (), True)
     except TemplateRefused:
         return None
-    begun = prompt.removeprefix(before)
-    return next((thinking for thinking in THINKING if thinking.open in begun), None)
+    return next((thinking for thinking in THINKING if thinking.open in prompt or thinking.close in prompt), None)
 
 
 def _dropped_thinking(render: RenderText) -> Thinking | None:

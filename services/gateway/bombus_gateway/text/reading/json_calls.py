@@ -1,4 +1,4 @@
-"""Reads tool calls whose bodies are JSON: an object, several in a row, or a list of them."""
+"""Reads tool calls whose bodies are JSON: an object, one on each line, or a list of them."""
 
 import re
 from typing import Any
@@ -9,17 +9,17 @@ from bombus_gateway.text.reading.values import Schemas, json_object, json_value,
 
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-_BETWEEN_OBJECTS = re.compile(r"\}\s*[;,]?\s*\{")
 
 
 def read_json(body: str, schemas: Schemas) -> list[ToolCallDelta]:
-    """Read calls as objects with a name and arguments."""
+    """Read objects with a name and arguments."""
     try:
         found = json_value(body)
     except ValueError:
-        if not _BETWEEN_OBJECTS.search(body):
+        lines = [line for line in body.splitlines() if line.strip()]
+        if len(lines) < 2:
             raise
-        found = [json_value(line) for line in body.splitlines() if line.strip()]
+        found = [json_value(line) for line in lines]
     calls = [_call(item) for item in (found if isinstance(found, list) else [found])]
     if not calls:
         raise ValueError("no call")
@@ -35,6 +35,20 @@ def _call(item: Any) -> ToolCallDelta:
     if isinstance(arguments, str):
         arguments = json_value(arguments)
     return make_call(name, arguments, item.get("id"))
+
+
+def read_json_by_name(body: str, schemas: Schemas) -> list[ToolCallDelta]:
+    """Read a list of objects that have a tool's name as their one key, and its arguments as the value."""
+    found = json_value(body)
+    if not isinstance(found, list) or not found:
+        raise ValueError("not a list of calls")
+    return [make_call(*pair) for item in found for pair in _one_pair(item)]
+
+
+def _one_pair(item: Any) -> list[tuple[str, Any]]:
+    if not isinstance(item, dict) or len(item) != 1:
+        raise ValueError("a call is an object with one key")
+    return list(item.items())
 
 
 _NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")

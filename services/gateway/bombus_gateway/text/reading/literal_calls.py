@@ -3,8 +3,9 @@
 from typing import Any
 
 from bombus_gateway.text.deltas import ToolCallDelta
+from bombus_gateway.text.reading.literals import Literals
 from bombus_gateway.text.reading.syntax import ReadBody
-from bombus_gateway.text.reading.values import Literals, Schemas, make_call
+from bombus_gateway.text.reading.values import Schemas, make_call
 
 
 def read_pythonic(body: str, schemas: Schemas) -> list[ToolCallDelta]:

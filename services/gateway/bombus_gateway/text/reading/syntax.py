@@ -20,8 +20,8 @@ class CallSyntax:
 
     A body has all calls that stand between the same two marks. `bare` is a bracket with which a body may also begin
     without a mark, at the beginning of an answer or after a call. `ends_with_turn`: whether the end of the answer
-    ends a body too. `inner` are marks within bodies. `announced_by` is a mark that the template writes around tools,
-    for templates that leave calls out of the history.
+    ends a body too. `inner` are marks within bodies. `announced_by` is what a template writes where it explains
+    the syntax to the model, for templates that leave calls out of the history.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The table of syntaxes. Which one a model uses is found out from its template; no model's name is known here."""
 
 from bombus_gateway.text.reading.bodies import BodyForm
-from bombus_gateway.text.reading.json_calls import read_json, read_named, sections
+from bombus_gateway.text.reading.json_calls import read_json, read_json_by_name, read_named, sections
 from bombus_gateway.text.reading.literal_calls import gemma, read_pythonic
 from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
 from bombus_gateway.text.reading.tagged_calls import FUNCTION_TAGS, KEY_TAGS, invoke_tags, tagged
@@ -9,9 +9,10 @@ from bombus_gateway.text.reading.tagged_calls import FUNCTION_TAGS, KEY_TAGS, in
 _JSON_LIST = BodyForm(strings="json", bracket="[")
 
 
-def json_between(name: str, opens: str, close: str) -> CallSyntax:
+def json_between(name: str, opens: str, close: str, announced_by: str = "") -> CallSyntax:
     """Return the syntax of JSON between two marks."""
-    return CallSyntax(name, (opens,), BodyForm(close=close, strings="json"), read_json)
+    form = BodyForm(close=close, strings="json")
+    return CallSyntax(name, (opens,), form, read_json, announced_by=announced_by)
 
 
 def _invoke(name: str, opens: str, close: str, prefix: str) -> CallSyntax:
@@ -31,8 +32,14 @@ _KIMI_CALL = (
 )
 
 SYNTAXES: tuple[CallSyntax, ...] = (
-    json_between("hermes", "<tool_call>", "</tool_call>"),
-    CallSyntax("function tags", ("<tool_call>",), BodyForm(close="</tool_call>"), tagged(FUNCTION_TAGS)),
+    json_between("hermes", "<tool_call>", "</tool_call>", announced_by='<tool_call>\n{"name"'),
+    CallSyntax(
+        "function tags",
+        ("<tool_call>",),
+        BodyForm(close="</tool_call>"),
+        tagged(FUNCTION_TAGS),
+        announced_by="<tool_call>\n<function=",
+    ),
     CallSyntax(
         "function tags (seed)", ("<seed:tool_call>",), BodyForm(close="</seed:tool_call>"), tagged(FUNCTION_TAGS)
     ),
@@ -90,13 +97,26 @@ SYNTAXES: tuple[CallSyntax, ...] = (
     json_between("cohere markdown", "Action: ```json", "```"),
     json_between("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
     json_between("phi", "<|tool_call|>", "<|/tool_call|>"),
-    CallSyntax("functools", ("functools",), _JSON_LIST, read_json),
+    CallSyntax("functools", ("functools",), _JSON_LIST, read_json, announced_by="functools["),
+    CallSyntax(
+        "json by name (apertus)",
+        ("<|tools_prefix|>",),
+        BodyForm(close="<|tools_suffix|>", strings="json"),
+        read_json_by_name,
+        ends_with_turn=True,
+    ),
     CallSyntax("granite", ("<|tool_call|>",), _JSON_LIST, read_json),
     CallSyntax("json list after a mark", ("<tool_call>",), _JSON_LIST, read_json),
     _invoke("invoke tags (minimax)", "<minimax:tool_call>", "</minimax:tool_call>", ""),
     _invoke("invoke tags (deepseek)", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
     _invoke("invoke tags", "<function_calls>", "</function_calls>", ""),
-    CallSyntax("llama json", ("<|python_tag|>",), BodyForm(strings="json", bracket="{"), read_json, bare="{"),
+    CallSyntax(  # Llama 4's template closes an empty piece of code before a call
+        "llama json",
+        ("<|python_tag|>", "<|python_end|>"),
+        BodyForm(strings="json", bracket="{"),
+        read_json,
+        bare="{",
+    ),
     CallSyntax("json list", (), _JSON_LIST, read_json, bare="["),
     CallSyntax(
         "llama pythonic",
@@ -104,7 +124,6 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         BodyForm(strings="python", bracket="["),
         read_pythonic,
         bare="[",
-        inner=("<|python_end|>",),
     ),
 )
 

@@ -10,7 +10,7 @@ from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
 from bombus_gateway.text.reading.values import schemas_of
 
 _SPACE = re.compile(r"\s*")
-_BETWEEN_CALLS = re.compile(r"[\s;]*")
+_BETWEEN_CALLS = re.compile(r"[\s;,]*")
 _NEVER = re.compile(r"(?!)")
 
 
@@ -107,7 +107,7 @@ class TurnReader:
         """Let text go out, but for white space at its end."""
         if isinstance(self._after, Thinking):
             text = text.lstrip()
-        body = text.rstrip()
+        body = text.rstrip() if self._opening is not _NEVER else text
         if body:
             out.append(TextDelta("".join([*self._held, body])))
             self._held = []
