@@ -321,6 +321,7 @@ LAZY_IMPORTS = {
     ("bombus.commands.demo", "bombus.demo"): "needs the extra `demo`",
     ("bombus.commands.demo", "bombus.sdk"): "only with the demo",
     ("bombus.commands.demo", "bombus.weights"): "needs torch",
+    ("bombus.export.writing", "bombus.weights.merging"): "needs torch",
     ("bombus_gateway.text.rendering", "bombus_gateway.text.library"): "imports the renderers, which take seconds",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",
