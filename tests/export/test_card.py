@@ -102,7 +102,7 @@ def test_an_adapter_is_loaded_on_its_base_with_a_rank_that_vllm_takes() -> None:
     lines = dict(loading(ADAPTER, "here", "base"))
     assert lines["peft"] == 'AutoPeftModelForCausalLM.from_pretrained("here")'
     assert lines["vLLM"] == "vllm serve base --enable-lora --max-lora-rank 32 --lora-modules trained=here"
-    assert dict(loading(MODEL, "here", "base"))["vLLM"] == "vllm serve here"
+    assert dict(loading(MODEL, "my models/a", "base"))["vLLM"] == "vllm serve 'my models/a'"
 
 
 def test_what_merging_rounds_away_is_said(golden: LoggedRun) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from bombus.bus import Bus
 from bombus.cli import main
+from bombus.commands.export import CopyReport
 from bombus.export.finding import VersionFiles
 from bombus.export.folder import drafted
 from bombus.export.writing import write_whole
@@ -268,6 +269,13 @@ def test_what_appears_in_the_folder_meanwhile_is_not_replaced(out: Path) -> None
     with pytest.raises(BadUsage, match="is not empty"):
         overtaken()
     assert [file.name for file in out.iterdir()] == ["somebody's"]
+
+
+def test_a_copy_that_takes_long_says_how_far_it_is(capsys: Capture) -> None:
+    progress = CopyReport(every_s=0.0)
+    for done in (1, 2, 3):
+        progress(done * 10**9, 3 * 10**9)
+    assert capsys.readouterr().err.splitlines() == ["2.0 GB of 3.0 GB", "3.0 GB of 3.0 GB"]
 
 
 def test_the_same_version_gives_the_same_bytes(adapters: Trained, tmp_path: Path) -> None:

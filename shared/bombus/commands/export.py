@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bombus.cli import URL_FILE
 from bombus.export.card import CARD, SHARE_TOLD, card, loading
 from bombus.export.finding import Finder, VersionFiles
 from bombus.export.folder import drafted
@@ -87,7 +88,7 @@ async def _find(arguments: argparse.Namespace, scratch: Path) -> _Found:
         if not logged.versions:
             raise NotOnLog(f"run {logged.run} of engine {logged.engine} has no version yet; name another with --run")
         number = max(logged.versions) if arguments.version is None else arguments.version
-        finder = Finder(source, scratch, arguments.data)
+        finder = Finder(source, scratch, arguments.data or URL_FILE.parent)
         weights = await finder.check(logged, number)
         if arguments.float32 and weights.adapter_of is None:
             raise BadUsage(f"--float32 is for adapters: version {number} was published as a whole model")
@@ -97,7 +98,7 @@ async def _find(arguments: argparse.Namespace, scratch: Path) -> _Found:
 def _write(found: _Found, draft: Path, arguments: argparse.Namespace) -> ExportedFiles:
     if found.files.model is None:
         return write_adapter(found.files, draft, found.base_model)
-    return write_whole(found.files, draft, _Progress(), arguments.float32)
+    return write_whole(found.files, draft, CopyReport(), arguments.float32)
 
 
 def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
@@ -110,13 +111,16 @@ def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
         print(f"  {tool}: {line}")
 
 
-class _Progress:
+class CopyReport:
     """Reports every few seconds how far it is, when a copy takes longer than that."""
 
-    def __init__(self) -> None:
-        self._next = time.monotonic() + PROGRESS_S
+    def __init__(self, every_s: float = PROGRESS_S) -> None:
+        self._every_s = every_s
+        self._next = 0.0  # set when the copy has begun, after what it needs was imported
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + PROGRESS_S
+        now = time.monotonic()
+        if self._next and now >= self._next:
             print(f"{byte_size(done)} of {byte_size(total)}", file=sys.stderr)
+        if now >= self._next:
+            self._next = now + self._every_s

@@ -4,6 +4,7 @@ It has nothing of the machine or the moment of the export: the same version give
 """
 
 import json
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version as version_of
@@ -26,15 +27,16 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vL
 
 def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[str, str]]:
     """Return the tools that load an export at `place`, each with the line of code or command that does it."""
+    quoted, base = shlex.quote(place), shlex.quote(base_model)
     if not exported.rank:
         return [
             ("transformers", f'AutoModelForCausalLM.from_pretrained("{place}")'),
-            ("vLLM", f"vllm serve {place}"),
+            ("vLLM", f"vllm serve {quoted}"),
         ]
     rank = next((each for each in LORA_RANKS if each >= exported.rank), exported.rank)
     return [
         ("peft", f'AutoPeftModelForCausalLM.from_pretrained("{place}")'),
-        ("vLLM", f"vllm serve {base_model} --enable-lora --max-lora-rank {rank} --lora-modules trained={place}"),
+        ("vLLM", f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules trained={quoted}"),
     ]
 
 

@@ -24,7 +24,7 @@ class VersionFiles:
     """The files of a version on this machine; those of `model` and `adapter` have still to be checked.
 
     `model` is the folder of a full copy, which `deltas` (oldest first) and then `adapter` change. It is None where only
-    the adapter was asked for. `texts` are the tokenizer's files.
+    the adapter was asked for. `texts` are the tokenizer's files, by name.
     """
 
     weights: Weights
@@ -98,7 +98,9 @@ class Finder:
     async def _delta(self, weights: Weights) -> Path:
         path = await self._folder(weights) / DELTA_FILE
         if file_sha256(path) != weights.delta_sha256:
-            raise EngineFault(f"{path} is damaged: it has not the sha256 that the log says")
+            raise EngineFault(
+                f"{path} does not have the sha256 that the log gives: it is damaged, or has been replaced"
+            )
         return path
 
     def _place(self, weights: Weights) -> Path:

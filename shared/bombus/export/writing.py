@@ -47,9 +47,7 @@ def write_adapter(files: VersionFiles, draft: Path, base_model: str) -> Exported
     shutil.copyfile(files.adapter / ADAPTER_FILE, draft / ADAPTER_FILE)
     found = file_sha256(draft / ADAPTER_FILE)
     _check(files.adapter / ADAPTER_FILE, found, files.weights.sha256)
-    for name, content in files.texts.items():
-        if name != CONFIG:  # it is the model's, which a folder with an adapter does not describe
-            (draft / PurePath(name).name).write_bytes(content)
+    _write_texts(files, draft)
     described = {**json.loads(config.to_json()), "base_model_name_or_path": base_model}
     (draft / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
     return ExportedFiles({ADAPTER_FILE: found}, rank=config.r)
@@ -65,6 +63,7 @@ def write_whole(
     """
     assert files.model is not None
     copy_companions(files.model, draft)
+    _write_texts(files, draft)
     if float32:
         config = json.loads((draft / CONFIG).read_text())
         (draft / CONFIG).write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True))
@@ -88,6 +87,13 @@ def _merged(
     assert files.adapter is not None
     _check(files.adapter / ADAPTER_FILE, file_sha256(files.adapter / ADAPTER_FILE), files.weights.sha256)
     yield from merged_tensors(source, tensors, Adapter(files.adapter), dtype, rounding)
+
+
+def _write_texts(files: VersionFiles, draft: Path) -> None:
+    """Write the tokenizer and the chat template with which the version's prompts were rendered."""
+    for name, content in files.texts.items():
+        if name != CONFIG:  # a whole model has its own, with the dtype of its weights, and an adapter has none
+            (draft / PurePath(name).name).write_bytes(content)
 
 
 def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
