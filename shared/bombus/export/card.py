@@ -15,6 +15,7 @@ from bombus.export.writing import ExportedFiles
 from bombus.hive.events import BatchReady
 from bombus.hive.status import one_line
 from bombus.replay.logged_run import LoggedRun, LoggedStep
+from bombus.weights.adapters import VLLM_RANKS
 from bombus.weights.models import hub_name
 
 CARD = "README.md"
@@ -22,7 +23,6 @@ WRITTEN_BY = "# Written by `bombus export`."
 REWARDS_SHOWN = 20
 SHARE_TOLD = 0.001  # of an adapter that merging rounds away
 TEXT_CHARS_MAX = 200  # of a setting that is shown
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM can be started with
 
 
 def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[str, str]]:
@@ -33,7 +33,7 @@ def loading(exported: ExportedFiles, place: str, base_model: str) -> list[tuple[
             ("transformers", f'AutoModelForCausalLM.from_pretrained("{place}")'),
             ("vLLM", f"vllm serve {quoted}"),
         ]
-    rank = next((each for each in LORA_RANKS if each >= exported.rank), exported.rank)
+    rank = next((each for each in VLLM_RANKS if each >= exported.rank), exported.rank)
     return [
         ("peft", f'AutoPeftModelForCausalLM.from_pretrained("{place}")'),
         ("vLLM", f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules trained={quoted}"),

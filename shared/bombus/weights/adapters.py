@@ -17,6 +17,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # A file's name; the tensors' metadata has the file's content under it, so that their digest covers it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 takes
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
