@@ -32,6 +32,7 @@ COMMANDS = {
     "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
+    "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),
     "replay": Command("bombus.commands.replay", "look into a hive's log: what happened, and why", "server"),
     "log": Command("bombus.commands.log", "check, trim or export a hive's log", "server"),

@@ -18,10 +18,10 @@ from bombus.replay.archive import FileSource
 from bombus.replay.episode.html import page
 from bombus.replay.episode.story import EpisodeStory, read_story
 from bombus.replay.episode.text import text
-from bombus.replay.episode.tree import EpisodeTranscript, Token, Turn, TurnReply, id_as_text, read_transcript
+from bombus.replay.episode.tree import EpisodeTranscript, IdsAsText, Token, Turn, TurnReply, read_transcript
 from bombus.replay.export import export
 from bombus.replay.source import NotOnLog, state_at
-from bombus_gateway.text.token_texts import text_of
+from bombus_gateway.text.token_texts import TextsOfTokens, text_of, token_texts
 from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.settings import TrainerSettings
@@ -164,6 +164,30 @@ def test_tokens_are_listed_one_by_one_up_to_a_limit(capsys: Capture) -> None:
     assert main(["replay", "episode", "--log", str(TINY), "main-1-5", "--tokens", "-1"]) == 2
 
 
+def test_on_request_each_prompt_is_shown_as_the_model_saw_it(capsys: Capture, tmp_path: Path) -> None:
+    command = ["replay", "episode", "--log", str(TINY), "main-1-5", "--prompt"]
+    assert main([*command, "--tokens", "0"]) == 0
+    calls = [part.splitlines() for part in capsys.readouterr().out.split("\ncall ")[1:]]
+    opening = ["⟦<|im_start|>⟧user↵", "b=⟦<|im_end|>⟧↵", "⟦<|im_start|>⟧assistant↵"]
+    assert [line[12:] for line in calls[0][3:6]] == opening
+    assert [line[:12].strip() for line in calls[1][3:]] == ["prompt", "", "", "", "added", "", "", "", "reply"]
+    assert [line[12:] for line in calls[1][3:6]] == opening, "what it extends comes first"
+    assert calls[1][6][12:] == "304wi⟦<eos>⟧", "then the reply as it was sampled"
+    assert calls[2][3].startswith("  prompt    ⟦<|im_start|>⟧user"), "a rewritten history has nothing before it"
+    assert main([*command, "--html", str(tmp_path / "page.html")]) == 2
+    assert "--prompt is for the terminal" in capsys.readouterr().err
+
+
+async def test_a_prompt_whose_beginning_is_lost_says_so(golden: FileSource) -> None:
+    story = await read_story(golden, "main-1-5")
+    first, *rest = story.calls
+    without = msgspec.structs.replace(story, calls={ref: story.calls[ref] for ref in rest})
+    extending, branch = (await read_transcript(golden, without, prompts=True)).turns
+    assert extending.seen[0] == f"(lost with call {first.id})"
+    assert "⟦<|im_start|>⟧user\nand b=" in extending.seen[1]
+    assert branch.seen[0] == ""
+
+
 async def test_a_missing_episode_is_refused_with_the_episodes_that_exist(golden: FileSource) -> None:
     with pytest.raises(NotOnLog, match=r"main-2-1 to main-2-5$"):
         await read_story(golden, "main-2-6")
@@ -272,4 +296,32 @@ def test_bytes_that_are_not_a_whole_character_are_spelled_out() -> None:
     pieces, specials = [b"", b"a", b"\xe2\x82", "€".encode()], {0: "<pad>"}
     texts = [text_of(token, pieces, specials) for token in (0, 1, 2, 3, 4)]
     assert texts == ["<pad>", "a", "\\xe2\\x82", "€", "<4>"]
-    assert id_as_text(7) == "<7>"
+    assert IdsAsText()(7) == "<7>"
+    assert IdsAsText().marked_up([7, 8]) == "<7><8>"
+
+
+def small_tokenizer() -> TextsOfTokens:
+    """Return the texts of tokens 0 to 2, three bytes of one character; 3 to 6, `<|x>`; and 7, the special `<|x|>`."""
+    pieces = ("<0xE2>", "<0x82>", "<0xAC>", "<", "|", "x", ">")
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    described = {
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True},
+        "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "added_tokens": [
+            {
+                "id": 7, "content": "<|x|>", "special": True, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False,
+            }
+        ],
+    }  # fmt: skip
+    return token_texts({"tokenizer.json": json.dumps(described).encode()})
+
+
+def test_a_special_token_is_marked_and_the_same_characters_in_a_message_are_not() -> None:
+    assert small_tokenizer().marked_up([3, 4, 5, 4, 6, 7, 99]) == "<|x|>⟦<|x|>⟧⟦99⟧"
+
+
+def test_a_character_of_several_tokens_is_whole_in_a_prompt() -> None:
+    texts = small_tokenizer()
+    assert texts.marked_up([0, 1, 2, 7]) == "€⟦<|x|>⟧"
+    assert texts.marked_up([0, 1]) == "\\xe2\\x82"

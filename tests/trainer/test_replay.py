@@ -17,12 +17,12 @@ from bombus.config.documents import parse_job
 from bombus.hive.state import Phase
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
+from bombus.replay.logged_run import read_run
 from bombus.replay.source import BusSource
 from bombus_trainer.data.samples import Sample
 from bombus_trainer.replay import batch as replay_batch
 from bombus_trainer.replay import train as replay_train
 from bombus_trainer.replay.batch import batch_samples
-from bombus_trainer.replay.logged_run import read_run
 from bombus_trainer.replay.train import changed
 from tests.conftest import SMALL_STREAMS
 from tests.trainer.sample_reading import load_samples

@@ -37,9 +37,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @asynccontextmanager
-async def external_vllm(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
-    """Yield a backend for a vLLM that listens on a port, started as in its own documentation."""
+async def vllm_server(folder: Path, *options: str) -> AsyncIterator[str]:
+    """Yield the address of a vLLM that listens on a port, started as in its own documentation."""
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     command = [str(environment_python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", str(CONTEXT), "--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager", *options]
@@ -49,16 +50,25 @@ async def external_vllm(folder: Path, *options: str) -> AsyncIterator[tuple[Open
             env=vllm_environment(ComputeSettings(threads=1), VllmSettings()),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
-    client = BackendClient()
-    backend = OpenAIBackend(ENGINE, OpenAISettings(url=f"http://127.0.0.1:{port}"), client.deliver)
     try:
         async with asyncio.timeout(START_S):
-            await until_ready(f"http://127.0.0.1:{port}/health", server, folder / "vllm.log")
-        yield backend, client
+            await until_ready(f"{url}/health", server, folder / "vllm.log")
+        yield url
     finally:
-        await backend.stop()
         server.send_signal(signal.SIGTERM)
         await server.wait()
+
+
+@asynccontextmanager
+async def external_vllm(folder: Path, *options: str) -> AsyncIterator[tuple[OpenAIBackend, BackendClient]]:
+    """Yield a backend for such a vLLM."""
+    async with vllm_server(folder, *options) as url:
+        client = BackendClient()
+        backend = OpenAIBackend(ENGINE, OpenAISettings(url=url), client.deliver)
+        try:
+            yield backend, client
+        finally:
+            await backend.stop()
 
 
 async def until_ready(url: str, server: asyncio.subprocess.Process, log: Path) -> None:

@@ -19,16 +19,17 @@ from bombus.hive.events import Weights, WeightsReady
 from bombus.hive.inbox import Refusal, decode_answer
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import (
-    CHAIN_MAX,
     DELTA_FILE,
     DELTA_FORMAT,
     FULL_FILE,
     FULL_FORMAT,
     DeltaFile,
     copy_companions,
+    deltas_below,
     file_sha256,
     rebuild,
 )
+from bombus.weights.objects import fetch_objects
 
 log = logging.getLogger(__name__)
 
@@ -147,15 +148,10 @@ class Fetcher:
         is_base = current is not None and (current.run, current.weights.sha256) == (ready.run, base.sha256)
         on_current = is_base and self._folder.is_dir()
         if not on_current:
-            while base.format == DELTA_FORMAT:
-                if len(deltas) > CHAIN_MAX:
-                    raise EngineFault(f"{weights.where} needs more than {CHAIN_MAX} deltas")
-                deltas.append(await self._delta(base))
-                with DeltaFile(deltas[-1]) as file:
-                    base = file.base()
+            deltas, base = await deltas_below(newest, self._delta)
         base_folder = self._folder if on_current else await self._local(base, FULL_FILE)
         into = self._empty_folder(ready)
-        found = await asyncio.to_thread(_build, base_folder, deltas[::-1], into)
+        found = await asyncio.to_thread(_build, base_folder, deltas, into)
         if found != weights.sha256:
             raise EngineFault(f"version {ready.version} made of deltas has sha256 {found}, not {weights.sha256}")
         return FetchedWeights(into, newest if on_current else None, weights.base)
@@ -211,14 +207,7 @@ class Fetcher:
         """Fetch a version's objects, waiting for the bus as long as it is away."""
         while True:
             try:
-                names = await Blobs(self._bus).names(f"{stem}/")
-                if f"{stem}/{file_name}" not in names:
-                    raise EngineFault(f"the object store has no {stem}/{file_name}")
-                folder.mkdir(exist_ok=True)
-                for name in names:
-                    content = await Blobs(self._bus).get(name)
-                    await asyncio.to_thread(_write, folder / PurePath(name).name, content)
-                return
+                return await fetch_objects(Blobs(self._bus), stem, folder, file_name)
             except LogCorrupted as error:
                 raise EngineFault(str(error)) from error
             except BusUnavailable as error:
@@ -250,13 +239,6 @@ class Fetcher:
 def _build(base_folder: Path, deltas: list[Path], into: Path) -> str:
     copy_companions(base_folder, into)
     return rebuild(base_folder / FULL_FILE, deltas, into / FULL_FILE)
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write the file completely or not at all, since a file that exists is not fetched again."""
-    draft = file.with_name(f".{file.name}")
-    draft.write_bytes(content)
-    draft.replace(file)
 
 
 def _remove_orphans(root: Path) -> None:

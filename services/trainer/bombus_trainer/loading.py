@@ -10,7 +10,7 @@ import msgspec
 
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.models import SEEDS, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
@@ -19,8 +19,6 @@ from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
-
-SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
 
 def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:

@@ -4,7 +4,7 @@ Each formula stays in its service, and `shared/` names no service's module. With
 and says what to install.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
@@ -15,14 +15,24 @@ from bombus.hive.records import CallRecord
 
 GROUP = "bombus.replay"
 
-TokenText = Callable[[int], str]
+
+class TokenText(Protocol):
+    """The texts of a tokenizer's tokens."""
+
+    def __call__(self, token: int, /) -> str:
+        """Return the text of one token."""
+        ...
+
+    def marked_up(self, tokens: Sequence[int], /) -> str:
+        """Return the text of many tokens, in which special tokens can be distinguished from the same characters."""
+        ...
 
 
 class TokenTexts(Protocol):
     """Entry point `token_texts`, registered by the gateway."""
 
     def __call__(self, files: Mapping[str, bytes]) -> TokenText:
-        """Return a function from a token id to its text. Raises `EngineFault` for files that cannot be used."""
+        """Raises `EngineFault` for files that cannot be used."""
         ...
 
 

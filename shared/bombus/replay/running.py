@@ -18,17 +18,22 @@ class BadUsage(ValueError):
 
 
 def run_on_source(prog: str, command: SourceCommand, arguments: argparse.Namespace) -> int:
-    """Run a command on the log that its arguments name, and return the exit code.
-
-    The code is 0, 1 when something does not exist or cannot be read, or 2 for bad usage. `prog` begins error messages.
-    """
+    """Run a command on the log that its arguments name, and return the exit code as `reported` does."""
 
     async def on_source() -> None:
         async with open_source(arguments) as source:
             await command(source, arguments)
 
+    return reported(prog, lambda: asyncio.run(on_source()))
+
+
+def reported(prog: str, work: Callable[[], None]) -> int:
+    """Do the work of a command, report an error in one sentence that begins with `prog`, and return the exit code.
+
+    The code is 0, 1 when something does not exist or cannot be read, or 2 for bad usage.
+    """
     try:
-        asyncio.run(on_source())
+        work()
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of our output (`head`) has closed it; do not write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,6 @@
 """LoRA adapters as files that peft and vLLM read: what a policy version adds to a model that does not change (R15)."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # A file's name; the tensors' metadata has the file's content under it, so that their digest covers it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 takes
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +46,23 @@ def adapter_names(layer: str) -> tuple[str, str]:
 def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> "Tensor":
     """Return the dense weight W + scale B A [out, in], in float32 (Hu et al. 2021, arXiv:2106.09685)."""
     return weight.float() + scale * (low_b.float() @ low_a.float())
+
+
+@dataclass
+class Rounding:
+    """How much of an adapter is lost when its model is merged: squared norms of what it adds, and of the lost part."""
+
+    added: float = 0.0
+    lost: float = 0.0
+
+    @property
+    def share_lost(self) -> float:
+        """The lost part's norm as a share of the norm of all that the adapter adds."""
+        return (self.lost / self.added) ** 0.5 if self.added else 0.0
+
+    def note(self, before: "Tensor", exact: "Tensor", rounded: "Tensor") -> None:
+        self.added += float((exact - before.float()).square().sum())
+        self.lost += float((exact - rounded.float()).square().sum())
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:

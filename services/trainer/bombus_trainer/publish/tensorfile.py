@@ -1,11 +1,6 @@
-"""Write safetensors files in one pass, hashing what is written: no second copy in memory, no second read.
+"""Write safetensors files in one pass, hashing what is written: no second copy in memory, no second read."""
 
-The format: a little-endian uint64, that many bytes of JSON (name -> dtype, shape, byte range), then the data.
-"""
-
-import json
 import os
-import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ALIGN = 8
+from bombus.weights.shards import TensorHead, safetensors_head
+
 CHUNK_BYTES = 16 << 20
 _NAMES = {
     torch.float32: "F32",
@@ -55,24 +51,14 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
     """Write `tensors` in the order of `shapes`, each computed only when its turn comes. `durable`: fsync the file."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, shape in shapes.items():
-        header[name] = {
-            "dtype": _NAMES[shape.dtype],
-            "shape": list(shape.size),
-            "data_offsets": [end, end + shape.bytes],
-        }
-        end += shape.bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGN)
+    heads = [TensorHead(name, _NAMES[shape.dtype], shape.size) for name, shape in shapes.items()]
+    head = safetensors_head(heads, metadata)
     seal = sha256()
     size = 0
     expected = iter(shapes.items())
     with path.open("wb", buffering=0) as file:
-        for part in (struct.pack("<Q", len(text)), text):
-            seal.update(part)
-            size += file.write(part)
+        seal.update(head)
+        size += file.write(head)
         for name, tensor in tensors:
             wanted, shape = next(expected)
             if name != wanted or tensor.dtype != shape.dtype or tuple(tensor.shape) != shape.size:

@@ -10,13 +10,13 @@ import msgspec
 
 from bombus.bus import BlobMissing
 from bombus.errors import BombusError, LogCorrupted
+from bombus.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
 from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.sample_files import SUFFIXES, write
 from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
-from bombus_trainer.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus_trainer.settings import TrainerSettings
 
 VOCABULARY_MAX = 2**31 - 1  # where the model's configuration is not on the log: any token that fits a record

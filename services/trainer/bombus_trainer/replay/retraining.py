@@ -8,6 +8,7 @@ import msgspec
 
 from bombus.errors import EngineFault, LogCorrupted
 from bombus.hive.events import StepCompleted, Weights
+from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import Source
 from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.data.reading import read_batch
@@ -15,7 +16,6 @@ from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint
 from bombus_trainer.publish.export import ModelPart, digest_like, digest_of
-from bombus_trainer.replay.logged_run import LoggedRun
 from bombus_trainer.settings import TrainerSettings
 
 Report = Callable[[str], None]

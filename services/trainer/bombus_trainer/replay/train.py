@@ -13,6 +13,7 @@ from transformers.utils.logging import disable_progress_bar
 from bombus.config.flags import made_of_flags
 from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
+from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
 from bombus_trainer.loading import load_executor
@@ -20,7 +21,6 @@ from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.replay.batch import add_run_arguments
-from bombus_trainer.replay.logged_run import LoggedRun, read_run
 from bombus_trainer.replay.retraining import Retraining, Trained, logged_machine, logged_settings
 from bombus_trainer.settings import TrainerSettings
 

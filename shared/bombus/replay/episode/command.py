@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("episode", metavar="ID", help="such as main-1-17; `bombus replay timeline` names them")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained HTML page instead")
     parser.add_argument(
+        "--prompt",
+        action="store_true",
+        help="show the whole prompt of each call as the model saw it, with special tokens in ⟦⟧",
+    )
+    parser.add_argument(
         "--tokens",
         type=int,
         default=TOKENS_LISTED,
@@ -35,7 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     if arguments.tokens < 0:
         raise BadUsage("--tokens must be at least 0")
-    transcript = await read_transcript(source, await read_story(source, arguments.episode))
+    if arguments.prompt and arguments.html is not None:
+        raise BadUsage("--prompt is for the terminal: the page has the text of each prompt's tokens already")
+    transcript = await read_transcript(source, await read_story(source, arguments.episode), arguments.prompt)
     if arguments.html is not None:
         arguments.html.write_text(page(transcript, source.title), encoding="utf-8")
         print(f"{arguments.html}: {len(transcript.turns)} calls")

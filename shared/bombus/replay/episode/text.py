@@ -106,14 +106,30 @@ def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
         yield paint(DIM, f"  not trained: {turn.untrained}")
     elif turn.advantage is not None:
         yield "  advantage " + paint(RED if turn.advantage < 0 else GREEN, f"{turn.advantage:+.4f}")
+    yield from _prompt(turn)
+    for index, reply in enumerate(turn.replies):
+        yield from _reply(reply, f"reply {index + 1}" if len(turn.replies) > 1 else "reply", tokens_max, turn, paint)
+
+
+def _prompt(turn: Turn) -> Iterator[str]:
+    if any(turn.seen):
+        for name, part in zip(("prompt", "added") if turn.seen[0] else ("", "prompt"), turn.seen):
+            yield from _as_seen(name, part)
+        return
     for tool in turn.tools:
         yield f"  tool      {one_line(_tool_name(tool))}"
     for message in turn.messages:
         yield from message_lines(message)
     if not turn.messages:
         yield f"  {'prompt':<9} {_quoted(turn.prompt)}"
-    for index, reply in enumerate(turn.replies):
-        yield from _reply(reply, f"reply {index + 1}" if len(turn.replies) > 1 else "reply", tokens_max, turn, paint)
+
+
+def _as_seen(name: str, prompt: str) -> Iterator[str]:
+    """Yield the lines of a prompt. A line break is shown as ↵, and what would be invisible is spelled out."""
+    for line in prompt.splitlines(keepends=True):
+        shown = "".join(char if char.isprintable() else "↵" if char == "\n" else repr(char)[1:-1] for char in line)
+        yield f"  {name:<9} {shown}"
+        name = ""
 
 
 def message_lines(message: Mapping[str, Any], name: str = "") -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The calls of an episode as a person reads them: turns that extend each other, and every token that was sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
 import msgspec
@@ -39,7 +39,8 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, 0 when it starts a branch of its own.
 
-    `messages` and `prompt` are what it added to its parent's; `advantage` is None where none is known.
+    `messages` and `prompt` are what it added to its parent's; `advantage` is None where none is known. `seen` is its
+    whole prompt with special tokens marked: what its parent and that one's reply were, and what it added.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     untrained: str  # why none of its tokens is trained, "" when they are
     advantage: float | None
+    seen: tuple[str, str] = ("", "")
 
 
 class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,8 +82,11 @@ class EpisodeTranscript(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-async def read_transcript(source: Source, story: EpisodeStory) -> EpisodeTranscript:
-    """Read and decode the calls of an episode. Calls that are gone are named in `lost`."""
+async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = False) -> EpisodeTranscript:
+    """Read and decode the calls of an episode. Calls that are gone are named in `lost`.
+
+    With `prompts` each has its whole prompt, which repeats those before it.
+    """
     notes: list[str] = []
     lost: list[str] = []
     records: dict[CallRef, CallRecord] = {}
@@ -93,6 +98,8 @@ async def read_transcript(source: Source, story: EpisodeStory) -> EpisodeTranscr
     decoder = _TurnDecoder(story, records, await _token_text(source, story, notes))
     advantages = await _advantages(source, story, notes)
     turns = tuple(decoder.turn(ref, advantages.get(ref)) for ref in records)
+    if prompts:
+        turns = tuple(msgspec.structs.replace(turn, seen=decoder.seen(ref)) for turn, ref in zip(turns, records))
     return EpisodeTranscript(story=story, turns=turns, lost=tuple(lost), notes=tuple(notes))
 
 
@@ -102,11 +109,17 @@ async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> 
         return providers.token_texts()(files)
     except (NotInstalled, BlobMissing, EngineFault, msgspec.MsgspecError) as error:
         notes.append(f"tokens are shown by their ids: {error}")
-        return id_as_text
+        return IdsAsText()
 
 
-def id_as_text(token: int) -> str:
-    return f"<{token}>"
+class IdsAsText:
+    """Shows tokens by their ids, where there is no tokenizer."""
+
+    def __call__(self, token: int) -> str:
+        return f"<{token}>"
+
+    def marked_up(self, tokens: Sequence[int]) -> str:
+        return "".join(map(self, tokens))
 
 
 async def _advantages(source: Source, story: EpisodeStory, notes: list[str]) -> dict[CallRef, float]:
@@ -166,6 +179,19 @@ class _TurnDecoder:
             untrained=untrained,
             advantage=None if untrained else advantage,
         )
+
+    def seen(self, ref: CallRef) -> tuple[str, str]:
+        """Return a call's prompt as the model saw it: what there was before, and what the call added."""
+        record = self._records[ref]
+        added = self._token_text.marked_up(unpack_tokens(record.prompt_tail))
+        before: list[int] = []
+        while record.parent is not None:
+            parent = self._records.get(record.parent)
+            if parent is None:
+                return f"(lost with call {record.parent.id}){self._token_text.marked_up(before)}", added
+            before = [*unpack_tokens(parent.prompt_tail), *parent.choices[record.parent_choice].token_ids(), *before]
+            record = parent
+        return self._token_text.marked_up(before), added
 
     def _why_untrained(self, ref: CallRef, record: CallRecord) -> str:
         """Return why the loss has no terms for a call, "" when it has some or will have."""

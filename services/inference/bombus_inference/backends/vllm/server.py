@@ -23,7 +23,7 @@ import httpx
 from bombus.errors import EngineFault, Refused
 from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES
-from bombus.weights.adapters import read_adapter_config
+from bombus.weights.adapters import VLLM_RANKS, read_adapter_config
 from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
 from bombus_inference.backends.protocol import Policy, ReportStage
 from bombus_inference.backends.vllm import keeper as vllm_keeper
@@ -38,7 +38,6 @@ REPORT_EVERY_S = 10.0
 STOP_S = vllm_keeper.GRACE_S + 5.0
 REASON_CHARS_MAX = 400
 MODEL, ADAPTER = "policy", "adapter"  # their names in vLLM
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that vLLM 0.32 takes
 EXTENSION = Path(__file__).with_name("adapter_swap.py")
 # With our values the child would import our packages instead of its own.
 NOT_INHERITED = {*KEY_VARIABLES, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_CPU_KVCACHE_SPACE"}
@@ -90,11 +89,11 @@ def vllm_arguments(
 
 def _lora_rank_max(rank: int) -> int:
     """Return the least of vLLM's maximum ranks that takes adapters of this rank."""
-    for step in LORA_RANKS:
+    for step in VLLM_RANKS:
         if rank <= step:
             return step
     raise EngineFault(
-        f"vLLM takes adapters of rank {LORA_RANKS[-1]} at most, and this one has {rank}: train with a lower "
+        f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, and this one has {rank}: train with a lower "
         "trainer.lora_rank, or start the trainer with --weights-lora merged"
     )
 

@@ -20,14 +20,19 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """A run. On a compacted log `checkpoints` also has the step before the first batch that is kept."""
+    """A run. On a compacted log `checkpoints` also has the step before the first batch that is kept.
+
+    `started_ns` is 0 for a run that started before a compacted log's first event.
+    """
 
     engine: str
     run: int
     job: RunConfig
+    job_digest: str
+    started_ns: int = 0
     steps: dict[int, LoggedStep] = {}
     checkpoints: dict[int, ev.StepCompleted] = {}
-    weights: dict[int, ev.Weights] = {}
+    versions: dict[int, ev.WeightsReady] = {}
 
     def step(self, number: int) -> LoggedStep:
         """Return a step. Raises `NotOnLog`."""
@@ -38,9 +43,14 @@ class LoggedRun(msgspec.Struct, kw_only=True):
         return found
 
     @property
+    def weights(self) -> dict[int, ev.Weights]:
+        """The stored policy versions, by number."""
+        return {version: ready.weights for version, ready in self.versions.items()}
+
+    @property
     def tokenizer(self) -> str:
         """The name of the object with the tokenizer; "" when no weights were published."""
-        return next((weights.tokenizer for weights in self.weights.values()), "")
+        return next((ready.weights.tokenizer for ready in self.versions.values()), "")
 
 
 async def read_run(source: Source, engine: str | None = None, run: int | None = None) -> LoggedRun:
@@ -54,10 +64,9 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
         if isinstance(event, ev.EngineConfigured):
             configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
-            job = RunConfig.from_json(config.config)
-            current[event.engine] = runs[event.engine, event.run] = LoggedRun(
-                engine=event.engine, run=event.run, job=job
-            )
+            logged = _started(config, event.run)
+            logged.started_ns = event.at_ns
+            current[event.engine] = runs[event.engine, event.run] = logged
         elif event.engine in current:
             _note(current[event.engine], entry.seq, event)
     return _choose(source, runs, engine, run)
@@ -69,12 +78,17 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
     for engine in hive.engines.values():
         if engine.active is None:
             continue
-        logged = LoggedRun(engine=engine.name, run=engine.run, job=RunConfig.from_json(engine.active.config))
+        logged = _started(engine.active, engine.run)
         for event in (engine.weights_before, engine.weights, engine.step_done, engine.batch):
             if event is not None:
                 _note(logged, position, event)
         found.append(logged)
     return found
+
+
+def _started(config: ev.EngineConfigured, run: int) -> LoggedRun:
+    job = RunConfig.from_json(config.config)
+    return LoggedRun(engine=config.engine, run=run, job=job, job_digest=config.config_digest)
 
 
 def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
@@ -86,7 +100,7 @@ def _note(logged: LoggedRun, seq: int, event: ev.AnyEvent) -> None:
             if event.step in logged.steps:
                 logged.steps[event.step].done = event
         case ev.WeightsReady():
-            logged.weights[event.version] = event.weights
+            logged.versions[event.version] = event
 
 
 def _choose(

@@ -1,0 +1,67 @@
+"""The folder that an export makes: filled as a draft, and renamed once it is complete."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bombus.export.card import CARD, WRITTEN_BY
+from bombus.replay.running import BadUsage
+
+
+def _check_place(out: Path, force: bool) -> None:
+    """Raise `BadUsage` unless `out` can be made."""
+    if not out.parent.is_dir():
+        raise BadUsage(f"there is no folder {out.parent}")
+    if out.exists() and not out.is_dir():
+        raise BadUsage(f"{out} is a file")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not force:
+        raise BadUsage(f"{out} is not empty: choose another folder, or replace an earlier export with --force")
+    if not _is_export(out):
+        raise BadUsage(f"{out} is not an earlier export: --force replaces nothing else. Choose another folder")
+
+
+def _is_export(folder: Path) -> bool:
+    card = folder / CARD
+    return card.is_file() and WRITTEN_BY in card.read_text(errors="replace")
+
+
+@contextmanager
+def drafted(out: Path, force: bool = False) -> Iterator[Path]:
+    """Yield an empty folder that becomes `out` if all goes well, and is removed otherwise.
+
+    With `force` it takes the place of an earlier export, and of nothing else. Raises `BadUsage`.
+    """
+    _check_place(out, force)
+    draft = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        draft.chmod(0o755)
+        yield draft
+        for file in draft.iterdir():
+            _make_durable(file)
+        _check_place(out, force)
+        _put_in_place(draft, out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _put_in_place(draft: Path, out: Path) -> None:
+    if not out.exists() or not any(out.iterdir()):
+        draft.rename(out)  # a folder without files is replaced
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    out.rename(old)
+    draft.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _make_durable(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

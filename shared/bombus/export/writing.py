@@ -1,0 +1,122 @@
+"""Writes the files of a policy version: a whole model, or an adapter for peft."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path, PurePath
+
+import numpy as np
+
+from bombus.errors import EngineFault
+from bombus.export.finding import VersionFiles
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding, read_adapter_config
+from bombus.weights.deltas import FULL_FILE, Bits, DeltaFile, TensorFile, copy_companions, file_sha256, patched
+from bombus.weights.shards import SHARD_BYTES_MAX, TensorHead, write_model
+
+CONFIG = "config.json"
+FLOATS = ("BF16", "F16", "F32", "F64")
+FLOAT32 = "F32"
+
+CopyProgress = Callable[[int, int], None]  # called with the bytes that are done and all that there are
+StoredTensors = Iterable[tuple[str, Bits]]
+
+
+@dataclass(frozen=True)
+class ExportedFiles:
+    """What was written. `digests` has the sha256 of each file of weights by its name.
+
+    `rank` is that of an adapter, 0 for a whole model. `share_lost` is how much of an adapter, measured as a norm, was
+    rounded away when it was merged.
+    """
+
+    digests: dict[str, str]
+    rank: int = 0
+    share_lost: float = 0.0
+
+
+def write_adapter(files: VersionFiles, draft: Path, base_model: str) -> ExportedFiles:
+    """Write a version's adapter as peft reads it, for the model that `from_pretrained(base_model)` loads.
+
+    Raises `EngineFault` when the adapter is not the one on the log.
+    """
+    assert files.adapter is not None
+    config = read_adapter_config(files.adapter)
+    shutil.copyfile(files.adapter / ADAPTER_FILE, draft / ADAPTER_FILE)
+    found = file_sha256(draft / ADAPTER_FILE)
+    _check(files.adapter / ADAPTER_FILE, found, files.weights.sha256)
+    _write_texts(files, draft)
+    described = {**json.loads(config.to_json()), "base_model_name_or_path": base_model}
+    (draft / ADAPTER_CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True) + "\n")
+    return ExportedFiles({ADAPTER_FILE: found}, rank=config.r)
+
+
+def write_whole(
+    files: VersionFiles, draft: Path, progress: CopyProgress, float32: bool = False, bytes_max: int = SHARD_BYTES_MAX
+) -> ExportedFiles:
+    """Write a version as a whole model, its adapter merged if it is one, in files of at most `bytes_max`.
+
+    The model has the dtypes that it is stored in; one with an adapter may be written in `float32` instead. One tensor
+    is held in memory at a time. Raises `EngineFault` when the files are not those on the log.
+    """
+    assert files.model is not None
+    copy_companions(files.model, draft)
+    _write_texts(files, draft)
+    if float32:
+        config = json.loads((draft / CONFIG).read_text())
+        (draft / CONFIG).write_text(json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True))
+    path, dtype, rounding = files.model / FULL_FILE, FLOAT32 if float32 else "", Rounding()
+    with ExitStack() as stack:
+        source = stack.enter_context(TensorFile(path))
+        deltas = [stack.enter_context(DeltaFile(delta)) for delta in files.deltas]
+        seal = sha256(source.head)
+        stored = _sealed(source, patched(source, deltas), seal.update, progress)
+        tensors = stored if files.adapter is None else _merged(files, source, stored, dtype, rounding)
+        digests = write_model(draft, _heads(source, dtype), tensors, bytes_max)
+    _check(path, seal.hexdigest(), (files.weights.adapter_of or files.weights).sha256)
+    return ExportedFiles(digests, share_lost=rounding.share_lost)
+
+
+def _merged(
+    files: VersionFiles, source: TensorFile, tensors: StoredTensors, dtype: str, rounding: Rounding
+) -> Iterator[tuple[str, Bits]]:
+    from bombus.weights.merging import Adapter, merged_tensors  # only this case needs torch
+
+    assert files.adapter is not None
+    _check(files.adapter / ADAPTER_FILE, file_sha256(files.adapter / ADAPTER_FILE), files.weights.sha256)
+    yield from merged_tensors(source, tensors, Adapter(files.adapter), dtype, rounding)
+
+
+def _write_texts(files: VersionFiles, draft: Path) -> None:
+    """Write the tokenizer and the chat template with which the version's prompts were rendered."""
+    for name, content in files.texts.items():
+        if name != CONFIG:  # a whole model has its own, with the dtype of its weights, and an adapter has none
+            (draft / PurePath(name).name).write_bytes(content)
+
+
+def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
+    """Return what the file holds, its floating-point tensors in `dtype` where one is given."""
+    owns = {name: source.dtype(name) for name in source.names}
+    return [
+        TensorHead(name, dtype if dtype and own in FLOATS else own, source.shape(name)) for name, own in owns.items()
+    ]
+
+
+def _sealed(
+    source: TensorFile, tensors: StoredTensors, seal: Callable[[memoryview], None], progress: CopyProgress
+) -> Iterator[tuple[str, Bits]]:
+    """Pass the tensors of a file on, each after `seal` has had its bytes."""
+    total = sum(head.bytes for head in _heads(source, ""))
+    done = 0
+    for name, bits in tensors:
+        seal(bits.view(np.uint8).data)
+        yield name, bits
+        done += bits.nbytes
+        progress(done, total)
+
+
+def _check(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise EngineFault(f"{path} has sha256 {found}, the log says {expected}: it is damaged, or has been replaced")
