@@ -150,7 +150,7 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"bombus": {"trainer": {"loss": "sapo"}}}, ["clipped, gspo, cispo, importance_sampling"]),
         ({"bombus": {"trainer": {"correction": "tis"}}}, ["one of none, token_tis, sequence_tis, icepop"]),
         ({"bombus": {"trainer": {"loss_aggregation": "sum"}}}, ["one of episode, token, constant"]),
-        ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3"]),
+        ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3, k3_unbiased"]),
         ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
         ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 is over tis_clip 2.0"]),
         ({"bombus": {"trainer": {"dual_clip": 0.5}}}, ["dual_clip 0.5", "more than 1"]),
@@ -390,6 +390,7 @@ def test_a_wrong_estimator_is_one_mistake_and_not_two() -> None:
         ({"advantage_estimator": "rloo"}, {"adv_estimator": "rloo", "loss": "clipped"}),
         ({"advantage_estimator": "gspo"}, {"adv_estimator": "grpo", "loss": "gspo"}),
         ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}, {"kl_coef": 0.1, "kl_estimator": "k3"}),
+        ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl+"}, {"kl_estimator": "k3_unbiased"}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": True}, {"kl_coef": 0.1}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": False}, {"kl_coef": 0.0}),
         ({"kl_loss_coef": 0.1, "kl_coef": 0.0}, {"kl_coef": 0.1}),
@@ -493,11 +494,11 @@ def test_with_the_backend_verl_any_name_of_an_estimator_or_a_loss_is_accepted() 
 
 def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:
     tree = json.loads(parse_job({}).to_json())
-    fields = ("loss", "correction", "kl_estimator", "entropy_coef", "overlong", "use_opsm", "enable_lora")
+    fields = ("loss", "correction", "entropy_coef", "overlong", "use_opsm", "enable_lora")
     for field in fields:
         del tree["trainer"][field]
     found = RunConfig.from_json(json.dumps(tree)).trainer
-    assert [getattr(found, field) for field in fields] == ["clipped", "token_tis", "k3", 0.0, "keep", False, None]
+    assert [getattr(found, field) for field in fields] == ["clipped", "token_tis", 0.0, "keep", False, None]
 
 
 # ---- Job ------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ class TrainerConfig(ConfigGroup):
     use_opsm: bool = False
     opsm_delta: Float = Field(default=1e-4, ge=0, le=100)
     kl_coef: Float = Field(default=0.0, ge=0, le=10)
-    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3
+    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3_UNBIASED
     entropy_coef: Float = Field(default=0.0, ge=0, le=10)
     overlong: Overlong = Overlong.KEEP
     overlong_buffer: int = Field(default=0, ge=0, le=1 << 22)
