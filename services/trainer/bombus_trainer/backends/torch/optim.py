@@ -43,6 +43,7 @@ class Optimizer:
             [group for group in groups if group["params"]],
             lr=settings.config.lr,
             betas=settings.config.betas,
+            eps=settings.adam_epsilon,
             fused=True,
         )
 
