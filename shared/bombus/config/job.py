@@ -45,7 +45,11 @@ class ModelConfig(ConfigGroup):
 
 
 class RolloutConfig(ConfigGroup):
-    """Lengths are in tokens. `temperature` is for calls that do not give one."""
+    """Lengths are in tokens. `temperature` is for calls that do not give one.
+
+    `max_response_length` is for all answers of one conversation together, `max_response_length_in_one_turn` for each.
+    `max_prompt_length` is for what comes before the first answer, `max_model_len` for everything.
+    """
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
     max_env_worker: int = Field(default=128, ge=1, le=100_000)
