@@ -63,6 +63,14 @@ def test_grpo_is_the_distance_from_the_mean_in_standard_deviations() -> None:
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1], normalise_std=False) == [-2.0, 0.0, 2.0]
 
 
+def test_a_small_difference_of_rewards_counts_as_much_as_it_does_in_verl() -> None:
+    # deviation d / sqrt(2), distances d / 2: 1 / sqrt(2) of each, less what the epsilon of 1e-6 takes
+    low, high = group_advantages([0.0, 1e-4], [1, 1])
+    assert high == pytest.approx(0.5e-4 / (1e-4 / sqrt(2.0) + 1e-6))
+    assert low == -high
+    assert group_advantages([0.0, 0.9e-6], [1, 1]) == [0.0, 0.0]
+
+
 def test_dr_grpo_is_the_distance_from_the_mean_and_ignores_normalise_std() -> None:
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1], Estimator.DR_GRPO) == [-2.0, 0.0, 2.0]
 
