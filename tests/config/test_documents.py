@@ -74,6 +74,14 @@ def test_agentjets_yaml_is_read() -> None:
     assert (config.trainer.lora_rank, config.trainer.lora_alpha) == (16, 32)
 
 
+def test_adapters_are_trained_at_ten_times_the_rate_of_all_weights_unless_the_job_gives_one() -> None:
+    assert trainer().lr == 1e-6
+    assert trainer(lora_rank=8).lr == 1e-5
+    assert trainer(lora_rank=8, lr=2e-6).lr == 2e-6
+    assert parse_job({"ajet": {"lora": {"lora_rank": 8}}}).trainer.lr == 1e-5
+    assert Job(model="tiny", lora_rank=8).run.trainer.lr == 1e-5
+
+
 @pytest.mark.parametrize(("switch", "wanted"), [(None, 0.002), (True, 0.002), (False, 0.0)])
 def test_agentjets_kl_coefficient_counts_while_its_switch_is_on(switch: bool | None, wanted: float) -> None:
     common = {"kl_loss_coef": 0.002} | ({} if switch is None else {"use_kl_loss": switch})
@@ -142,12 +150,21 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"bombus": {"trainer": {"loss": "sapo"}}}, ["clipped, gspo, cispo, importance_sampling"]),
         ({"bombus": {"trainer": {"correction": "tis"}}}, ["one of none, token_tis, sequence_tis, icepop"]),
         ({"bombus": {"trainer": {"loss_aggregation": "sum"}}}, ["one of episode, token, constant"]),
-        ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3"]),
+        ({"bombus": {"trainer": {"kl_estimator": "abs"}}}, ["one of k1, k2, k3, k3_unbiased"]),
         ({"bombus": {"trainer": {"correction": "icepop"}}}, ["needs a tis_clip_low and a tis_clip above 0"]),
         ({"bombus": {"trainer": {"tis_clip_low": 3.0}}}, ["tis_clip_low 3.0 is over tis_clip 2.0"]),
         ({"bombus": {"trainer": {"dual_clip": 0.5}}}, ["dual_clip 0.5", "more than 1"]),
         ({"bombus": {"trainer": {"dual_clip": 3, "loss": "gspo"}}}, ["belongs to the loss clipped, not to gspo"]),
         ({"bombus": {"trainer": {"overlong": "penalty"}}}, ["needs an overlong_buffer of at least 1 token"]),
+        ({"bombus": {"trainer": {"lr_schedule": "cosine"}}}, ["lr_schedule cosine needs total_steps"]),
+        (
+            {"ajet": {"trainer_common": {"optim": {"lr_scheduler_type": "linear", "total_training_steps": -1}}}},
+            ["lr_schedule linear needs total_steps"],
+        ),
+        (
+            {"bombus": {"trainer": {"lr_schedule": "linear", "total_steps": 5, "warmup_steps": 5}}},
+            ["warmup_steps 5 leave no step of total_steps 5"],
+        ),
         ({"bombus": {"trainer": {"overlong": "penalty", "overlong_buffer": 5000}}}, ["overlong_buffer 5000", "4096"]),
         ({"bombus": {"trainer": {"enable_lora": True}}}, ["enable_lora needs a lora_rank of at least 1"]),
         ({"bombus": {"trainer": {"enable_lora": False, "lora_rank": 8}}}, ["enable_lora is false", "lora_rank is 8"]),
@@ -373,6 +390,7 @@ def test_a_wrong_estimator_is_one_mistake_and_not_two() -> None:
         ({"advantage_estimator": "rloo"}, {"adv_estimator": "rloo", "loss": "clipped"}),
         ({"advantage_estimator": "gspo"}, {"adv_estimator": "grpo", "loss": "gspo"}),
         ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"}, {"kl_coef": 0.1, "kl_estimator": "k3"}),
+        ({"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl+"}, {"kl_estimator": "k3_unbiased"}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": True}, {"kl_coef": 0.1}),
         ({"kl_loss_coef": 0.1, "use_kl_loss": False}, {"kl_coef": 0.0}),
         ({"kl_loss_coef": 0.1, "kl_coef": 0.0}, {"kl_coef": 0.1}),
@@ -476,11 +494,11 @@ def test_with_the_backend_verl_any_name_of_an_estimator_or_a_loss_is_accepted() 
 
 def test_a_configuration_of_an_earlier_version_trains_as_it_did() -> None:
     tree = json.loads(parse_job({}).to_json())
-    fields = ("loss", "correction", "kl_estimator", "entropy_coef", "overlong", "use_opsm", "enable_lora")
+    fields = ("loss", "correction", "entropy_coef", "overlong", "use_opsm", "enable_lora")
     for field in fields:
         del tree["trainer"][field]
     found = RunConfig.from_json(json.dumps(tree)).trainer
-    assert [getattr(found, field) for field in fields] == ["clipped", "token_tis", "k3", 0.0, "keep", False, None]
+    assert [getattr(found, field) for field in fields] == ["clipped", "token_tis", 0.0, "keep", False, None]
 
 
 # ---- Job ------------------------------------------------------------------------------------------------------

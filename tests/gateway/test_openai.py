@@ -11,7 +11,8 @@ import pytest
 
 from bombus.bus import Bus
 from bombus.hive.events import EpisodeType
-from bombus.hive.records import unpack_tokens
+from bombus.hive.records import LengthLimit, unpack_tokens
+from bombus_gateway.call.admission import seed_of_episode
 from tests.gateway.openai_hive import (
     IM_END,
     MODEL,
@@ -20,6 +21,7 @@ from tests.gateway.openai_hive import (
     chain_of,
     frame_of,
     gateway_hive,
+    gateway_of,
     says,
     tokens_of,
 )
@@ -54,7 +56,7 @@ async def test_a_chat_is_answered_and_recorded_with_its_exact_tokens(served: Gat
         "<|im_start|>user\nwhat is the weather in Paris?<|im_end|>\n<|im_start|>assistant\n"
     )
     assert record.choices[0].token_ids() == tokens_of("the weather is fine")
-    assert record.sampling.seed == 3
+    assert record.sampling.seed == seed_of_episode(3, episode)
     assert record.sampling.max_tokens == 20
     assert record.choices[0].message == {"role": "assistant", "content": "the weather is fine"}
     assert answer.usage is not None
@@ -184,6 +186,37 @@ async def test_a_turn_after_an_answer_cut_by_length_keeps_its_tokens_and_closes_
     chain_of(records)
     tail = TEXT.tokenizer.decode(unpack_tokens(records[1].prompt_tail), with_specials=True)
     assert tail == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_the_limit_that_cut_an_answer_is_recorded(served: GatewayHive) -> None:
+    episode, key = await served.claim()
+    for tokens, wanted in ((2, 2), (64, None), (5, None)):  # its own, a turn's, and what only the replica knows
+        served.replica.scripts.append(says([300] * tokens, finish="length"))
+        await served.client(key).chat.completions.create(model=MODEL, messages=USER, max_tokens=wanted)
+    limits = [record.choices[0].limit for record in await served.records(episode, 3)]
+    assert limits == [LengthLimit.REQUEST, LengthLimit.TURN, LengthLimit.REPLICA]
+
+
+async def test_the_answers_of_one_conversation_share_the_jobs_response_length(bus: Bus) -> None:
+    rollout = {"max_prompt_length": 500, "max_response_length": 100, "max_response_length_in_one_turn": 64}
+    job: dict[str, Any] = {"bombus": {"model": {"path": MODEL}, "rollout": rollout | {"max_model_len": 2000}}}
+    async with gateway_hive(bus, job) as hive, gateway_of(bus) as (_, elsewhere):
+        episode, key = await hive.claim()
+        messages: list[Any] = [*USER]
+        for tokens in (64, 36):
+            hive.replica.scripts.append(says([300] * tokens, finish="length"))
+            answer = await hive.client(key).chat.completions.create(model=MODEL, messages=messages)
+            content = answer.choices[0].message.content
+            messages += [{"role": "assistant", "content": content}, {"role": "user", "content": "go on"}]
+        assert hive.replica.requests[-1].sampling.max_tokens == 36
+        limits = [record.choices[0].limit for record in await hive.records(episode, 2)]
+        assert limits == [LengthLimit.TURN, LengthLimit.EPISODE]
+        for gateway in (hive.base_url, elsewhere):  # the other one knows the conversation from the log alone
+            with pytest.raises(openai.BadRequestError, match="max_response_length for all of them is 100"):
+                await hive.client(key, gateway).chat.completions.create(model=MODEL, messages=messages)
+        hive.replica.scripts.append(says("ok"))
+        await hive.client(key).chat.completions.create(model=MODEL, messages=USER)  # a conversation of its own
+        assert hive.replica.requests[-1].sampling.max_tokens == 64
 
 
 async def test_a_character_that_spans_tokens_is_never_sent_in_halves(served: GatewayHive) -> None:

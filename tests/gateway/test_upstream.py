@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,9 @@ from bombus.errors import Code, Refused
 from bombus.hive.events import Collection, EngineConfigured, EpisodeType
 from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
-from bombus.hive.records import SamplingParams
+from bombus.hive.records import LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Replica
-from bombus_gateway.call.admission import Admitted, check_not_over, check_unbiased, is_known
+from bombus_gateway.call.admission import Admitted, Room, check_not_over, check_unbiased, is_known
 from bombus_gateway.call.replica_client import ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.call.upstream import BUSIER_BY, LEFT_S, Upstream, best
@@ -24,7 +25,7 @@ from tests.gateway.openai_hive import TEXT
 ROLLOUT = {"max_prompt_length": 100, "max_response_length": 900, "max_response_length_in_one_turn": 50}
 JOB = parse_job({"bombus": {"rollout": {**ROLLOUT, "temperature": 0.9}}})
 CHAT = CompletionRequest(chat=True)
-ADMITTED = Admitted(EngineState(name="main"), JOB, TEXT)
+ADMITTED = Admitted(EngineState(name="main"), JOB, TEXT, "main-1-1", EpisodeType.TRAIN)
 
 
 def replica(run: int = 1, version: int = 4, capacity: int = 16) -> Replica:
@@ -80,18 +81,58 @@ def test_a_busier_home_gives_way_to_the_replica_with_the_most_free_capacity() ->
     assert best(replicas, running, homed)[0] == "larger"
 
 
-def test_max_tokens_are_cut_to_what_fits_and_the_jobs_temperature_is_the_default() -> None:
-    sampling = ADMITTED.sampling(CHAT, 90, True)
-    assert (sampling.max_tokens, sampling.temperature) == (50, 0.9)
-    assert ADMITTED.sampling(CompletionRequest(chat=True, max_tokens=7), 90, True).max_tokens == 7
-    assert ADMITTED.sampling(CHAT, 990, False).max_tokens == 10
+@pytest.mark.parametrize(
+    ("wanted", "prompt", "answered", "room"),
+    [
+        (None, 90, 0, Room(50, LengthLimit.TURN)),
+        (50, 90, 0, Room(50, LengthLimit.TURN)),
+        (7, 90, 0, Room(7, LengthLimit.REQUEST)),
+        (None, 990, 0, Room(10, LengthLimit.JOB)),
+        (None, 600, 880, Room(20, LengthLimit.EPISODE)),
+        (7, 600, 880, Room(7, LengthLimit.REQUEST)),
+    ],
+)
+def test_an_answer_gets_the_room_that_is_left_and_what_limits_it_is_named(
+    wanted: int | None, prompt: int, answered: int, room: Room
+) -> None:
+    request = CompletionRequest(chat=True, max_tokens=wanted)
+    assert ADMITTED.room(request, prompt, answered, is_first=False) == room
+
+
+def test_the_models_context_limits_an_answer_where_the_jobs_length_does_not() -> None:
+    longer = parse_job({"bombus": {"rollout": {"max_model_len": 9000, "max_response_length_in_one_turn": 100}}})
+    admitted = replace(ADMITTED, job=longer)
+    assert TEXT.context_tokens == 2048
+    room = admitted.room(CHAT, 2000, 0, is_first=False)
+    assert room == Room(48, LengthLimit.CONTEXT)
+    assert room.limit_at(48) == LengthLimit.CONTEXT
+    assert room.limit_at(47) == LengthLimit.REPLICA
+
+
+def test_the_jobs_temperature_is_the_default() -> None:
+    sampling = ADMITTED.sampling(CHAT, Room(50, LengthLimit.TURN))
+    assert (sampling.max_tokens, sampling.temperature, sampling.seed) == (50, 0.9, None)
+
+
+def test_a_seed_gives_each_training_episode_its_own_and_an_evaluation_exactly_that_one() -> None:
+    request, room = CompletionRequest(chat=True, seed=3), Room(50, LengthLimit.TURN)
+    other = replace(ADMITTED, episode="main-1-2")
+    found = ADMITTED.sampling(request, room).seed
+    assert found == ADMITTED.sampling(request, room).seed
+    assert found not in (None, 3, other.sampling(request, room).seed)
+    assert replace(ADMITTED, type=EpisodeType.EVAL).sampling(request, room).seed == 3
 
 
 @pytest.mark.parametrize(("tokens", "is_first"), [(101, True), (1000, False)])
 def test_a_prompt_that_is_too_long_is_refused(tokens: int, is_first: bool) -> None:
     with pytest.raises(Refused) as refused:
-        ADMITTED.sampling(CHAT, tokens, is_first)
+        ADMITTED.room(CHAT, tokens, 0, is_first)
     assert refused.value.code == Code.PROMPT_TOO_LONG
+
+
+def test_a_conversation_whose_answers_have_used_up_the_jobs_response_length_gets_no_more() -> None:
+    with pytest.raises(Refused, match="have 900 tokens, and the job's max_response_length for all of them is 900"):
+        ADMITTED.room(CHAT, 950, 900, is_first=False)
 
 
 def test_a_job_may_allow_what_biases_the_gradient() -> None:

@@ -222,7 +222,8 @@ def test_aggregations_are_verls(batch: Batch, weigh: Weigh, mode: str) -> None:
 @pytest.mark.parametrize("estimator", list(KlEstimator))
 @pytest.mark.parametrize("alias", [False, True])
 def test_kl_estimates_and_their_gradients_are_verls(batch: Batch, estimator: KlEstimator, alias: bool) -> None:
-    name = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}[estimator] if alias else estimator.value
+    names = {"k1": ("k1", "kl"), "k2": ("k2", "mse"), "k3": ("k3", "low_var_kl"), "k3_unbiased": ("k3+", "low_var_kl+")}
+    name = names[estimator][alias]
     reference = batch.sampler_ST
     mine = with_gradient(batch.logprobs_ST, lambda given: KL_ESTIMATES[estimator](given, reference).sum())
     theirs = with_gradient(batch.logprobs_ST, lambda given: kl_penalty(given, reference, name).sum())

@@ -4,10 +4,11 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from bombus.config.algorithms import Correction, Estimator, Loss, named
+from bombus.config.algorithms import Aggregation, Correction, Estimator, Loss, named
 from bombus.config.job import RunConfig
 from bombus.config.trainer import TrainerConfig
 
+ADAM_EPSILON = 1e-8  # torch's own
 CPU_BIN_TOKENS = 4096  # the most that a micro-batch holds on a CPU, unless its operator allows more
 
 
@@ -65,6 +66,21 @@ class TrainerSettings(BaseModel):
         """The names of the linear layers that get adapters. Empty: all of them."""
         targets = self.config.target_modules
         return () if targets in ("all-linear", "all") else tuple(name.strip() for name in targets.split(","))
+
+    @property
+    def constant_length(self) -> int:
+        """The tokens that each episode counts for with the aggregation `constant`: Dr. GRPO's divisor."""
+        return self.job.rollout.max_response_length
+
+    @property
+    def adam_epsilon(self) -> float:
+        """Adam's epsilon, on the scale of the gradient.
+
+        With the aggregation `constant` both are smaller by the same divisor, which Adam then cancels: otherwise the
+        epsilon would be larger than the gradient where answers are short and the divisor is 15,000.
+        """
+        constant = self.config.loss_aggregation is Aggregation.CONSTANT
+        return ADAM_EPSILON / self.constant_length if constant else ADAM_EPSILON
 
     @property
     def corrects(self) -> bool:

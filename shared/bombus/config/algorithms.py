@@ -61,6 +61,18 @@ class KlEstimator(StrEnum):
     K1 = "k1"
     K2 = "k2"
     K3 = "k3"
+    K3_UNBIASED = "k3_unbiased"
+
+    @property
+    def importance_weighted(self) -> bool:
+        """Whether a token counts by current / old, so that the estimate is of the policy that is being trained."""
+        match self:
+            case KlEstimator.K3_UNBIASED:
+                return True
+            case KlEstimator.K1 | KlEstimator.K2 | KlEstimator.K3:
+                return False
+            case _:
+                assert_never(self)
 
 
 class Correction(StrEnum):
@@ -89,7 +101,7 @@ ALIASES: dict[type[StrEnum], dict[str, str]] = {
         "seq_mean_token_mean": "episode",
         "seq_mean_token_sum_norm": "constant",
     },
-    KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    KlEstimator: {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k3+": "k3_unbiased", "low_var_kl+": "k3_unbiased"},
 }
 CRITIC_ESTIMATORS = ("gae", "ppo")  # by verl's name and by slime's
 

@@ -53,6 +53,9 @@ class ModelConfig(ConfigGroup):
 class RolloutConfig(ConfigGroup):
     """Lengths are in tokens. `temperature` is for calls that do not give one.
 
+    `max_response_length` is for all answers of one conversation together, `max_response_length_in_one_turn` for each.
+    `max_prompt_length` is for what comes before the first answer, `max_model_len` for everything.
+
     `history` says what holds where the model's chat template drops a part of what was sampled, such as the reasoning of
     earlier turns: with `template` the next call begins a sequence of its own, with `keep` all of it stays in one.
     """

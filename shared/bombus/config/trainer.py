@@ -17,6 +17,8 @@ from bombus.config.algorithms import (
 )
 from bombus.config.groups import Beta, ConfigGroup, Float, Tree
 
+FULL_LR, LORA_LR = 1e-6, 1e-5
+
 
 def _aggregation(value: object) -> object:
     return (named(Aggregation, value) if isinstance(value, str) else None) or value
@@ -61,6 +63,11 @@ def _own_correction(given: Tree) -> Correction:
             assert_never(loss)
 
 
+def _own_lr(given: Tree) -> float:
+    """Return the default rate: adapters take about ten times that of all weights (docs/algorithms.md)."""
+    return LORA_LR if given["lora_rank"] else FULL_LR
+
+
 def _loss(given: Tree) -> Loss:
     return named(Loss, given["loss"]) or Loss.CLIPPED  # the defaults of verl's losses are the same as these
 
@@ -71,8 +78,10 @@ class TrainerConfig(ConfigGroup):
     Estimators and losses are ours where we have one of that name; with the backend verl, any other name is looked up
     in verl. `processes` train together; 0 means as many as the trainer was started with. `clip_low`, `clip_high` and
     `correction` default to what suits `loss`, `loss_aggregation` to what suits `adv_estimator`. `tis_clip` bounds the
-    importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
-    does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
+    importance weight of the sampler's logprobs (0: no correction). A schedule other than constant decays to
+    `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run goes on until it is stopped. A
+    `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all weights are trained. `lr` is 1e-6
+    by default, and 1e-5 with LoRA.
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
     `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
@@ -83,10 +92,15 @@ class TrainerConfig(ConfigGroup):
     processes: int = Field(default=0, ge=0, le=4096)
     adv_estimator: str = Field(default=Estimator.GRPO.value, min_length=1, max_length=64)
     normalise_by_std: bool = True
-    lr: Float = Field(default=1e-6, ge=0, le=1)
+    enable_lora: bool | None = None  # None: follows lora_rank
+    lora_rank: int = Field(default=0, ge=0, le=1024)
+    lora_alpha: int = Field(default=16, ge=1, le=65_536)
+    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
+    lr: Float = Field(default_factory=_own_lr, ge=0, le=1)
     warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     total_steps: int = Field(default=0, ge=0, le=10_000_000)
+    min_lr_ratio: Float = Field(default=0.1, gt=0, le=1)
     weight_decay: Float = Field(default=0.01, ge=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: Float = Field(default=1.0, gt=0, le=1000)
@@ -100,7 +114,7 @@ class TrainerConfig(ConfigGroup):
     use_opsm: bool = False
     opsm_delta: Float = Field(default=1e-4, ge=0, le=100)
     kl_coef: Float = Field(default=0.0, ge=0, le=10)
-    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3
+    kl_estimator: Annotated[KlEstimator, BeforeValidator(_kl_estimator)] = KlEstimator.K3_UNBIASED
     entropy_coef: Float = Field(default=0.0, ge=0, le=10)
     overlong: Overlong = Overlong.KEEP
     overlong_buffer: int = Field(default=0, ge=0, le=1 << 22)
@@ -111,10 +125,6 @@ class TrainerConfig(ConfigGroup):
     max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
     enable_packing: bool = True
     gradient_checkpointing: bool = False
-    enable_lora: bool | None = None  # None: follows lora_rank
-    lora_rank: int = Field(default=0, ge=0, le=1024)
-    lora_alpha: int = Field(default=16, ge=1, le=65_536)
-    target_modules: str = Field(default="all-linear", min_length=1, max_length=1024)  # or names, comma-separated
     save_debug_rollout_data: str = Field(
         default="",
         max_length=1024,
@@ -142,6 +152,22 @@ class TrainerConfig(ConfigGroup):
     @classmethod
     def _loss_is_known(cls, name: str, info: ValidationInfo) -> str:
         return _known(Loss, name, info)
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "TrainerConfig":
+        if self.lr_schedule == "constant":
+            return self
+        if not self.total_steps:
+            raise ValueError(
+                f"lr_schedule {self.lr_schedule} needs total_steps, the step by which the rate has decayed: "
+                "give it, or take lr_schedule constant"
+            )
+        if self.warmup_steps >= self.total_steps:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leave no step of total_steps {self.total_steps} for lr_schedule "
+                f"{self.lr_schedule} to decay in"
+            )
+        return self
 
     @model_validator(mode="after")
     def _settings_fit(self) -> "TrainerConfig":

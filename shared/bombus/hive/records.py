@@ -59,6 +59,17 @@ class FinishReason(StrEnum):
     TOOL_CALLS = "tool_calls"
 
 
+class LengthLimit(StrEnum):
+    """What ended a choice whose finish reason is `length`."""
+
+    REQUEST = "request"  # its own max_tokens: it is as long as intended
+    TURN = "turn"  # the job's max_response_length_in_one_turn
+    EPISODE = "episode"  # the job's max_response_length, for all answers of one conversation
+    JOB = "job"  # the job's max_model_len, for prompt and answer together
+    CONTEXT = "context"  # the model's context
+    REPLICA = "replica"  # the replica's cache, or its own --max-model-len
+
+
 class CallStatus(StrEnum):
     COMPLETE = "complete"
     CUT_OFF = "cut_off"  # the client disconnected: kept for replay, never trained
@@ -77,13 +88,25 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Choice(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length."""
+    """One completion. `tokens` (int32) and `logprobs` (float32) are of equal length.
+
+    `limit` is the `LengthLimit` that ended it where `finish` is `length`; records of earlier versions have none.
+    """
 
     tokens: bytes
     logprobs: bytes
     spans: tuple[Span, ...] = ()
     finish: str = FinishReason.STOP
     message: dict[str, Any] | None = None  # the assistant message as it was returned (chat calls)
+    limit: str = ""
+
+    def was_cut(self, tokens_max: int) -> bool:
+        """Return whether it was cut at any limit but its request's own. Without `limit` that is at `tokens_max`."""
+        if self.finish != FinishReason.LENGTH:
+            return False
+        if self.limit:
+            return self.limit != LengthLimit.REQUEST
+        return len(self.tokens) // 4 >= tokens_max
 
     def token_ids(self) -> list[int]:
         return unpack_tokens(self.tokens)
@@ -127,12 +150,13 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
         return sum(len(choice.tokens) // 4 for choice in self.choices)
 
     def was_cut(self, turn_tokens_max: int, model_len_max: int) -> bool:
-        """Return whether a choice was cut at a limit of its job: of a turn, or of prompt and completion together.
+        """Return whether a choice was cut at a limit of its job, its model or its replica.
 
-        A choice that ended at a smaller `max_tokens` of its request is as long as intended.
+        A choice that ended at a smaller `max_tokens` of its request is as long as intended. The job's limits, of a turn
+        and of prompt and completion together, decide for records of earlier versions, which do not say what cut them.
         """
-        limit = min(turn_tokens_max, model_len_max - self.prompt_tokens)
-        return any(choice.finish == FinishReason.LENGTH and len(choice.tokens) // 4 >= limit for choice in self.choices)
+        tokens_max = min(turn_tokens_max, model_len_max - self.prompt_tokens)
+        return any(choice.was_cut(tokens_max) for choice in self.choices)
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -10,7 +10,14 @@ from bombus.config.algorithms import Correction, Estimator, KlEstimator, Loss
 from bombus_trainer.algorithms.advantages import call_advantages, group_advantages, whitening
 from bombus_trainer.algorithms.aggregation import constant_weights, episode_weights, token_weights
 from bombus_trainer.algorithms.kl import KL_ESTIMATES, kl_k1, kl_k2, kl_k3
-from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, clipped_surrogate, policy_loss, sequence_ratio
+from bombus_trainer.algorithms.losses import (
+    LossInputs,
+    PolicyLoss,
+    clipped_surrogate,
+    policy_loss,
+    reference_kl,
+    sequence_ratio,
+)
 from tests.trainer.small_batches import tiny_settings
 
 
@@ -54,6 +61,14 @@ def test_grpo_is_the_distance_from_the_mean_in_standard_deviations() -> None:
     # mean 2, deviations -2, 0, 2, sample variance 8 / 2 = 4, deviation 2
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1]) == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
     assert group_advantages([0.0, 2.0, 4.0], [1, 1, 1], normalise_std=False) == [-2.0, 0.0, 2.0]
+
+
+def test_a_small_difference_of_rewards_counts_as_much_as_it_does_in_verl() -> None:
+    # deviation d / sqrt(2), distances d / 2: 1 / sqrt(2) of each, less what the epsilon of 1e-6 takes
+    low, high = group_advantages([0.0, 1e-4], [1, 1])
+    assert high == pytest.approx(0.5e-4 / (1e-4 / sqrt(2.0) + 1e-6))
+    assert low == -high
+    assert group_advantages([0.0, 0.9e-6], [1, 1]) == [0.0, 0.0]
 
 
 def test_dr_grpo_is_the_distance_from_the_mean_and_ignores_normalise_std() -> None:
@@ -162,6 +177,7 @@ def test_k1_is_the_difference_and_k2_half_its_square() -> None:
         (KlEstimator.K1, lambda p, q: (0.0 * p).sum()),
         (KlEstimator.K2, lambda p, q: (p * (p.log() - q.log())).sum()),
         (KlEstimator.K3, lambda p, q: (q * (q.log() - p.log())).sum()),
+        (KlEstimator.K3_UNBIASED, lambda p, q: (p * (p.log() - q.log())).sum()),
     ],
 )
 def test_what_an_estimators_gradient_is_on_average(estimator: KlEstimator, expected: object) -> None:
@@ -177,6 +193,27 @@ def test_what_an_estimators_gradient_is_on_average(estimator: KlEstimator, expec
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("nats", [5.0, -5.0, 19.0])
+def test_a_token_far_from_the_reference_is_pulled_back_by_its_distance(nats: float) -> None:
+    logprobs = torch.tensor([-20.0]).requires_grad_()
+    result = loss_of(logprobs, logprobs.detach(), [0.0], reference=torch.tensor([-20.0 + nats]), kl_coef=0.1)
+    assert gradient(logprobs, result) == pytest.approx([-0.1 * nats])
+
+
+def test_the_default_kl_has_the_gradient_of_the_kl_from_tokens_of_an_older_policy() -> None:
+    """Averaged over a vocabulary by the old policy's probabilities, with the policy 1 to 6 nats from the reference."""
+    old, other = (
+        torch.tensor(logits, dtype=torch.float64).log_softmax(0) for logits in ([0.3, -1, 0.7, 0], [5, 0, 0, -3])
+    )
+    logits = torch.tensor([0.1, -0.5, 0.9, 0.4], dtype=torch.float64, requires_grad=True)
+    policy = logits.log_softmax(0)
+    estimates = reference_kl(tiny_settings().config.kl_estimator, policy, other, old)
+    (found,) = torch.autograd.grad((old.exp() * estimates).sum(), logits)
+    again = logits.log_softmax(0)
+    (wanted,) = torch.autograd.grad((again.exp() * (again - other)).sum(), logits)
+    torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
+
+
 def test_the_whole_loss_worked_out_by_hand() -> None:
     logprobs = torch.log(torch.tensor([0.5, 0.2])).requires_grad_()
     result = loss_of(
@@ -188,6 +225,7 @@ def test_the_whole_loss_worked_out_by_hand() -> None:
         reference=torch.log(torch.tensor([0.5, 0.4])),  # k3: 0 and 2 - log 2 - 1
         tis_clip=4.0,
         kl_coef=0.1,
+        kl_estimator="k3",
     )
     first = 0.25 * (2.0 * -1.2)
     second = 0.5 * (0.8 * -(0.5 * 3.0) + 0.1 * (1.0 - log(2.0)))

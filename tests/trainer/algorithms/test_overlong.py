@@ -5,8 +5,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from bombus.hive.records import CallRecord, FinishReason
-from bombus_trainer.algorithms.overlong import soft_penalty
+from bombus.hive.records import CallRecord, FinishReason, LengthLimit
+from bombus_trainer.algorithms.overlong import is_masked, soft_penalty
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup, prepare
 from tests.trainer.small_batches import VOCAB, call, episode, tiny_settings
 
@@ -14,8 +14,11 @@ TURN_100 = {"max_response_length_in_one_turn": 100}
 PENALTY = tiny_settings(TURN_100, overlong="penalty", overlong_buffer=20)
 
 
-def cut(record: CallRecord) -> CallRecord:
-    choices = tuple(msgspec.structs.replace(choice, finish=FinishReason.LENGTH) for choice in record.choices)
+def cut(record: CallRecord, limit: str = "") -> CallRecord:
+    """Return the call as one that ended for its length; without `limit`, as an earlier version recorded it."""
+    choices = tuple(
+        msgspec.structs.replace(choice, finish=FinishReason.LENGTH, limit=limit) for choice in record.choices
+    )
     return msgspec.structs.replace(record, choices=choices)
 
 
@@ -41,6 +44,17 @@ def test_a_call_that_exhausted_the_models_length_gets_the_full_penalty() -> None
         settings = tiny_settings({**lengths, "max_model_len": length}, overlong="penalty", overlong_buffer=1)
         assert soft_penalty(cut(of_length(5)), settings) == penalty
         assert soft_penalty(of_length(5), settings) == 0.0, "it ended on its own"
+
+
+@pytest.mark.parametrize("limit", list(LengthLimit))
+def test_whatever_limit_cut_a_call_counts_but_its_own(limit: LengthLimit) -> None:
+    record = cut(of_length(5), limit)
+    masking = tiny_settings(TURN_100, overlong="mask")
+    wanted = limit != LengthLimit.REQUEST
+    assert is_masked((record,), masking) == wanted
+    assert soft_penalty(record, PENALTY) == (-1.0 if wanted else 0.0)
+    found = prepare(group(episode("a", 0.0, record), episode("b", 1.0, of_length(2))), masking, VOCAB)
+    assert found.cut == wanted
 
 
 def test_one_of_several_choices_is_enough_for_a_call_to_be_cut() -> None:

@@ -321,11 +321,39 @@ def test_only_what_the_log_names_is_kept_and_nothing_of_a_later_trainer_is_touch
 
 
 def test_the_learning_rate_warms_up_and_decays() -> None:
-    linear = tiny_settings(lr=1.0, warmup_steps=2, lr_schedule="linear", total_steps=6)
-    assert [learning_rate(step, linear) for step in range(1, 8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    cosine = tiny_settings(lr=1.0, lr_schedule="cosine", total_steps=4)
-    assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.5, 0.0])
-    assert learning_rate(10**6, tiny_settings(lr=0.1, lr_schedule="cosine")) == 0.1
+    linear = tiny_settings(lr=1.0, warmup_steps=2, lr_schedule="linear", total_steps=6, min_lr_ratio=0.2)
+    assert [learning_rate(step, linear) for step in range(1, 8)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2])
+    cosine = tiny_settings(lr=1.0, lr_schedule="cosine", total_steps=4, min_lr_ratio=0.2)
+    assert [learning_rate(step, cosine) for step in (1, 3, 5)] == pytest.approx([1.0, 0.6, 0.2])
+    assert learning_rate(10**6, tiny_settings(lr=0.1)) == 0.1
+
+
+def _first_update(folder: Path, divisor: int, **changes: object) -> torch.Tensor:
+    """Return by how much a first step moves each parameter, in units of the learning rate."""
+    lengths = {"max_response_length": divisor, "max_response_length_in_one_turn": 10, "max_model_len": divisor + 3000}
+    settings = tiny_settings(lengths, lr=1e-3, adv_estimator="dr_grpo", **changes)
+    executor = Executor(folder, settings)
+    before = [value.detach().clone() for value in executor.model.trainable().values()]
+    groups = [EpisodeGroup("t", tuple(two_turns(f"e{i}", i, reward=0.01 * i) for i in range(2)))]
+    executor.train_step(groups, 1)
+    moved = [(value.detach() - old).flatten() for value, old in zip(executor.model.trainable().values(), before)]
+    return torch.cat(moved) / 1e-3
+
+
+@pytest.mark.parametrize("divisor", [10, 15_000, 1 << 20])
+def test_a_first_update_with_dr_grpo_has_the_size_of_the_learning_rate_whatever_it_divides_by(
+    folder: Path, divisor: int
+) -> None:
+    found = _first_update(folder, divisor)
+    wanted = _first_update(folder, divisor, loss_aggregation="token")
+    assert float(found.abs().median()) == pytest.approx(1.0, abs=0.01)
+    assert float(found.abs().mean()) == pytest.approx(float(wanted.abs().mean()), rel=0.01)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_past_its_total_steps_a_run_goes_on_learning_at_a_tenth_of_its_rate(schedule: str) -> None:
+    settings = tiny_settings(lr=1.0, lr_schedule=schedule, total_steps=4)
+    assert [learning_rate(step, settings) for step in (5, 6, 10**6)] == pytest.approx([0.1, 0.1, 0.1])
 
 
 def test_a_checkpoint_of_several_files_is_verified_file_by_file(tmp_path: Path) -> None:

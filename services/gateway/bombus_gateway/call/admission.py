@@ -1,12 +1,13 @@
 """What must hold before a call is made: the key, its episode, room in the log, and the limits of the job."""
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import Code, Refused
 from bombus.hive.events import EpisodeType
-from bombus.hive.records import SamplingParams
+from bombus.hive.records import LengthLimit, SamplingParams
 from bombus.hive.state import EngineState, Hive, Phase
 from bombus_gateway.call.models import EngineModels
 from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField
@@ -18,45 +19,90 @@ _CLAIM = "claim another one"
 
 
 @dataclass(frozen=True)
+class Room:
+    """How many tokens an answer may have, and what it is that allows no more."""
+
+    tokens: int
+    limit: LengthLimit
+
+    def limit_at(self, tokens: int) -> LengthLimit:
+        """Return what ended an answer of so many tokens for its length: fewer than ours are the replica's limit."""
+        return LengthLimit.REPLICA if tokens < self.tokens else self.limit
+
+
+@dataclass(frozen=True)
 class Admitted:
-    """What a call works with: its engine, the engine's job, and the job's text model."""
+    """What a call works with: its engine, the engine's job, the job's text model, and its open episode."""
 
     engine: EngineState
     job: RunConfig
     model: TextModel
+    episode: str
+    type: EpisodeType
 
-    def sampling(self, request: CompletionRequest, prompt_tokens: int, is_first: bool) -> SamplingParams:
-        """Return how the request's tokens are drawn; what may be sampled is cut to what fits. Pure.
+    def room(self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool) -> Room:
+        """Return the room for an answer. Pure.
 
         The job's max_prompt_length limits what comes before any answer (`is_first`). Later turns hold answers too, and
-        only the model's length limits them. Raises `InvalidField` PROMPT_TOO_LONG.
+        only the model's length limits them. The `answered_tokens` are those that were sampled earlier in the same
+        conversation; the job's max_response_length is for all of its answers. Raises `InvalidField` PROMPT_TOO_LONG.
         """
         rollout = self.job.rollout
-        limit = min(rollout.max_model_len, self.model.context_tokens)
         if is_first and prompt_tokens > rollout.max_prompt_length:
             raise InvalidField(
                 Code.PROMPT_TOO_LONG,
                 request.input_field,
                 f"The prompt has {prompt_tokens} tokens; the job's max_prompt_length is {rollout.max_prompt_length}.",
             )
-        room = limit - prompt_tokens
-        if room < 1:
+        rooms = (
+            Room(rollout.max_response_length_in_one_turn, LengthLimit.TURN),
+            Room(rollout.max_response_length - answered_tokens, LengthLimit.EPISODE),
+            Room(rollout.max_model_len - prompt_tokens, LengthLimit.JOB),
+            Room(self.model.context_tokens - prompt_tokens, LengthLimit.CONTEXT),
+        )
+        room = min(rooms, key=lambda each: each.tokens)
+        if room.tokens < 1:
             raise InvalidField(
-                Code.PROMPT_TOO_LONG,
-                request.input_field,
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-                f"{prompt_tokens} tokens. Please reduce the length of the messages.",
+                Code.PROMPT_TOO_LONG, request.input_field, self._no_room(room, prompt_tokens, answered_tokens)
             )
-        in_one_turn = rollout.max_response_length_in_one_turn
+        if request.max_tokens and request.max_tokens < room.tokens:
+            return Room(request.max_tokens, LengthLimit.REQUEST)
+        return room
+
+    def sampling(self, request: CompletionRequest, room: Room) -> SamplingParams:
+        """Return how the request's tokens are drawn. Pure.
+
+        In a training episode a seed is mixed with the episode: with the same random numbers the answers of a group
+        would be equal, and there would be nothing to compare.
+        """
+        rollout = self.job.rollout
+        mixed = request.seed is not None and self.type == EpisodeType.TRAIN
         return SamplingParams(
-            max_tokens=min(request.max_tokens or in_one_turn, in_one_turn, room),
+            max_tokens=room.tokens,
             temperature=rollout.temperature if request.temperature is None else request.temperature,
             top_p=request.top_p,
             top_k=request.top_k,
-            seed=request.seed,
+            seed=seed_of_episode(request.seed or 0, self.episode) if mixed else request.seed,
             stop_token_ids=self.model.renderer.stop_token_ids,
             top_logprobs=request.top_logprobs,
         )
+
+    def _no_room(self, room: Room, prompt_tokens: int, answered_tokens: int) -> str:
+        if room.limit == LengthLimit.EPISODE:
+            return (
+                f"The answers of this conversation have {answered_tokens} tokens, and the job's max_response_length "
+                f"for all of them is {self.job.rollout.max_response_length}: end the episode, or raise the limit."
+            )
+        limit = min(self.job.rollout.max_model_len, self.model.context_tokens)
+        return (
+            f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+            f"{prompt_tokens} tokens. Please reduce the length of the messages."
+        )
+
+
+def seed_of_episode(seed: int, episode: str) -> int:
+    """Return a seed of 48 bits that belongs to this seed in this episode."""
+    return int.from_bytes(blake2b(f"{seed}/{episode}".encode(), digest_size=6).digest())
 
 
 class Admission:
@@ -76,8 +122,9 @@ class Admission:
         check_storage(self._follower.hive)
         engine = await self._engine(claims)
         job = self._models.job(engine)
-        check_unbiased(request.completion, job, engine.open[claims.episode].type)
-        return Admitted(engine, job, await self._models.text_model(engine))
+        episode = engine.open[claims.episode]
+        check_unbiased(request.completion, job, episode.type)
+        return Admitted(engine, job, await self._models.text_model(engine), claims.episode, episode.type)
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
         """Return the engine of an open episode, waiting a moment for an episode that was claimed just now."""

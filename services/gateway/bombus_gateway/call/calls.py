@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
@@ -15,7 +17,16 @@ from bombus.hive.bounded import trim
 from bombus.hive.events import NotedCall
 from bombus.hive.generation import Fault, Finished, Frame, Generate, Tokens
 from bombus.hive.inbox import CallRecorded
-from bombus.hive.records import CallRecord, CallRef, CallStatus, Timings, digest, encode_record
+from bombus.hive.records import (
+    CallRecord,
+    CallRef,
+    CallStatus,
+    Choice,
+    FinishReason,
+    Timings,
+    digest,
+    encode_record,
+)
 from bombus.hive.state import EngineState
 from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
@@ -368,7 +379,7 @@ class Call:
             parent_choice=node.choice if node is not None else 0,
             prompt_tail=prompt.tokens[len(prompt.tokens) - prompt.tail :],
             prompt_tokens=prompt.count,
-            choices=tuple([completion.choice() for completion in self.completions]),
+            choices=tuple([self._choice(completion) for completion in self.completions]),
             sampling=self.plan.sampling,
             status=status,
             messages=request.completion.messages[prompt.match.count :],
@@ -379,6 +390,12 @@ class Call:
             timings=Timings(request.received_ns, self.first_token_ns, time.time_ns()),
             trace=request.traceparent,
         )
+
+    def _choice(self, completion: Completion) -> Choice:
+        choice = completion.choice()
+        if choice.finish != FinishReason.LENGTH:
+            return choice
+        return msgspec.structs.replace(choice, limit=self.plan.room.limit_at(completion.sampled))
 
     def _noted(self, ref: CallRef, record: CallRecord) -> NotedCall:
         versions = [span.version for choice in record.choices for span in choice.spans] or [self.engine.version]

@@ -20,7 +20,8 @@ _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 class Node(msgspec.Struct, frozen=True, gc=False):
     """A conversation that ends with a sampled message.
 
-    `tokens` (int32) has its prompt and, from token number `completion_at` on, its completion.
+    `tokens` (int32) has its prompt and, from token number `completion_at` on, its completion. `sampled` counts the
+    tokens of all its completions, this one and those that it continues.
     """
 
     ref: CallRef
@@ -28,6 +29,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     tokens: bytes
     completion_at: int = 0
     digest: bytes = b""  # of all its messages; empty for a plain completion, which has none
+    sampled: int = 0
 
 
 def root_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
@@ -109,13 +111,16 @@ class Conversation:
             return
         # A call that was cut off has no answer to continue.
         complete = record.status == CallStatus.COMPLETE
+        parent = self._by_call.get((record.parent.seq, record.parent_choice)) if record.parent is not None else None
+        before_it = parent.sampled if parent is not None else 0
         for index, choice in enumerate(record.choices if complete else ()):
             tokens = prompt + choice.tokens
+            sampled = before_it + len(choice.tokens) // 4
             if choice.message is None:
-                node = Node(ref, index, tokens, len(prompt) // 4)
+                node = Node(ref, index, tokens, len(prompt) // 4, sampled=sampled)
                 self._plain.append(node)
             else:
-                node = Node(ref, index, tokens, len(prompt) // 4, next_digest(before, choice.message))
+                node = Node(ref, index, tokens, len(prompt) // 4, next_digest(before, choice.message), sampled)
                 self._nodes.setdefault(node.digest, node)
             self._by_call[ref.seq, index] = node
             self.bytes += len(tokens) + 500

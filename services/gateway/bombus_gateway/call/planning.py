@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import SamplingParams, pack_tokens
-from bombus_gateway.call.admission import Admitted
+from bombus_gateway.call.admission import Admitted, Room
 from bombus_gateway.call.conversation import prefix_digests, root_digest
 from bombus_gateway.call.histories import Histories, Match
 from bombus_gateway.call.request import CallRequest
@@ -33,11 +33,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What will be generated."""
+    """What will be generated. `room` is that of each choice."""
 
     model: TextModel
     prompt: Prompt
     sampling: SamplingParams
+    room: Room
 
 
 async def plan_call(request: CallRequest, admitted: Admitted, histories: Histories) -> CallPlan:
@@ -51,8 +52,10 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
     else:
         prompt = _plain_prompt(request, admitted.model, histories)
     answered = any(message["role"] == "assistant" for message in completion.messages)
-    sampling = admitted.sampling(completion, prompt.count, is_first=prompt.match.node is None and not answered)
-    return CallPlan(admitted.model, prompt, sampling)
+    node = prompt.match.node
+    before = node.sampled if node is not None else 0
+    room = admitted.room(completion, prompt.count, before, is_first=node is None and not answered)
+    return CallPlan(admitted.model, prompt, admitted.sampling(completion, room), room)
 
 
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:

@@ -2,8 +2,8 @@
 
 As a number each is an estimate of KL(policy || other) where tokens are drawn from the policy. As terms of a loss they
 differ in their gradients (Tang and Munos 2025, arXiv:2506.09477): the expected gradient of k1 is zero, so in a loss k1
-adds only noise; that of k2 is the gradient of KL(policy || other); that of k3 is the gradient of KL(other || policy),
-which agrees with k2's while the two are close to each other.
+adds only noise; that of k2 and of k3_unbiased is the gradient of KL(policy || other); that of k3 is the gradient of
+KL(other || policy), which agrees with the others' while the two policies are close to each other.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,20 @@ def kl_k3(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
     return (torch.exp(difference_N) - difference_N - 1.0).clamp(max=K3_MAX)
 
 
+def kl_k3_unbiased(logprobs_N: Tensor, other_N: Tensor) -> Tensor:
+    """Compute k3 with the gradient of an unbiased estimate: (policy - other) times that of log policy [N].
+
+    That is the gradient of r k3 at r = 1, with r = policy / sg(policy) and k3 without its bound (DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1). It is written out because the two terms of exp(d) in that product cancel, which
+    float32 does badly from 15 nats on. It grows with the distance and has no bound. verl's k3+ is the same.
+    """
+    pulled_N = (logprobs_N - other_N).detach() * (logprobs_N - logprobs_N.detach())
+    return kl_k3(logprobs_N, other_N).detach() + pulled_N
+
+
 KL_ESTIMATES: dict[KlEstimator, Callable[[Tensor, Tensor], Tensor]] = {
     KlEstimator.K1: kl_k1,
     KlEstimator.K2: kl_k2,
     KlEstimator.K3: kl_k3,
+    KlEstimator.K3_UNBIASED: kl_k3_unbiased,
 }

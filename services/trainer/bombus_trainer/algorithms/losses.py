@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bombus.config.algorithms import Loss
+from bombus.config.algorithms import KlEstimator, Loss
 from bombus_trainer.algorithms.corrections import (
     LOG_BOUND,
     CorrectionRule,
@@ -164,6 +164,14 @@ SURROGATES: dict[Loss, Callable[[LossInputs, TrainerSettings], Surrogate]] = {
 }
 
 
+def reference_kl(estimator: KlEstimator, logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:
+    """Estimate the KL to the reference at each token [N], weighted by current / old where the estimator asks for it."""
+    estimates_N = KL_ESTIMATES[estimator](logprobs_N, reference_N)
+    if not estimator.importance_weighted:
+        return estimates_N
+    return token_ratio(logprobs_N.detach(), old_N) * estimates_N
+
+
 def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     """Compute sum_n w_n (i_n s_n + kl_coef k_n - entropy_coef h_n).
 
@@ -184,7 +192,7 @@ def policy_loss(inputs: LossInputs, settings: TrainerSettings) -> PolicyLoss:
     terms_N = importance_N * surrogate.terms_N
     kl_N = None
     if inputs.reference_logprobs_N is not None and config.kl_coef > 0.0:
-        kl_N = KL_ESTIMATES[config.kl_estimator](inputs.logprobs_N, inputs.reference_logprobs_N)
+        kl_N = reference_kl(config.kl_estimator, inputs.logprobs_N, inputs.reference_logprobs_N, old_N)
         terms_N = terms_N + config.kl_coef * kl_N
     if inputs.entropy_N is not None and config.entropy_coef > 0.0:
         terms_N = terms_N - config.entropy_coef * inputs.entropy_N

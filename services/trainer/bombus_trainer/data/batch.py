@@ -196,7 +196,7 @@ def _weights(tokens_of_episode: dict[str, int], settings: TrainerSettings) -> di
         case Aggregation.TOKEN:
             return token_weights(tokens_of_episode)
         case Aggregation.CONSTANT:
-            return constant_weights(tokens_of_episode, settings.job.rollout.max_response_length)
+            return constant_weights(tokens_of_episode, settings.constant_length)
         case _:
             assert_never(settings.config.loss_aggregation)
 

@@ -11,21 +11,20 @@ from bombus_trainer.settings import TrainerSettings
 
 
 def learning_rate(step: int, settings: TrainerSettings) -> float:
-    """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to zero.
+    """Return the rate of optimizer step `step` (1 is the first): linear warm-up, then constant or decay to a floor.
 
-    Warm-up step k of w has k / w of the rate; decay begins after it and ends at `total_steps`.
+    Warm-up step k of w has k / w of the rate. Decay begins after it, and the step after `total_steps` is the first at
+    the floor, which is `min_lr_ratio` of the rate; so are all later ones.
     """
     config = settings.config
     peak, warmup = config.lr, config.warmup_steps
     if step <= warmup:
         return peak * step / warmup
-    if config.lr_schedule == "constant" or config.total_steps == 0:
+    if config.lr_schedule == "constant":
         return peak
-    span = max(config.total_steps - warmup, 1)
-    progress = min((step - warmup - 1) / span, 1.0)
-    if config.lr_schedule == "linear":
-        return peak * (1.0 - progress)
-    return peak * 0.5 * (1.0 + cos(pi * progress))
+    progress = min((step - warmup - 1) / (config.total_steps - warmup), 1.0)
+    left = 1.0 - progress if config.lr_schedule == "linear" else 0.5 * (1.0 + cos(pi * progress))
+    return peak * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * left)
 
 
 class Optimizer:
@@ -44,6 +43,7 @@ class Optimizer:
             [group for group in groups if group["params"]],
             lr=settings.config.lr,
             betas=settings.config.betas,
+            eps=settings.adam_epsilon,
             fused=True,
         )
 

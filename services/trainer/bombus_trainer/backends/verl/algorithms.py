@@ -11,8 +11,7 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus_trainer.algorithms.corrections import CorrectionRule, sampler_correction
-from bombus_trainer.algorithms.kl import KL_ESTIMATES
-from bombus_trainer.algorithms.losses import PolicyLoss, token_ratio
+from bombus_trainer.algorithms.losses import PolicyLoss, reference_kl, token_ratio
 from bombus_trainer.backends.torch.model import ScoredTerms
 from bombus_trainer.data.batch import EpisodeGroup, Line, PreparedBatch, PreparedGroup
 from bombus_trainer.settings import TrainerSettings
@@ -115,7 +114,7 @@ class VerlPolicyLoss:
         loss = mean * weights_N.sum()
         kl_N = None
         if reference_N is not None and job.kl_coef > 0.0:
-            kl_N = KL_ESTIMATES[job.kl_estimator](logprobs_N, reference_N)
+            kl_N = reference_kl(job.kl_estimator, logprobs_N, reference_N, old_N)
             loss = loss + (weights_N * job.kl_coef * kl_N).sum()
         if job.entropy_coef > 0.0:
             loss = loss - (weights_N * job.entropy_coef * scored.entropy_N).sum()

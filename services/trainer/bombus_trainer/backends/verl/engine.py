@@ -99,7 +99,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 clip_grad=settings.config.grad_clip,
                 lr_warmup_steps=0,
                 total_training_steps=1,
-                override_optimizer_config={"fused": True},
+                override_optimizer_config={"fused": True, "eps": settings.adam_epsilon},
             ),
             checkpoint_config=CheckpointConfig(),
         )
