@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,8 @@ from tokenizers.models import WordLevel
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.hive import inbox
-from bombus.hive.events import StepCompleted, Weights
+from bombus.hive.describe import line_of
+from bombus.hive.events import StepCompleted, Weights, WeightsReady
 from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
@@ -182,6 +184,30 @@ async def test_r11_a_step_that_fails_three_times_stops_the_engine_with_the_reaso
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert "step 1 failed 3 times" in stage.engine.failure
     assert "NotADirectoryError" in stage.engine.failure
+
+
+async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_end_the_run(
+    stage: Stage,
+) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job(normalise_by_std=False, max_nonfinite_steps=2))
+    rewards = (1e300, 1.0, 1e300, 1e300)
+    for step, reward in enumerate(rewards, start=1):
+        await stage.until(Phase.ROLLING, version=step - 1)
+        if step == len(rewards):  # the count is on the log: it survives a restart
+            trainer.cancel()
+            await asyncio.gather(trainer, return_exceptions=True)
+            stage.train()
+        await stage.play_batch(shift=step, reward=reward)
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure.startswith("losses or gradients of the last 2 steps were not finite")
+    completed = [event for event in stage.events if isinstance(event, StepCompleted)]
+    assert [event.metrics["updates_left_out"] for event in completed] == [1, 0, 1, 1]
+    assert [event.metrics["nonfinite_steps"] for event in completed] == [1, 0, 1, 2]
+    assert line_of(completed[0]).endswith("1 update left out, not finite")
+    sha256 = [event.weights.sha256 for event in stage.events if isinstance(event, WeightsReady)]
+    assert [before == after for before, after in pairwise(sha256)] == [True, False, True, True]
+    assert stage.engine.step_failures == 0
 
 
 async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
 from typing import NoReturn, TypeVar
@@ -17,6 +17,7 @@ from bombus.hive.events import BatchReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import Phase
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
+from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
@@ -31,6 +32,7 @@ from bombus_trainer.versions import Versions
 log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
+NONFINITE_STEPS = "nonfinite_steps"  # a metric: steps in a row, up to this one, of which an update was left out
 T = TypeVar("T")
 
 
@@ -90,6 +92,7 @@ class Trainer:
             try:
                 executor = executor or await self._boot(versions)
                 await self._publish_missing_weights(executor, versions)
+                await self._check_finite()
                 await self._next_batch()
                 await self._step(executor, self._outstanding())
                 failures = 0
@@ -114,6 +117,19 @@ class Trainer:
         start = perf_counter()
         await self._ownership.wait(lambda engine: engine.batch is not None)
         self._waited_s = perf_counter() - start
+
+    async def _check_finite(self) -> None:
+        """End the run when too many steps in a row, up to the newest on the log, had losses that were not finite."""
+        engine = self._ownership.engine
+        if engine.active is None or engine.step_done is None:
+            return
+        bad = int(engine.step_done.metrics.get(NONFINITE_STEPS, 0))
+        if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
+            await self._give_up(
+                f"losses or gradients of the last {bad} steps were not finite, and these updates were left out: lower "
+                "trainer.lr, or look for extreme rewards with `bombus replay batch` (trainer.max_nonfinite_steps says "
+                "how many such steps in a row are borne)"
+            )
 
     def _outstanding(self) -> BatchReady:
         batch = self._ownership.engine.batch
@@ -242,6 +258,8 @@ class Trainer:
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
         metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
+        before = self._ownership.engine.step_done
+        metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, before.metrics if before is not None else {})
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
         metrics["episodes_stale"] = float(len(read.stale))
         metrics["seconds_read"] = read_s
@@ -302,6 +320,15 @@ class Trainer:
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
         return self._options.folder / what / hive / self._options.engine / f"run-{self._ownership.run}"
+
+
+def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -> float:
+    """Return how many steps in a row have left updates out, given the metrics of a step and of the one before."""
+    left_out = metrics[LEFT_OUT]
+    if not left_out:
+        return 0.0
+    log.warning("%d updates were left out: their losses or gradients are not finite", left_out)
+    return before.get(NONFINITE_STEPS, 0.0) + 1.0
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

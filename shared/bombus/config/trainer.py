@@ -73,8 +73,9 @@ class TrainerConfig(ConfigGroup):
     `correction` default to what suits `loss`, `loss_aggregation` to what suits `adv_estimator`. `tis_clip` bounds the
     importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
     does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
-    `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
-    `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
+    An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
+    update the run ends. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls
+    that `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
     `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
     trainer's machine below the run's folder, or below where its operator allows.
     """
@@ -90,6 +91,7 @@ class TrainerConfig(ConfigGroup):
     weight_decay: Float = Field(default=0.01, ge=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: Float = Field(default=1.0, gt=0, le=1000)
+    max_nonfinite_steps: int = Field(default=3, ge=1, le=1000)
     loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
     clip_low: Float = Field(default_factory=_own_clip_low, ge=0, le=1)
     clip_high: Float = Field(default_factory=_own_clip_high, ge=0, le=10)

@@ -27,7 +27,10 @@ STATE = "state.safetensors"
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`."""
+    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`.
+
+    A metric that is not finite, such as the deviation of absurd rewards, is null in a file.
+    """
 
     engine: str
     run: int
@@ -35,7 +38,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     trainer_epoch: int
     attempt: int
     config_digest: str
-    metrics: dict[str, float]
+    metrics: dict[str, float | None]
     machine: str = ""
 
 
