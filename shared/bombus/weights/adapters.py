@@ -16,6 +16,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 # A file's name; the tensors' metadata has the file's content under it, so that their digest covers it.
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +39,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def adapter_names(layer: str) -> tuple[str, str]:
     """Return the names of a layer's A [rank, in] and B [out, rank] in the file."""
-    return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
+    return f"{PREFIX}{layer}{LOW_A}", f"{PREFIX}{layer}{LOW_B}"
 
 
 def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> "Tensor":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,25 @@ from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 
 OUTPUT_LAYER = "lm_head"  # gets no adapter: with tied embeddings it is not a layer of its own
 BASE = ".base."  # in the name of a wrapped layer's own parameters
+
+
+class RoundedOnce(torch.autograd.Function):
+    """A frozen layer's W x plus B l, in half precision, as the one matrix product [W, B] [x, l].
+
+    W x alone is a rounded number: an addition to it of less than half a unit in its last place would be lost, and that
+    is most of what an adapter adds in its first steps. The replicas of the torch engine compute it in the same way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, low_b: Tensor, base: nn.Linear) -> Tensor:
+        ctx.save_for_backward(low, low_b, base.weight)
+        return linear(torch.cat((x, low), dim=-1), torch.cat((base.weight, low_b), dim=1), base.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (grad,) = grads
+        low, low_b, weight = ctx.saved_tensors
+        return grad @ weight, grad @ low_b, grad.flatten(0, -2).T @ low.flatten(0, -2), None
 
 
 class LoraLinear(nn.Module):
@@ -29,11 +49,15 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x)
         if not self.enabled:
-            return out
-        low = linear(x, self.lora_a.to(x.dtype))
-        return out + linear(low, (self.scale * self.lora_b).to(x.dtype))
+            plain: Tensor = self.base(x)
+            return plain
+        low, low_b = linear(x, self.lora_a.to(x.dtype)), (self.scale * self.lora_b).to(x.dtype)
+        if x.dtype == torch.float32:
+            added: Tensor = self.base(x) + linear(low, low_b)
+            return added
+        once: Tensor = RoundedOnce.apply(x, low, low_b, self.base)  # type: ignore[no-untyped-call]
+        return once
 
     def merged(self) -> Tensor:
         """Return the dense weight [out, in] that computes the same, in float32."""
