@@ -68,7 +68,7 @@ class LoraLinear(nn.Module):
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
     """Freeze `model` and put an adapter on each linear layer but the output layer, or on those named in `targets`.
 
-    Raises `EngineFault` when a target names no layer.
+    Raises `EngineFault` when a target names no layer, or when there are experts that "each linear layer" leaves out.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -81,10 +81,31 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
         raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
+    if not targets:
+        check_covered(model)
     for name, layer in layers.items():
         owner, _, attribute = name.rpartition(".")
         if not targets or attribute in targets:
             setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
+
+
+def check_covered(model: nn.Module) -> None:
+    """Raise `EngineFault` when a model keeps experts in one tensor [experts, ...], which no layer's adapter covers."""
+    fused = {
+        f"{owner}.{name}": value.numel()
+        for owner, module in model.named_modules()
+        for name, value in module.named_parameters(recurse=False)
+        if value.ndim == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
+    }
+    if not fused:
+        return
+    names = sorted({name.rpartition(".")[2] for name in fused})
+    share = sum(fused.values()) / sum(value.numel() for value in model.parameters())
+    raise EngineFault(
+        f"trainer.target_modules all-linear would leave {100 * share:.0f} % of this model untrained: the experts in "
+        f"{' and '.join(names)} (such as {next(iter(fused))}) are fused into tensors and are not linear layers; "
+        "name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all weights with lora_rank 0"
+    )
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:
