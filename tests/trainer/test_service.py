@@ -1,6 +1,7 @@
 """The trainer on a real bus with a real coordinator; the tests act as gateway, replica and clients."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -139,6 +140,46 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     assert done.checkpoint_digest == saved.digest
     same = served(ready.weights)
     assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
+
+
+@pytest.mark.parametrize(("steps", "kept", "again"), [(5, 2, 1), (5, 1, 3), (3, 0, 3)])
+async def test_r11_without_its_newest_checkpoints_a_run_goes_on_from_what_is_left(
+    stage: Stage, steps: int, kept: int, again: int
+) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job(checkpoint_every=2))
+    for version in range(steps + 1):
+        await stage.until(Phase.ROLLING, version)
+        if version < steps:
+            await stage.play_batch(shift=version)
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    found = sorted(stage.options.folder.glob("checkpoints/*/main/run-1/step-*"))
+    assert [place.name[:13] for place in found] == ["step-00000002", "step-00000004"][: len(found)]
+    for place in found[kept:]:
+        shutil.rmtree(place)
+    stage.train()
+    await stage.play_batch(shift=9)
+    await stage.until(Phase.ROLLING, steps + 1)
+    done = stage.engine.step_done
+    assert done is not None
+    assert (done.metrics["steps_made_again"], done.metrics["made_again_differs"]) == (again, 0.0)
+
+
+async def test_r11_a_run_whose_steps_cannot_be_made_again_ends_with_one_sentence(stage: Stage) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job())
+    for version in range(4):
+        await stage.until(Phase.ROLLING, version)
+        if version < 3:
+            await stage.play_batch(shift=version)
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    for place in stage.options.folder.glob("checkpoints/*/main/run-1/step-*"):
+        shutil.rmtree(place)
+    stage.train()
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert "step-00000003-epoch-1-attempt-3 cannot be read: No such file" in stage.engine.failure
 
 
 async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:

@@ -55,7 +55,10 @@ class TrainerBackend(Protocol):
         ...
 
     def restore(self, path: Path, digest: str) -> None:
-        """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
+        """Go on from a checkpoint.
+
+        Raises `CheckpointLost` when it is missing or damaged, `EngineFault` when it is of another model or backend.
+        """
         ...
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...

@@ -74,10 +74,11 @@ class TrainerConfig(ConfigGroup):
     importance weight of the sampler's logprobs (0: no correction). A `total_steps` of 0 means that the learning rate
     does not decay; a `kl_coef` of 0 that no reference model is kept; a `lora_rank` of 0 that all weights are trained.
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
-    update the run ends. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls
-    that `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
-    `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
-    trainer's machine below the run's folder, or below where its operator allows.
+    update the run ends. Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest
+    one are made again from the log. `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens
+    (xorl calls that `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows
+    more; without `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a
+    path on the trainer's machine below the run's folder, or below where its operator allows.
     """
 
     backend: Literal["torch", "verl"] = "torch"
@@ -113,6 +114,7 @@ class TrainerConfig(ConfigGroup):
     max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
     enable_packing: bool = True
     gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(default=1, ge=1, le=100)
     enable_lora: bool | None = None  # None: follows lora_rank
     lora_rank: int = Field(default=0, ge=0, le=1024)
     lora_alpha: int = Field(default=16, ge=1, le=65_536)

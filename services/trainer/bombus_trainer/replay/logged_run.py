@@ -70,6 +70,10 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
         if engine.active is None:
             continue
         logged = LoggedRun(engine=engine.name, run=engine.run, job=RunConfig.from_json(engine.active.config))
+        for step in engine.steps:
+            _note(logged, position, step.batch)
+            if step.done is not None:
+                _note(logged, position, step.done)
         for event in (engine.weights_before, engine.weights, engine.step_done, engine.batch):
             if event is not None:
                 _note(logged, position, event)
