@@ -104,7 +104,8 @@ def check_covered(model: nn.Module) -> None:
     raise EngineFault(
         f"trainer.target_modules all-linear would leave {100 * share:.0f} % of this model untrained: the experts in "
         f"{' and '.join(names)} (such as {next(iter(fused))}) are fused into tensors and are not linear layers; "
-        "name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all weights with lora_rank 0"
+        "name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all weights "
+        "with lora_rank 0"
     )
 
 
