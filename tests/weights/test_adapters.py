@@ -21,8 +21,9 @@ from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import FULL_FILE, chain, file_sha256
 from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
+from bombus_inference.backends.protocol import Policy
 from bombus_inference.backends.torch.adapted import LowRank, read_adapter
-from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.torch.backend import TorchBackend, load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import ComputeSettings
@@ -248,6 +249,25 @@ async def test_our_engine_in_half_precision_computes_adapters_beside_its_weights
     with pytest.raises(EngineFault, match="no such layer"):
         engine.swap_weights(None, 4, 1, {"lm_head": wrong["model.layers.0.mlp.down_proj"]})
     assert (engine.version, logprobs(engine)) == (3, second), "what is refused changes nothing"
+
+
+async def test_in_half_precision_a_replica_reads_the_model_only_once(made: Made) -> None:
+    async def ignore_stage(_: str) -> None:
+        pass
+
+    compute = ComputeSettings(dtype="bfloat16")
+    base, adapters = Path(made.base.where), [Path(weights.where) for weights in made.adapters]
+    expected = logprobs(Engine(load_policy(base, compute, adapters[1]), compute, run=1, version=1))
+    backend = TorchBackend(compute, lambda _: None)
+    try:
+        for version, adapter in enumerate(adapters):
+            policy = Policy(folder=base, run=1, version=version, max_model_len=64, adapter=adapter)
+            await backend.load(policy, ignore_stage)
+            (base / FULL_FILE).unlink(missing_ok=True)
+        assert backend.version == 1
+        assert await backend.thread.call(lambda engine: engine is not None and logprobs(engine)) == expected
+    finally:
+        await backend.stop()
 
 
 # ---- out of a trainer ---------------------------------------------------------------------------------------------
