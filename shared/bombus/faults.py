@@ -23,6 +23,7 @@ class Point(StrEnum):
     TRAINER_OPENED = "trainer.opened"
     TRAINER_MODEL_LOADED = "trainer.model.loaded"
     TRAINER_TOKENIZER_STORED = "trainer.tokenizer.stored"
+    TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # one step between the checkpoint and the newest on the log
     TRAINER_BATCH_FOUND = "trainer.batch.found"
     TRAINER_BATCH_READ = "trainer.batch.read"
     TRAINER_BIN_DONE = "trainer.bin.done"  # a micro-batch: gradients, and no update yet

@@ -144,7 +144,7 @@ class CoreHarness:
         assert isinstance(answer, inbox.Done), answer
         return episode
 
-    def step_done(self, step: int, epoch: int | None = None, digest: str = "c") -> list[AnyEvent]:
+    def step_done(self, step: int, epoch: int | None = None, digest: str = "c", saved: bool = True) -> list[AnyEvent]:
         return self.send(
             inbox.StepDone(
                 id=self.id(),
@@ -152,15 +152,15 @@ class CoreHarness:
                 run=self.engine.run,
                 step=step,
                 trainer_epoch=self.engine.trainer_epoch if epoch is None else epoch,
-                checkpoint=f"/checkpoints/{step}",
+                checkpoint=f"/checkpoints/{step}" if saved else "",
                 checkpoint_digest=digest,
             )
         )
 
-    def train(self) -> None:
-        """Make the outstanding batch the next policy version on all replicas."""
+    def train(self, saved: bool = True) -> None:
+        """Make the outstanding batch the next policy version on all replicas, with a checkpoint if it is `saved`."""
         step = self.engine.step
-        self.step_done(step)
+        self.step_done(step, saved=saved)
         self.save_weights(step)
         for replica in list(self.engine.replicas):
             self.load(step, replica)

@@ -68,6 +68,19 @@ def test_an_open_episode_keeps_calls_that_were_not_noted_at_its_claim() -> None:
     assert given.engine.pool[old].calls_from == 106, "the pool holds what the episode held"
 
 
+def test_calls_of_all_steps_that_the_older_of_two_checkpoints_lacks_are_needed() -> None:
+    given = harness()
+    floors = []
+    for step in range(1, 10):
+        play(given, 10 * step)
+        play(given, 10 * step + 1)
+        given.train(saved=step % 3 == 0)
+        floors.append(floor(given.engine).needed)
+    assert floors[:5] == [0] * 5, "until there are two, the model as loaded is the older one"
+    assert floors[5:8] == [31] * 3, "step 4 was claimed after call 31"
+    assert floors[8] == 61
+
+
 def test_a_call_reported_late_is_after_its_episodes_claim() -> None:
     """It is stored at 101 and reported after call 102 of another gateway."""
     given = settled()

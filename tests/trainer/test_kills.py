@@ -25,7 +25,8 @@ from tests.conftest import SMALL_STREAMS
 from tests.trainer.forked_trainers import Ended, Forge
 from tests.trainer.trainer_hive import WAIT_S, Stage, served, staged
 
-APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED)  # the last is reached only with an object store
+# These are reached only with a successor, with an object store, and with checkpoints that are some steps apart.
+APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED, Point.TRAINER_STEP_MADE_AGAIN)
 KILLED = [point for point in Point if point.startswith("trainer.") and point not in APART]
 WEIGHTS = [point for point in Point if point.startswith("trainer.weights.")]
 # Where a trainer is frozen while its successor makes the step: before, during and after each of its writes.
@@ -112,12 +113,20 @@ class Life:
 async def running(
     url: str, name: str, folder: Path, forge: Forge, lora_rank: int = 0, **options: object
 ) -> AsyncIterator[Life]:
+    """`options` are the trainer's, except for the job's `checkpoint_every`."""
+    checkpoint_every = options.pop("checkpoint_every", 1)
     async with await Bus.connect(url, name, name="test") as bus:
         await bus.ensure_streams(SMALL_STREAMS)
         async with staged(bus, folder) as stage:
             # Several updates in a step, and several micro-batches in an update.
             rate = 1e-4 if options else 1e-2
-            job = stage.job(mini_batch_num=2, max_tokens_per_bin=32, lr=rate, lora_rank=lora_rank)
+            job = stage.job(
+                mini_batch_num=2,
+                max_tokens_per_bin=32,
+                lr=rate,
+                lora_rank=lora_rank,
+                checkpoint_every=checkpoint_every,
+            )
             dtype = "bfloat16" if options else "float32"
             stage.options = stage.options.model_copy(update=options)
             await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
@@ -215,6 +224,37 @@ async def test_r11_a_trainer_that_was_frozen_while_another_took_over_changes_not
         life.verify_tidy()
         assert life.stage.engine.failure == ""
         assert life.stage.engine.step_failures == 0
+    assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
+
+
+async def test_r11_steps_since_the_newest_checkpoint_are_made_again_with_the_same_bytes(
+    nats_url: str, hive: str, tmp_path: Path, forge: Forge
+) -> None:
+    """Each life makes about one step, so most of them begin between two checkpoints."""
+    points = (
+        Point.TRAINER_STEP_SEEN,  # its weights are not on the log yet
+        Point.TRAINER_WEIGHTS_SEEN,
+        Point.TRAINER_UPDATE_DONE,
+        Point.TRAINER_STEP_MADE_AGAIN,
+        Point.TRAINER_STEP_SAID,
+        Point.TRAINER_WEIGHTS_WRITTEN,
+    )
+    async with running(nats_url, hive, tmp_path / "killed", forge, checkpoint_every=3) as life:
+        await life.dies(Point.TRAINER_STEP_SEEN)
+        await life.dies(Point.TRAINER_STEP_MADE_AGAIN)
+        for _ in range(2):
+            for point in points[:3] + points[4:]:
+                await life.dies(point, 2 if point in WEIGHTS else 1)
+        await life.dies(Point.TRAINER_WEIGHTS_PRUNED, 4)
+        found = life.digests()
+        steps = [event for event in life.stage.events if isinstance(event, StepCompleted)]
+        assert [bool(step.checkpoint) for step in steps] == [step.step % 3 == 0 for step in steps]
+        again = [step.metrics for step in steps if "steps_made_again" in step.metrics]
+        assert {metrics["steps_made_again"] for metrics in again} == {1.0, 2.0}
+        assert {metrics.get("made_again_differs", 0.0) for metrics in again} == {0.0}
+        names = sorted(place.name for place in life.stage.options.folder.glob("checkpoints/*/main/run-1/*"))
+        newest = len(steps) // 3 * 3
+        assert [name.partition("-epoch")[0] for name in names] == [f"step-{newest - 3:08d}", f"step-{newest:08d}"]
     assert found == await undisturbed(nats_url, hive, tmp_path, forge, len(found))
 
 

@@ -1,7 +1,9 @@
 """The trainer on a real bus with a real coordinator; the tests act as gateway, replica and clients."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,8 @@ from tokenizers.models import WordLevel
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.hive import inbox
-from bombus.hive.events import StepCompleted, Weights
+from bombus.hive.describe import line_of
+from bombus.hive.events import StepCompleted, Weights, WeightsReady
 from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE
 from bombus_trainer.backend import BackendLost, TrainerBackend
@@ -139,6 +142,46 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
 
 
+@pytest.mark.parametrize(("steps", "kept", "again"), [(5, 2, 1), (5, 1, 3), (3, 0, 3)])
+async def test_r11_without_its_newest_checkpoints_a_run_goes_on_from_what_is_left(
+    stage: Stage, steps: int, kept: int, again: int
+) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job(checkpoint_every=2))
+    for version in range(steps + 1):
+        await stage.until(Phase.ROLLING, version)
+        if version < steps:
+            await stage.play_batch(shift=version)
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    found = sorted(stage.options.folder.glob("checkpoints/*/main/run-1/step-*"))
+    assert [place.name[:13] for place in found] == ["step-00000002", "step-00000004"][: len(found)]
+    for place in found[kept:]:
+        shutil.rmtree(place)
+    stage.train()
+    await stage.play_batch(shift=9)
+    await stage.until(Phase.ROLLING, steps + 1)
+    done = stage.engine.step_done
+    assert done is not None
+    assert (done.metrics["steps_made_again"], done.metrics["made_again_differs"]) == (again, 0.0)
+
+
+async def test_r11_a_run_whose_steps_cannot_be_made_again_ends_with_one_sentence(stage: Stage) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job())
+    for version in range(4):
+        await stage.until(Phase.ROLLING, version)
+        if version < 3:
+            await stage.play_batch(shift=version)
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    for place in stage.options.folder.glob("checkpoints/*/main/run-1/step-*"):
+        shutil.rmtree(place)
+    stage.train()
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert "step-00000003-epoch-1-attempt-3 cannot be read: No such file" in stage.engine.failure
+
+
 async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:
     stage.train("old")
     await stage.start(stage.job())
@@ -182,6 +225,30 @@ async def test_r11_a_step_that_fails_three_times_stops_the_engine_with_the_reaso
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert "step 1 failed 3 times" in stage.engine.failure
     assert "NotADirectoryError" in stage.engine.failure
+
+
+async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_end_the_run(
+    stage: Stage,
+) -> None:
+    trainer = stage.train()
+    await stage.start(stage.job(normalise_by_std=False, max_nonfinite_steps=2))
+    rewards = (1e300, 1.0, 1e300, 1e300)
+    for step, reward in enumerate(rewards, start=1):
+        await stage.until(Phase.ROLLING, version=step - 1)
+        if step == len(rewards):  # the count is on the log: it survives a restart
+            trainer.cancel()
+            await asyncio.gather(trainer, return_exceptions=True)
+            stage.train()
+        await stage.play_batch(shift=step, reward=reward)
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.failure.startswith("losses or gradients of the last 2 steps were not finite")
+    completed = [event for event in stage.events if isinstance(event, StepCompleted)]
+    assert [event.metrics["updates_left_out"] for event in completed] == [1, 0, 1, 1]
+    assert [event.metrics["nonfinite_steps"] for event in completed] == [1, 0, 1, 2]
+    assert line_of(completed[0]).endswith("1 update left out, not finite")
+    sha256 = [event.weights.sha256 for event in stage.events if isinstance(event, WeightsReady)]
+    assert [before == after for before, after in pairwise(sha256)] == [True, False, True, True]
+    assert stage.engine.step_failures == 0
 
 
 async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:

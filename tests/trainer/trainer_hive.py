@@ -108,12 +108,17 @@ class Stage:
         await self.bus.inbox.send(fact)
 
     async def play_batch(
-        self, spoil: str = "", shift: int = 0, noted: int = 0, versions: tuple[int, int] = (0, 0)
+        self,
+        spoil: str = "",
+        shift: int = 0,
+        noted: int = 0,
+        versions: tuple[int, int] = (0, 0),
+        reward: float = 1.0,
     ) -> None:
         """Play two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
 
         The same `shift` gives the same tokens, in any hive. The tokens of the two tasks are of `versions`; `noted` is
-        the version that is reported to the coordinator.
+        the version that is reported to the coordinator. Of a task's episodes one has the `reward`, the other 0.
         """
         for task, version in zip(("t1", "t2"), versions, strict=True):
             claim = inbox.Claim(id=self.id(), engine=ENGINE, claim=self.id(), client="c", count=2, wait_s=5.0)
@@ -136,7 +141,7 @@ class Stage:
                     said_of = NotedCall(episode, ref, record.prompt_tokens, 2, oldest=noted, newest=noted)
                     await self.say(inbox.CallRecorded(id=self.id(), engine=ENGINE, run=self.engine.run, call=said_of))
                 said = {"label": f"answer {number}"}
-                results.append(EpisodeResult(episode=episode, task=task, reward=float(number), metadata=said))
+                results.append(EpisodeResult(episode=episode, task=task, reward=reward * number, metadata=said))
             await self.bus.inbox.request(inbox.End(id=self.id(), engine=ENGINE, client="c", results=tuple(results)))
 
     async def feed(self) -> None:

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -22,7 +21,9 @@ from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import FULL_FILE, chain, file_sha256
 from bombus.weights.merging import Adapter, save_merged
 from bombus.weights.models import load_model
-from bombus_inference.backends.torch.backend import load_policy, read_state
+from bombus_inference.backends.protocol import Policy
+from bombus_inference.backends.torch.adapted import LowRank, read_adapter
+from bombus_inference.backends.torch.backend import TorchBackend, load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.fetching import Fetcher
 from bombus_inference.settings import ComputeSettings
@@ -193,15 +194,14 @@ async def test_an_adapter_of_another_model_is_refused(bus: Bus, made: Made, tmp_
     fetcher.close()
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-async def test_our_engine_computes_with_the_trainers_weights_whatever_the_dtype_of_the_base(
-    made: Made, precision: Literal["float32", "bfloat16"]
+async def test_our_engine_in_float32_computes_with_the_trainers_weights_whatever_the_dtype_of_the_base(
+    made: Made,
 ) -> None:
     """The adapter is merged in the engine's precision, not in the file's: bfloat16 rounds most of a step away."""
-    compute = ComputeSettings(dtype=precision)
+    compute = ComputeSettings(dtype="float32")
     adapter = Adapter(Path(made.adapters[1].where))
     state = read_state(Path(made.base.where), compute, Path(made.adapters[1].where))
-    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, precision)}
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     exact = dict(made.executor.model.dense_weights(merged=False))
     changed = [name for name in state if adapter.changes(name)]
     assert len(changed) == 2 * 2
@@ -219,7 +219,55 @@ async def test_our_engine_computes_with_the_trainers_weights_whatever_the_dtype_
     with torch.no_grad():
         for name, value in state.items():
             model.get_parameter(name).copy_(value)
-    assert worst_difference(model, [1, 2, 3], answer) < (1e-4 if precision == "float32" else 0.1)
+    assert worst_difference(model, [1, 2, 3], answer) < 1e-4
+
+
+def logprobs(engine: Engine) -> list[float]:
+    engine.add(1, request([1, 2, 3]))
+    return finish(engine)[1].only.logprobs
+
+
+async def test_our_engine_in_half_precision_computes_adapters_beside_its_weights_and_exchanges_them_alone(
+    made: Made,
+) -> None:
+    compute = ComputeSettings(dtype="bfloat16")
+    base, adapters = Path(made.base.where), [Path(weights.where) for weights in made.adapters]
+    engine = Engine(load_policy(base, compute, adapters[0]), compute, run=1, version=0)
+    first = logprobs(engine)
+    assert first == logprobs(Engine(load_policy(base, compute), compute, run=1, version=0)), "it adds nothing"
+    engine.swap_weights(None, 1, 1, read_adapter(adapters[1], compute))
+    second = logprobs(engine)
+    assert second == logprobs(Engine(load_policy(base, compute, adapters[1]), compute, run=1, version=1)) != first
+    state = {name: value.to(torch.bfloat16) for name, value in read_state(base, compute).items()}
+    assert all(torch.equal(engine._model.get_parameter(name), value) for name, value in state.items())
+    engine.swap_weights(state, 2, 1)
+    assert logprobs(engine) == first, "without an adapter it is the base"
+    engine.swap_weights(state, 3, 1, read_adapter(adapters[1], compute))
+    wrong = {"model.layers.0.mlp.down_proj": LowRank(torch.zeros(2, 3), torch.zeros(3, 2))}
+    with pytest.raises(EngineFault, match="does not fit this model's"):
+        engine.swap_weights(None, 4, 1, wrong)
+    with pytest.raises(EngineFault, match="no such layer"):
+        engine.swap_weights(None, 4, 1, {"lm_head": wrong["model.layers.0.mlp.down_proj"]})
+    assert (engine.version, logprobs(engine)) == (3, second), "what is refused changes nothing"
+
+
+async def test_in_half_precision_a_replica_reads_the_model_only_once(made: Made) -> None:
+    async def ignore_stage(_: str) -> None:
+        pass
+
+    compute = ComputeSettings(dtype="bfloat16")
+    base, adapters = Path(made.base.where), [Path(weights.where) for weights in made.adapters]
+    expected = logprobs(Engine(load_policy(base, compute, adapters[1]), compute, run=1, version=1))
+    backend = TorchBackend(compute, lambda _: None)
+    try:
+        for version, adapter in enumerate(adapters):
+            policy = Policy(folder=base, run=1, version=version, max_model_len=64, adapter=adapter)
+            await backend.load(policy, ignore_stage)
+            (base / FULL_FILE).unlink(missing_ok=True)
+        assert backend.version == 1
+        assert await backend.thread.call(lambda engine: engine is not None and logprobs(engine)) == expected
+    finally:
+        await backend.stop()
 
 
 # ---- out of a trainer ---------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import msgspec
 
 from bombus.bus import Bus, ServerRefused
 from bombus.errors import BusUnavailable
-from bombus.hive.state import STEPS_NEEDED, EngineState, Hive
+from bombus.hive.state import EngineState, Hive
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Floor(msgspec.Struct, frozen=True):
 
 def floor(engine: EngineState) -> Floor:
     """Return the floor of this state and of every state that may follow it."""
-    held = [engine.newest_call, *engine.steps_from[-STEPS_NEEDED:]]
+    held = [engine.newest_call, *engine.steps_from[-engine.steps_needed :]]
     held += [episode.calls_from for episode in engine.open.values()]
     held += [completed.calls_from for completed in engine.pool.values()]
     needed = min(held)

@@ -44,8 +44,9 @@ class TrainerBackend(Protocol):
     ) -> dict[str, float]:
         """Train on a batch and return the step's metrics. A batch without any signal changes nothing.
 
-        Raises `EngineFault` for a loss or gradient that is not finite, which updates nothing, and `Interrupted` when
-        `interrupted()` is true between two micro-batches.
+        An update whose loss or gradient is not finite is left out: parameters and optimizer stay as they are, and the
+        metric `updates_left_out` counts it. Raises `Interrupted` when `interrupted()` is true between two
+        micro-batches.
         """
         ...
 
@@ -54,7 +55,10 @@ class TrainerBackend(Protocol):
         ...
 
     def restore(self, path: Path, digest: str) -> None:
-        """Go on from a checkpoint. Raises `EngineFault` when it is damaged, or of another model or backend."""
+        """Go on from a checkpoint.
+
+        Raises `CheckpointLost` when it is missing or damaged, `EngineFault` when it is of another model or backend.
+        """
         ...
 
     def outline(self, part: ModelPart = ModelPart.MODEL) -> Outline: ...

@@ -1,9 +1,9 @@
 """Operations of all ranks of a trainer: the leader announces them, the others follow, no rank waits for a failed one.
 
 Between operations the others wait at torch's store, for hours if need be; the timeout of the process group applies only
-within an operation. After each, every rank reports its outcome. When all report the same failure (a damaged checkpoint,
-a loss that is not finite) they can go on. When one has failed in its own way, others may be in the middle of an
-exchange: then all processes end.
+within an operation. After each, every rank reports its outcome. When all report the same failure (a damaged
+checkpoint) they can go on. When one has failed in its own way, others may be in the middle of an exchange: then all
+processes end.
 """
 
 import logging

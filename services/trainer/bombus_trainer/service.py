@@ -3,7 +3,8 @@
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import NoReturn, TypeVar
@@ -13,24 +14,31 @@ from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable, EngineFault
 from bombus.faults import Point, reached
-from bombus.hive.events import BatchReady
+from bombus.hive.events import BatchReady, WeightsReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
-from bombus.hive.state import Phase
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.steps import checkpoints, steps_after
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
+from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import BusCallReader, read_batch
 from bombus_trainer.data.samples import Origin
 from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.publish.checkpoint import Facts, Saved
+from bombus_trainer.publish.checkpoint import CheckpointLost, Facts, Saved
 from bombus_trainer.publish.directories import remove_others
+from bombus_trainer.publish.export import digest_like
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
+from bombus_trainer.replay.retraining import read_again
 from bombus_trainer.versions import Versions
 
 log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
+NO_CHECKPOINT = Saved("", "")
+MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
+NONFINITE_STEPS = "nonfinite_steps"  # a metric: steps in a row, up to this one, of which an update was left out
 T = TypeVar("T")
 
 
@@ -50,6 +58,8 @@ class Trainer:
         self._attempt = 0
         self._tokenizer = ""
         self._waited_s = 0.0  # how long for the newest batch
+        self._restored = 0  # the step of the checkpoint from which the model was loaded
+        self._made_again: dict[str, float] = {}  # metrics of what came after it, for the next step
         self._debug: DebugRollouts | None = None
 
     async def run(self) -> None:
@@ -88,8 +98,9 @@ class Trainer:
         failures = 0
         while True:
             try:
-                executor = executor or await self._boot(versions)
+                executor = executor or await self._catch_up(await self._boot(versions))
                 await self._publish_missing_weights(executor, versions)
+                await self._check_finite()
                 await self._next_batch()
                 await self._step(executor, self._outstanding())
                 failures = 0
@@ -114,6 +125,19 @@ class Trainer:
         start = perf_counter()
         await self._ownership.wait(lambda engine: engine.batch is not None)
         self._waited_s = perf_counter() - start
+
+    async def _check_finite(self) -> None:
+        """End the run when too many steps in a row, up to the newest on the log, had losses that were not finite."""
+        engine = self._ownership.engine
+        if engine.active is None or engine.step_done is None:
+            return
+        bad = int(engine.step_done.metrics.get(NONFINITE_STEPS, 0))
+        if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
+            await self._give_up(
+                f"losses or gradients of the last {bad} steps were not finite, and these updates were left out: lower "
+                "trainer.lr, or look for extreme rewards with `bombus replay batch` (trainer.max_nonfinite_steps says "
+                "how many such steps in a row are borne)"
+            )
 
     def _outstanding(self) -> BatchReady:
         batch = self._ownership.engine.batch
@@ -145,25 +169,50 @@ class Trainer:
             await ownership.send(message)
 
     async def _load(self) -> TrainerBackend:
-        """Load the model as the newest step on the log left it."""
+        """Load the model from the newest checkpoint that can be read."""
         engine = self._ownership.engine
         if engine.active is None:
             raise EngineFault("the engine runs without a configuration")
         job = RunConfig.from_json(engine.active.config)
         options = self._options
-        done = engine.step_done
         wanted = job.trainer.save_debug_rollout_data
         template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 
-        def load() -> TrainerBackend:
-            executor = self._load_backend(job)
-            if done is not None:
-                executor.restore(Path(done.checkpoint), done.checkpoint_digest)
-            return executor
-
-        executor = await _in_thread(load)
+        executor, self._restored = await _in_thread(lambda: restored(lambda: self._load_backend(job), engine))
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
+
+    async def _catch_up(self, executor: TrainerBackend) -> TrainerBackend:
+        """Make the steps between the checkpoint and the newest step on the log again, and compare their weights."""
+        ownership = self._ownership
+        engine, over = ownership.engine, ownership.over
+        newest = 0 if engine.step_done is None else engine.step_done.step
+        self._made_again = {}
+        for step in steps_after(engine.steps, self._restored, newest) or ():
+            number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
+            log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
+            await self._stage(f"making step {number} again")
+            groups = await read_again(
+                BusCallReader(self._bus), step.batch, recorded, engine.collection.trained_staleness
+            )
+            await _in_thread(partial(executor.train_step, groups, number, over.is_set))
+            reached(Point.TRAINER_STEP_MADE_AGAIN)
+            self._made_again[MADE_AGAIN] = self._made_again.get(MADE_AGAIN, 0.0) + 1.0
+            if engine.weights is not None and engine.weights.version == number:
+                same = await _in_thread(partial(digest_like, executor, engine.weights.weights))
+                self._compare(engine.weights, same)
+        return executor
+
+    def _compare(self, ready: WeightsReady, sha256: str) -> None:
+        """Note whether a step that was made again has the weights that the log names."""
+        differs = sha256 != ready.weights.sha256
+        self._made_again[DIFFERS] = float(differs)
+        if differs:
+            log.error(
+                "step %d, made again, has other weights than version %d on the log (sha256 %s and %s): sums in another "
+                "order, on another machine or with other --threads, or kernels that do not repeat themselves",
+                *(ready.version, ready.version, sha256, ready.weights.sha256),
+            )
 
     async def _publish_tokenizer(self, executor: TrainerBackend) -> None:
         name, blob = pack_tokenizer(executor.files)
@@ -206,12 +255,12 @@ class Trainer:
         """Make one attempt: train, save a checkpoint, report it. Whatever this raises, the step may be repeated."""
         self._attempt += 1
         ownership = self._ownership
-        before = ownership.engine.step_done
         reached(Point.TRAINER_BATCH_FOUND)
         with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
             metrics = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
-            saved = await self._checkpoint(executor, batch, metrics)
+            due = batch.step % executor.settings.config.checkpoint_every == 0
+            saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
                 id=ownership.id(f"step-{batch.step}-{self._attempt}"),
                 engine=self._options.engine,
@@ -226,7 +275,8 @@ class Trainer:
             reached(Point.TRAINER_STEP_SAID)
             await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
-            named = [saved.path, *([before.checkpoint] if before else [])]
+            self._made_again = {}
+            named = [done.checkpoint for done in checkpoints(ownership.engine.steps)]
             await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
@@ -242,6 +292,9 @@ class Trainer:
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
         metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
+        before = self._ownership.engine.step_done
+        metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, before.metrics if before is not None else {})
+        metrics |= self._made_again
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
         metrics["episodes_stale"] = float(len(read.stale))
         metrics["seconds_read"] = read_s
@@ -302,6 +355,39 @@ class Trainer:
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
         return self._options.folder / what / hive / self._options.engine / f"run-{self._ownership.run}"
+
+
+def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -> float:
+    """Return how many steps in a row have left updates out, given the metrics of a step and of the one before."""
+    left_out = metrics[LEFT_OUT]
+    if not left_out:
+        return 0.0
+    log.warning("%d updates were left out: their losses or gradients are not finite", left_out)
+    return before.get(NONFINITE_STEPS, 0.0) + 1.0
+
+
+def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
+    """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
+
+    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0.
+    Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
+    """
+    executor, newest = load(), engine.step_done
+    if newest is None:
+        return executor, 0
+    lost: CheckpointLost | None = None
+    for done in checkpoints(engine.steps) or [newest]:  # an older snapshot has only the newest step
+        if done is not newest and steps_after(engine.steps, done.step, newest.step) is None:
+            continue
+        try:
+            executor.restore(Path(done.checkpoint), done.checkpoint_digest)
+            return executor, done.step
+        except CheckpointLost as error:
+            log.warning("%s: going back further", error)
+            lost = lost or error
+    if steps_after(engine.steps, 0, newest.step) is None:
+        raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
+    return executor, 0
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

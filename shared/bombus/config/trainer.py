@@ -82,6 +82,11 @@ class TrainerConfig(ConfigGroup):
     `min_lr_ratio` x `lr` at `total_steps`, which it needs, and stays there: the run goes on until it is stopped. A
     `kl_coef` of 0 means that no reference model is kept; a `lora_rank` of 0 that all weights are trained. `lr` is 1e-6
     by default, and 1e-5 with LoRA.
+
+    An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
+    update the run ends. Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest
+    one are made again from the log.
+
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
     `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
@@ -104,6 +109,7 @@ class TrainerConfig(ConfigGroup):
     weight_decay: Float = Field(default=0.01, ge=0, le=1)
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     grad_clip: Float = Field(default=1.0, gt=0, le=1000)
+    max_nonfinite_steps: int = Field(default=3, ge=1, le=1000)
     loss: str = Field(default=Loss.CLIPPED.value, min_length=1, max_length=64)
     clip_low: Float = Field(default_factory=_own_clip_low, ge=0, le=1)
     clip_high: Float = Field(default_factory=_own_clip_high, ge=0, le=10)
@@ -125,6 +131,7 @@ class TrainerConfig(ConfigGroup):
     max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
     enable_packing: bool = True
     gradient_checkpointing: bool = False
+    checkpoint_every: int = Field(default=1, ge=1, le=100)
     save_debug_rollout_data: str = Field(
         default="",
         max_length=1024,

@@ -150,6 +150,9 @@ def _(event: ev.TrainerOpened) -> str:
 @_text.register
 def _(event: ev.StepCompleted) -> str:
     shown = [f"{name} {event.metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in event.metrics]
+    left_out = int(event.metrics.get("updates_left_out", 0))
+    if left_out:
+        shown.append(f"{_count(left_out, 'update')} left out, not finite")
     return ", ".join([f"step {event.step} completed", *shown])
 
 

@@ -14,12 +14,13 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
+from bombus.hive.steps import SealedStep, complete, lacking
 
-FOLD = 1  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 2  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
-STEPS_NEEDED = 2  # at most this many steps are not in the older of a trainer's two checkpoints
+STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
 
@@ -129,6 +130,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     pool_bytes: int = 0
     newest_call: int = 0  # sequence of the call noted last, in any run
     batch: ev.BatchReady | None = None  # sealed, with its step not completed
+    steps: list[SealedStep] = []  # those that may have to be made again, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
@@ -151,6 +153,11 @@ class EngineState(msgspec.Struct, kw_only=True):
         """Return the rules of the running job; before the first start, those of the configured one."""
         source = self.active or self.configured
         return source.collection if source is not None else Collection()
+
+    @property
+    def steps_needed(self) -> int:
+        """How many of the newest sealed steps have to be kept, so that they can be made (again)."""
+        return max(STEPS_NEEDED, lacking(self.steps))
 
     @property
     def rolling(self) -> bool:
@@ -444,7 +451,8 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     sealed = [completed for completed in left if completed is not None]
     engine.counters.trained += len(sealed)
     engine.steps_from.append(min((completed.calls_from for completed in sealed), default=engine.newest_call))
-    del engine.steps_from[: -max(STEPS_NEEDED, engine.collection.replay_steps)]
+    engine.steps.append(SealedStep(batch=event))
+    del engine.steps_from[: -max(engine.steps_needed, engine.collection.replay_steps)]
 
 
 # ---- training and weights -------------------------------------------------------------------------------------
@@ -461,6 +469,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 @_on(ev.StepCompleted)
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     engine.step_done = event
+    complete(engine.steps, event)
     engine.batch = None
     engine.step_failures = 0
 

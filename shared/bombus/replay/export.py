@@ -14,6 +14,7 @@ from bombus.bus.snapshots import Snapshot
 from bombus.hive import events as ev
 from bombus.hive.records import CallRef, decode_record, digest
 from bombus.hive.state import FOLD, Hive
+from bombus.hive.steps import checkpoints
 from bombus.replay.archive import FORMAT, ArchiveFrame, ArchiveHeader, BlobFrame, CallFrame, EventFrame, Trailer, pack
 from bombus.replay.source import ReadProgress, Source
 
@@ -132,13 +133,16 @@ def calls_of(event: ev.AnyEvent) -> list[CallRef]:
 
 
 def calls_held_by(hive: Hive) -> list[CallRef]:
-    """Return the calls of the open episodes, the pool and the outstanding batch of each engine: those that are still to
-    be trained, or may be."""
+    """Return the calls of the open episodes, the pool, the outstanding batch, and the steps since the newest checkpoint
+    of each engine: those that are still to be trained, or may be."""
     refs: list[CallRef] = []
     for engine in hive.engines.values():
         refs += (call.ref for episode in engine.open.values() for call in episode.calls)
         refs += (ref for completed in engine.pool.values() for ref in completed.calls)
         refs += calls_of(engine.batch) if engine.batch is not None else []
+        newest = checkpoints(engine.steps)[:1]
+        saved = newest[0].step if newest else 0
+        refs += (ref for step in engine.steps if step.done and step.batch.step > saved for ref in calls_of(step.batch))
     return refs
 
 

@@ -79,6 +79,10 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
         if engine.active is None:
             continue
         logged = _started(engine.active, engine.run)
+        for step in engine.steps:
+            _note(logged, position, step.batch)
+            if step.done is not None:
+                _note(logged, position, step.done)
         for event in (engine.weights_before, engine.weights, engine.step_done, engine.batch):
             if event is not None:
                 _note(logged, position, event)

@@ -18,6 +18,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of max-lora-rank that vLLM 0.32 takes
+LOW_A, LOW_B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def adapter_names(layer: str) -> tuple[str, str]:
     """Return the names of a layer's A [rank, in] and B [out, rank] in the file."""
-    return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
+    return f"{PREFIX}{layer}{LOW_A}", f"{PREFIX}{layer}{LOW_B}"
 
 
 def merged(weight: "Tensor", low_a: "Tensor", low_b: "Tensor", scale: float) -> "Tensor":

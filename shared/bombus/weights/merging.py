@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bombus.errors import EngineFault
-from bombus.weights.adapters import ADAPTER_FILE, Rounding, adapter_names, merged, read_adapter_config
+from bombus.weights.adapters import ADAPTER_FILE, LOW_A, PREFIX, Rounding, adapter_names, merged, read_adapter_config
 from bombus.weights.deltas import FULL_FILE, UNSIGNED, Bits, TensorFile, copy_companions, patched
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -44,6 +44,19 @@ class Adapter:
             raise EngineFault(f"the adapter's {names[0]} does not fit this model's {name}")
         self._left.difference_update(names)
         return merged(weight, low_a, low_b, self._scale)
+
+    def layers(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield each layer's name, A [rank, in], and B [out, rank] times the adapter's scale.
+
+        Raises `EngineFault` for an adapter that has anything else.
+        """
+        for name, low_a in self._factors.items():
+            layer = name.removeprefix(PREFIX).removesuffix(LOW_A)
+            names = adapter_names(layer)
+            if name == names[0] and names[1] in self._factors:
+                self._left.difference_update(names)
+                yield layer, low_a, self._scale * self._factors[names[1]].float()
+        self.check_all_merged()
 
     def check_all_merged(self) -> None:
         """Raise `EngineFault` unless the whole adapter has been merged."""

@@ -279,6 +279,27 @@ def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model: PreTraine
     assert engine.stats.blocks_held == 0
 
 
+def test_tokens_after_a_swap_have_the_logprobs_of_the_new_weights_alone(model: PreTrainedModel) -> None:
+    engine = engine_for(model)
+    inputs = prompts(6, seed=3)
+    for ticket, prompt in enumerate(inputs):
+        engine.add(ticket, request(prompt, seed=ticket, n=2, max_tokens=20))
+    answers = Answers()
+    for _ in range(8):
+        answers.take(engine.step())
+    newer = another(model)
+    engine.swap_weights(newer.state_dict(), version=1, run=1)
+    finish(engine, answers)
+    for ticket, prompt in enumerate(inputs):
+        for made in answers[ticket].choices.values():
+            old = made.versions.count(0)
+            assert 0 < old < 20
+            for policy, part in ((model, slice(0, old)), (newer, slice(old, 20))):
+                all_logprobs = reference_logprobs(policy, prompt, made.tokens)
+                expected = all_logprobs.gather(1, torch.tensor(made.tokens)[:, None]).squeeze(1)[part]
+                assert float((expected - torch.tensor(made.logprobs[part])).abs().max()) < 1e-4
+
+
 def test_after_a_swap_new_requests_use_new_keys_and_values_only(model: PreTrainedModel) -> None:
     engine = engine_for(model)
     prompt = list(range(30))
@@ -290,9 +311,9 @@ def test_after_a_swap_new_requests_use_new_keys_and_values_only(model: PreTraine
     engine.add(2, request(prompt))
     answers = finish(engine)
     again = answer(engine, request([*prompt, *answers[1].only.tokens, 3])).only
-    assert answers[2].only.cached == 0
+    assert answers[2].only.cached == 28  # what request 1 has computed again
     assert worst_difference(newer, prompt, answers[2].only) < 1e-4
-    assert again.cached == 28  # only what request 2 computed: request 1 mixes versions
+    assert again.cached == 56  # what request 1 has computed with the new weights: all but its last token
     assert worst_difference(newer, [*prompt, *answers[1].only.tokens, 3], again) < 1e-4
 
 

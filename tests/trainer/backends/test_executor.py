@@ -155,14 +155,40 @@ def test_an_episode_with_corrupted_records_is_left_out_of_its_group(folder: Path
     assert weights_of(executor) == weights_of(other)
 
 
-def test_a_loss_that_is_not_finite_fails_the_step_and_updates_nothing(folder: Path) -> None:
-    executor = Executor(folder, tiny_settings())
-    before = weights_of(executor)
+def absurd_batch(reward: float) -> list[EpisodeGroup]:
+    """Make a batch that has no finite loss (a reward of infinity) or no finite gradient (a very large one)."""
     (group, *_) = batch()
-    absurd = EpisodeGroup("t", (*group.episodes, two_turns("e", 5, reward=math.inf)))
-    with pytest.raises(EngineFault, match="not finite"):
-        executor.train_step([absurd], 1)
-    assert weights_of(executor) == before
+    return [EpisodeGroup("t", (*group.episodes, two_turns("e", 5, reward)))]
+
+
+def state_of(executor: Executor) -> dict[str, bytes]:
+    return {name: digest(value.contiguous().numpy().tobytes()) for name, value in executor.tensors().items()}
+
+
+@pytest.mark.parametrize("reward", [math.inf, 1e38])
+def test_an_update_that_is_not_finite_is_left_out_counted_and_made_again_to_the_same_bytes(
+    folder: Path, reward: float
+) -> None:
+    steps = [batch(1), absurd_batch(reward), batch(2)]
+    found = []
+    for _ in range(2):
+        executor = Executor(folder, tiny_settings(normalise_by_std=False))
+        executor.train_step(steps[0], 1)
+        before = state_of(executor)
+        metrics = executor.train_step(steps[1], 2)
+        assert state_of(executor) == before, "parameters and optimizer stay as they are"
+        assert (metrics["updates"], metrics["updates_left_out"]) == (0, 1)
+        assert all(math.isfinite(value) for name, value in metrics.items() if not name.startswith("reward_"))
+        assert executor.train_step(steps[2], 3)["updates_left_out"] == 0
+        found.append(state_of(executor))
+    assert found[0] == found[1]
+
+
+def test_only_the_mini_batch_that_is_not_finite_is_left_out(folder: Path) -> None:
+    executor = Executor(folder, tiny_settings(normalise_by_std=False, mini_batch_num=2))
+    (good, *_) = batch()
+    metrics = executor.train_step([good, *absurd_batch(math.inf)], 1)
+    assert (metrics["updates"], metrics["updates_left_out"]) == (1, 1)
 
 
 def test_a_step_is_interrupted_between_micro_batches(folder: Path) -> None:

@@ -26,8 +26,15 @@ MANIFEST = "manifest.json"
 STATE = "state.safetensors"
 
 
+class CheckpointLost(EngineFault):
+    """Raised when a checkpoint is missing or damaged: an older one may do."""
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`."""
+    """Which attempt this is, and what it is about to report. See `machine.this_machine` for `machine`.
+
+    A metric that is not finite, such as the deviation of absurd rewards, is null in a file.
+    """
 
     engine: str
     run: int
@@ -35,7 +42,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     trainer_epoch: int
     attempt: int
     config_digest: str
-    metrics: dict[str, float]
+    metrics: Mapping[str, float | None]
     machine: str = ""
 
 
@@ -114,30 +121,34 @@ def _save(root: Path, facts: Facts, fill: Callable[[Path], _Manifest]) -> Saved:
 
 
 def load(path: Path, digest: str) -> Checkpoint:
-    """Load the checkpoint with that digest. Raises `EngineFault` when it is missing, damaged or another one."""
+    """Load the checkpoint with that digest.
+
+    Raises `CheckpointLost` when it is missing, damaged or another one, `EngineFault` when another backend wrote it.
+    """
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, "torch", 1)
     try:
         if file_sha256(path / STATE) != manifest.state_sha256:
-            raise EngineFault(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
+            raise CheckpointLost(f"the checkpoint {path} is damaged: {STATE} does not match its manifest")
         return Checkpoint(manifest.facts, load_file(path / STATE))
     except (OSError, SafetensorError) as error:
-        raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
+        raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
 
 
 def verify_files(path: Path, digest: str, backend: str, ranks: int, is_ours: Callable[[str], bool]) -> None:
     """Check the files of a checkpoint for which `is_ours` is true against its manifest: each rank checks its own.
 
-    Raises `EngineFault` when one is missing or damaged, or when another backend or number of ranks wrote them.
+    Raises `CheckpointLost` when one is missing or damaged, `EngineFault` when another backend or number of ranks wrote
+    them.
     """
     manifest = _read_manifest(path, digest)
     _check_backend(path, manifest, backend, ranks)
     for name, seal in manifest.files.items():
         try:
             if is_ours(name) and file_sha256(path / name) != seal.sha256:
-                raise EngineFault(f"the checkpoint {path} is damaged: {name} does not match its manifest")
+                raise CheckpointLost(f"the checkpoint {path} is damaged: {name} does not match its manifest")
         except OSError as error:
-            raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
+            raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error
 
 
 def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
@@ -165,7 +176,7 @@ def _check_backend(path: Path, manifest: _Manifest, backend: str, ranks: int) ->
 
 
 def read_facts(path: Path, digest: str) -> Facts:
-    """Read the facts of the checkpoint with that digest, without its tensors. Raises `EngineFault` as `load` does."""
+    """Read the facts of the checkpoint with that digest, without its tensors. Raises `CheckpointLost`."""
     return _read_manifest(path, digest).facts
 
 
@@ -173,10 +184,10 @@ def _read_manifest(path: Path, digest: str) -> _Manifest:
     try:
         body = (path / MANIFEST).read_bytes()
     except OSError as error:
-        raise EngineFault(f"the checkpoint {path} cannot be read: {error.strerror}") from error
+        raise CheckpointLost(f"the checkpoint {path} cannot be read: {error.strerror}") from error
     if sha256(body).hexdigest() != digest:
-        raise EngineFault(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
+        raise CheckpointLost(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
     try:
         return msgspec.json.decode(body, type=_Manifest)
     except msgspec.MsgspecError as error:
-        raise EngineFault(f"the checkpoint {path} cannot be read: {error}") from error
+        raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error

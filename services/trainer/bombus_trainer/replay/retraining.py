@@ -1,17 +1,18 @@
 """Train logged batches again, without inference: from a checkpoint that was kept, or from the model as loaded."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from bombus.errors import EngineFault, LogCorrupted
-from bombus.hive.events import StepCompleted, Weights
+from bombus.hive.events import BatchReady, StepCompleted, Weights
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import Source
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.data.reading import read_batch
+from bombus_trainer.data.batch import EpisodeGroup
+from bombus_trainer.data.reading import CallReader, read_batch
 from bombus_trainer.loading import load_executor
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Checkpoint
@@ -33,6 +34,20 @@ class Trained(msgspec.Struct, frozen=True):
     @property
     def agrees(self) -> bool:
         return self.sha256 == self.logged_sha256
+
+
+async def read_again(
+    calls: CallReader, batch: BatchReady, recorded: Mapping[str, float], max_staleness: int | None
+) -> list[EpisodeGroup]:
+    """Read a batch that was trained, with the metrics `recorded`.
+
+    Raises `LogCorrupted` when calls that were trained are gone from the log.
+    """
+    read = await read_batch(calls, batch, max_staleness)
+    if len(read.lost) > int(recorded.get("episodes_left_out", 0)):
+        why = next(iter(read.lost.values()))
+        raise LogCorrupted(f"step {batch.step} cannot be made again: calls of it are not on the log any more ({why})")
+    return list(read.groups)
 
 
 class Retraining:
@@ -68,13 +83,9 @@ class Retraining:
         assert step == self.step + 1
         logged = self._logged.step(step)
         recorded = logged.done.metrics if logged.done is not None else {}
-        read = await read_batch(self._source, logged.batch, self._logged.job.to_collection().trained_staleness)
-        left_out = int(recorded.get("episodes_left_out", 0))
-        if len(read.lost) > left_out:
-            why = next(iter(read.lost.values()))
-            raise LogCorrupted(f"step {step} cannot be made again: calls of it are not on the log any more ({why})")
-        executor = self.executor
-        metrics = await asyncio.to_thread(executor.train_step, list(read.groups), step)
+        executor, bound = self.executor, self._logged.job.to_collection().trained_staleness
+        groups = await read_again(self._source, logged.batch, recorded, bound)
+        metrics = await asyncio.to_thread(executor.train_step, groups, step)
         weights = self._logged.weights.get(step)
         seal = await asyncio.to_thread(digest_like, executor, weights)
         self.step = step
@@ -104,8 +115,8 @@ def _begins_as(executor: Executor, version: Weights) -> bool:
 def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | None:
     for number in sorted((each for each in logged.checkpoints if each <= step), reverse=True):
         done: StepCompleted = logged.checkpoints[number]
-        if not Path(done.checkpoint).is_dir():
-            continue  # only the newest two are kept
+        if not done.checkpoint or not Path(done.checkpoint).is_dir():
+            continue  # not every step has one, and only the newest two are kept
         try:
             return checkpoint.load(Path(done.checkpoint), done.checkpoint_digest)
         except EngineFault as error:

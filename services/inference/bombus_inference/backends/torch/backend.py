@@ -18,6 +18,13 @@ from bombus.weights.merging import Adapter
 from bombus.weights.models import load_model
 from bombus_inference.backends.protocol import UNLOADED, Deliver, Policy, ReportStage, with_precision
 from bombus_inference.backends.torch import attention
+from bombus_inference.backends.torch.adapted import (
+    LowRank,
+    check_adapter,
+    is_computed_beside,
+    read_adapter,
+    set_adapter,
+)
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.backends.torch.thread import EngineThread
@@ -46,6 +53,7 @@ class TorchBackend:
         self.thread = EngineThread(deliver)
         self._settings = settings
         self._run_settings = settings  # with the precision of this run
+        self._base: Path | None = None  # the folder of the model that the engine has without its adapter
 
     @property
     def failed(self) -> asyncio.Future[None]:
@@ -68,13 +76,22 @@ class TorchBackend:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._run_settings)
             await self.thread.patch(patches, version, run)
         elif serving:
-            state = await asyncio.to_thread(read_state, policy.folder, self._run_settings, policy.adapter)
-            await self.thread.swap(state, version, run)
+            state, adapter = await asyncio.to_thread(self._read, policy)
+            await self.thread.swap(state, version, run, adapter)
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
             await self.thread.install(await asyncio.to_thread(self._make_engine, policy), UNLOADED)
         self.run, self.version = run, version
+        self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
+
+    def _read(self, policy: Policy) -> tuple[dict[str, Tensor] | None, dict[str, LowRank]]:
+        """Read the weights that this policy needs: those of the model, unless the engine has them, and its adapter."""
+        settings = self._run_settings
+        if policy.adapter is None or not is_computed_beside(settings):
+            return read_state(policy.folder, settings, policy.adapter), {}
+        state = None if policy.folder == self._base else read_state(policy.folder, settings)
+        return state, read_adapter(policy.adapter, settings)
 
     def _make_engine(self, policy: Policy) -> Engine:
         model = load_policy(policy.folder, self._run_settings, policy.adapter)
@@ -135,11 +152,15 @@ def _merge_into(model: nn.Module, folder: Path, adapter: Path) -> None:
 
 
 def load_policy(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> PreTrainedModel:
-    """Load the model in `folder` for an `Engine`, with the adapter, if any, merged into it. Raises `EngineFault`."""
+    """Load the model in `folder` for an `Engine`, with the adapter, if any. Raises `EngineFault`."""
     attention.register()
     model = load_model(folder, settings.precision, attention.NAME)
     model.to(settings.device)
     model.requires_grad_(False)
-    if adapter is not None:
+    if adapter is not None and is_computed_beside(settings):
+        beside = read_adapter(adapter, settings)
+        check_adapter(model, beside)
+        set_adapter(model, beside)
+    elif adapter is not None:
         _merge_into(model, folder, adapter)
     return model

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
+from bombus_inference.backends.torch.adapted import LowRank, check_adapter, set_adapter
 from bombus_inference.backends.torch.attention import check_supported, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
@@ -23,6 +24,8 @@ from bombus_inference.backends.torch.sequences import SequenceState
 from bombus_inference.settings import ComputeSettings
 
 log = logging.getLogger(__name__)
+
+NO_ADAPTER: Mapping[str, LowRank] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +155,22 @@ class Engine:
         return self._outputs(ready, broken)
 
     @torch.no_grad()
-    def swap_weights(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
+    def swap_weights(
+        self, state: Mapping[str, Tensor] | None, version: int, run: int, adapter: Mapping[str, LowRank] = NO_ADAPTER
+    ) -> None:
         """Serve other weights from the next step on. `state` has tensors by the model's parameter names.
 
-        Running sequences keep their keys and values; their next tokens carry the new version. Raises `EngineFault`,
-        having changed nothing, when names or shapes are not the model's.
+        Without a `state` the model stays, and only its `adapter` is another, by the names of the layers that it is on.
+        Running sequences keep their tokens and compute keys and values again; their next tokens are of the new version.
+        Raises `EngineFault`, having changed nothing, when names or shapes are not the model's.
         """
+        check_adapter(self._model, adapter)
+        if state is not None:
+            self._replace_parameters(state)
+        set_adapter(self._model, adapter)
+        self._changed(version, run)
+
+    def _replace_parameters(self, state: Mapping[str, Tensor]) -> None:
         parameters = dict(self._model.named_parameters())
         missing = [name for name in parameters if name not in state]
         if missing:
@@ -167,7 +180,6 @@ class Engine:
                 raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(parameter.shape)}")
         for name, parameter in parameters.items():
             parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
-        self._changed(version, run)
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""

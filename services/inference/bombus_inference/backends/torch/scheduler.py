@@ -55,19 +55,15 @@ class Scheduler:
             self.waiting = deque(sequence for sequence in self.waiting if sequence not in gone)
 
     def weights_changed(self) -> None:
-        """Forget the prefix cache, and restart the prompts that have no token yet.
+        """Forget all keys and values. What was running computes its tokens again, before anything that waited.
 
-        A sequence that has sampled keeps its keys and values, which no other sequence will find. A prompt that is only
-        partly computed begins again: it would otherwise mix versions with no token to show it.
+        The next token of a sequence is thus sampled from the new policy alone, as its version says.
         """
         self.blocks.forget_all()
         for sequence in reversed(self.running):
-            if sequence.started:
-                sequence.parent = None
-            else:
-                self._release(sequence)
-                self.waiting.appendleft(sequence)
-        self.running = [sequence for sequence in self.running if sequence.started]
+            self._release(sequence)
+            self.waiting.appendleft(sequence)
+        self.running = []
 
     def _admit(self, sequence: SequenceState) -> bool:
         if len(self.running) >= self.max_running:

@@ -15,7 +15,8 @@ from torch import Tensor
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Generate, encode_frame
 from bombus_inference.backends.protocol import NOTHING_LOADED, STOPPING, Deliver, Delivery, failure, refusal_fault
-from bombus_inference.backends.torch.engine import Engine, Output, Stats
+from bombus_inference.backends.torch.adapted import LowRank
+from bombus_inference.backends.torch.engine import NO_ADAPTER, Engine, Output, Stats
 from bombus_inference.backends.torch.patching import TensorPatch
 
 log = logging.getLogger(__name__)
@@ -59,13 +60,15 @@ class EngineThread:
         """Serve this engine, or nothing. Requests that are open on the engine before it end with `fault`."""
         await self.call(lambda _: self._install(engine, fault))
 
-    async def swap(self, state: Mapping[str, Tensor], version: int, run: int) -> None:
+    async def swap(
+        self, state: Mapping[str, Tensor] | None, version: int, run: int, adapter: Mapping[str, LowRank] = NO_ADAPTER
+    ) -> None:
         """Call `Engine.swap_weights`. Raises `EngineFault` when the weights do not fit."""
 
         def swap(engine: Engine | None) -> None:
             if engine is None:
                 raise EngineFault("there is no engine to give these weights to")
-            engine.swap_weights(state, version, run)
+            engine.swap_weights(state, version, run, adapter)
 
         await self.call(swap)
 

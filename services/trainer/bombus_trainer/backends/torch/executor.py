@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bombus.errors import EngineFault
 from bombus.faults import Point, reached
 from bombus.weights.models import load_tokenizer_files
 from bombus_trainer.algorithms.losses import LossInputs, PolicyLoss, policy_loss
@@ -96,6 +95,7 @@ class Executor:
         tally: Tally,
         interrupted: Callable[[], bool],
     ) -> None:
+        """Make one update. It is left out when its loss or a gradient is not finite."""
         self.optimizer.zero_grad()
         loss = 0.0
         for packed in self._bins(items, tally, interrupted):
@@ -103,24 +103,24 @@ class Executor:
                 loss += self._forward_backward(packed, old, tally)
             tally.note_flops(self.model.flops(packed, backward=True))
             reached(Point.TRAINER_BIN_DONE)
+            if not isfinite(loss):
+                break
         with tally.phase("optimizer"):
-            norm = self.optimizer.step(rate)
+            norm = self.optimizer.step(rate) if isfinite(loss) else loss
         tally.note_update(loss, norm)
         reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
-        """Add a bin's gradients to those of its update and return its share of the loss."""
+        """Return a bin's share of the loss of its update, and add its gradients, unless the share is not finite."""
         settings, device = self.settings, self.model.device
         scored = self.model.score(packed)
         old_N = scored.logprobs_N.detach() if old is None else torch.from_numpy(old[packed.terms.ids_N]).to(device)
         reference_N = self.model.score_reference(packed) if settings.config.kl_coef > 0.0 else None
         result = loss_of_terms(scored, old_N, reference_N, settings)
         loss = float(result.loss.detach())
-        if not isfinite(loss):
-            self.optimizer.zero_grad()
-            raise EngineFault(f"the loss is not finite ({loss})")
-        result.loss.backward()
-        tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
+        if isfinite(loss):
+            result.loss.backward()
+            tally.note_terms(result, old_N, scored.terms["sampler_logprobs_N"], scored.entropy_N.detach())
         return loss
 
     def _old_logprobs(

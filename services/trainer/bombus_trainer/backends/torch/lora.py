@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,25 @@ from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 
 OUTPUT_LAYER = "lm_head"  # gets no adapter: with tied embeddings it is not a layer of its own
 BASE = ".base."  # in the name of a wrapped layer's own parameters
+
+
+class RoundedOnce(torch.autograd.Function):
+    """A frozen layer's W x plus B l, in half precision, as the one matrix product [W, B] [x, l].
+
+    W x alone is a rounded number: an addition to it of less than half a unit in its last place would be lost, and that
+    is most of what an adapter adds in its first steps. The replicas of the torch engine compute it in the same way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, low: Tensor, low_b: Tensor, base: nn.Linear) -> Tensor:
+        ctx.save_for_backward(low, low_b, base.weight)
+        return linear(torch.cat((x, low), dim=-1), torch.cat((base.weight, low_b), dim=1), base.bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        (grad,) = grads
+        low, low_b, weight = ctx.saved_tensors
+        return grad @ weight, grad @ low_b, grad.flatten(0, -2).T @ low.flatten(0, -2), None
 
 
 class LoraLinear(nn.Module):
@@ -29,11 +49,15 @@ class LoraLinear(nn.Module):
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base(x)
         if not self.enabled:
-            return out
-        low = linear(x, self.lora_a.to(x.dtype))
-        return out + linear(low, (self.scale * self.lora_b).to(x.dtype))
+            plain: Tensor = self.base(x)
+            return plain
+        low, low_b = linear(x, self.lora_a.to(x.dtype)), (self.scale * self.lora_b).to(x.dtype)
+        if x.dtype == torch.float32:
+            added: Tensor = self.base(x) + linear(low, low_b)
+            return added
+        once: Tensor = RoundedOnce.apply(x, low, low_b, self.base)  # type: ignore[no-untyped-call]
+        return once
 
     def merged(self) -> Tensor:
         """Return the dense weight [out, in] that computes the same, in float32."""
@@ -44,7 +68,7 @@ class LoraLinear(nn.Module):
 def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
     """Freeze `model` and put an adapter on each linear layer but the output layer, or on those named in `targets`.
 
-    Raises `EngineFault` when a target names no layer.
+    Raises `EngineFault` when a target names no layer, or when there are experts that "each linear layer" leaves out.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -57,10 +81,32 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
         raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
+    if not targets:
+        check_covered(model)
     for name, layer in layers.items():
         owner, _, attribute = name.rpartition(".")
         if not targets or attribute in targets:
             setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
+
+
+def check_covered(model: nn.Module) -> None:
+    """Raise `EngineFault` when a model keeps experts in one tensor [experts, ...], which no layer's adapter covers."""
+    fused = {
+        f"{owner}.{name}": value.numel()
+        for owner, module in model.named_modules()
+        for name, value in module.named_parameters(recurse=False)
+        if value.ndim == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
+    }
+    if not fused:
+        return
+    names = sorted({name.rpartition(".")[2] for name in fused})
+    share = sum(fused.values()) / sum(value.numel() for value in model.parameters())
+    raise EngineFault(
+        f"trainer.target_modules all-linear would leave {100 * share:.0f} % of this model untrained: the experts in "
+        f"{' and '.join(names)} (such as {next(iter(fused))}) are fused into tensors and are not linear layers; "
+        "name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all weights "
+        "with lora_rank 0"
+    )
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoraLinear]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from time import perf_counter
 
 import torch
@@ -12,6 +13,7 @@ from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.data.batch import EpisodeGroup
 from bombus_trainer.data.packing import Bin
 
+LEFT_OUT = "updates_left_out"
 MEANS = ("kl_sampler", "kl_sampler_abs", "clip_fraction", "importance_capped", "masked_share", "entropy")
 
 
@@ -23,6 +25,7 @@ class Tally:
         self._sums = dict.fromkeys(MEANS, 0.0)
         self._terms = 0
         self._updates: list[tuple[float, float]] = []  # loss, norm
+        self._left_out = 0
         self._tokens = [0, 0, 0]  # computed, without sharing, padded
         self._sequences = 0
         self._bins = 0
@@ -68,7 +71,11 @@ class Tally:
             self._sums[name] = self._sums.get(name, 0.0) + float(values_N.float().sum())
 
     def note_update(self, loss: float, norm: float) -> None:
-        self._updates.append((loss, norm))
+        """Count an update. One whose loss or norm is not finite was left out, and is in no mean."""
+        if isfinite(loss) and isfinite(norm):
+            self._updates.append((loss, norm))
+        else:
+            self._left_out += 1
 
     def add(self, other: "Tally") -> None:
         """Add what another rank has counted of the same step. Times and updates are the same on all ranks."""
@@ -89,6 +96,7 @@ class Tally:
             "loss": sum(loss for loss, _ in self._updates) / updates,
             "grad_norm": sum(norm for _, norm in self._updates) / updates,
             "updates": float(len(self._updates)),
+            LEFT_OUT: float(self._left_out),
             **{name: total / max(self._terms, 1) for name, total in self._sums.items()},
             "sequences": float(self._sequences),
             "bins": float(self._bins),

@@ -53,15 +53,13 @@ class Optimizer:
     def step(self, rate: float) -> float:
         """Clip, update at this learning rate, and free the gradients. Returns their norm before clipping.
 
-        Raises `EngineFault`, and changes nothing, when a gradient is not finite.
+        Nothing is updated when the norm is not finite.
         """
         norm = float(nn.utils.clip_grad_norm_(self.parameters.values(), self._settings.config.grad_clip))
-        if not isfinite(norm):
-            self.zero_grad()
-            raise EngineFault(f"the gradients are not finite (their norm is {norm})")
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        self._adam.step()
+        if isfinite(norm):
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            self._adam.step()
         self.zero_grad()
         return norm
 

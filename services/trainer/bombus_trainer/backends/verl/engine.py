@@ -22,6 +22,7 @@ from bombus.errors import EngineFault
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
+from bombus_trainer.backends.torch.lora import check_covered
 from bombus_trainer.backends.torch.model import ScoredTerms, probe
 from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
@@ -104,6 +105,8 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
+        if settings.config.lora_rank and not settings.lora_targets:
+            check_covered(engine.module)
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)

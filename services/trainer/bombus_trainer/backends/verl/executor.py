@@ -106,22 +106,19 @@ class VerlExecutor:
     def _update(
         self, items: list[TrainingItem], rate: float, old: Floats | None, tally: Tally, interrupted: Callable[[], bool]
     ) -> None:
+        """Make one update. It is left out when its loss or a gradient is not finite."""
         self._engine.optimizer_zero_grad()
         share = 0.0
         for micro_batch in self._micro_batches(items, tally, interrupted):
             with tally.phase("forward_backward"):
                 share += self._forward_backward(micro_batch, old, tally)
             reached(Point.TRAINER_BIN_DONE)
-        loss = sum(self._ranks.gather(share))
-        if not isfinite(loss):
-            self._engine.optimizer_zero_grad()
-            raise EngineFault(f"the loss is not finite ({loss})")
-        with tally.phase("optimizer"):
-            for group in self._engine.optimizer.param_groups:
-                group["lr"] = rate
-            norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
-        if not isfinite(norm):
-            raise EngineFault(f"the gradients are not finite (their norm is {norm})")
+        norm = loss = sum(self._ranks.gather(share))  # the same on all ranks, so all of them leave an update out
+        if isfinite(loss):
+            with tally.phase("optimizer"):
+                for group in self._engine.optimizer.param_groups:
+                    group["lr"] = rate
+                norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
         self._engine.optimizer_zero_grad()
         tally.note_update(loss, norm)
         reached(Point.TRAINER_UPDATE_DONE)
@@ -150,7 +147,8 @@ class VerlExecutor:
                 scored = ScoredTerms(logprobs_N[part], entropy_N[part], of_terms, len(micro_batch))
                 of_reference = reference[part] if reference is not None else None
                 of_loss = self._loss(scored, old_N[part], of_reference, self.settings)
-                tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
+                if of_loss.loss.isfinite():
+                    tally.note_terms(of_loss, old_N[part], of_terms["sampler_logprobs_N"], scored.entropy_N.detach())
                 shares.append(of_loss.loss)
             total = torch.stack(shares).sum()
             share = float(total.detach())

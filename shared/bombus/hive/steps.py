@@ -1,0 +1,44 @@
+"""The steps that a trainer may have to make again: those that the older of its two newest checkpoints lacks (R11)."""
+
+import msgspec
+
+from bombus.hive.events import BatchReady, StepCompleted
+
+STEPS_KEPT = 202  # two checkpoints that are as far apart as a job may have them, and the outstanding batch
+
+
+class SealedStep(msgspec.Struct, kw_only=True):
+    """A step, with its batch. `done` is None while the step is outstanding."""
+
+    batch: BatchReady
+    done: StepCompleted | None = None
+
+    @property
+    def saved(self) -> bool:
+        """Whether there is a checkpoint of it."""
+        return self.done is not None and bool(self.done.checkpoint)
+
+
+def complete(steps: list[SealedStep], done: StepCompleted) -> None:
+    """Note the outcome of a step, and drop the steps that the older of two checkpoints has, but for its own."""
+    for step in steps:
+        if step.batch.step == done.step:
+            step.done = done
+    saved = [number for number, step in enumerate(steps) if step.saved]
+    del steps[: max(len(steps) - STEPS_KEPT, saved[-2] if len(saved) > 1 else 0)]
+
+
+def lacking(steps: list[SealedStep]) -> int:
+    """Return how many of the newest steps the older of two checkpoints lacks, or the model as loaded."""
+    return len(steps) - (sum(step.saved for step in steps) > 1)
+
+
+def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
+    """Return the steps with the newest checkpoints, the newest first. There are at most two."""
+    return [step.done for step in reversed(steps) if step.done is not None and step.saved]
+
+
+def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[SealedStep] | None:
+    """Return the completed steps after `checkpoint`, up to `newest`; None when not all of them are kept."""
+    found = [step for step in steps if step.done is not None and checkpoint < step.batch.step <= newest]
+    return found if len(found) == newest - checkpoint else None

@@ -1,0 +1,61 @@
+"""LoRA's layers: what they add in half precision, and what `all-linear` covers."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig, MixtralForCausalLM
+
+from bombus.errors import EngineFault
+from bombus_trainer.backends.torch.lora import LoraLinear, adapters_of, add_adapters
+
+WIDTH, RANK, TOKENS = 256, 8, 256
+RELATIVE = 3e-4  # the norm of what is added, relative to the weight's: that of some steps at a learning rate of 1e-4
+
+
+def adapted_layer(random: torch.Generator) -> LoraLinear:
+    """Make a bfloat16 layer whose adapter adds little."""
+    base = nn.Linear(WIDTH, WIDTH).bfloat16().requires_grad_(False)
+    layer = LoraLinear(base, RANK, 16.0, random)
+    low_b = torch.randn(WIDTH, RANK, generator=random)
+    product = layer.scale * low_b @ layer.lora_a.detach()
+    layer.lora_b.data = low_b * float(RELATIVE * base.weight.float().norm() / product.norm())
+    return layer
+
+
+def test_what_an_adapter_adds_is_left_in_half_precision() -> None:
+    random = torch.Generator().manual_seed(0)
+    layer = adapted_layer(random)
+    x = torch.randn(TOKENS, WIDTH, generator=random).bfloat16()
+    with torch.no_grad():
+        without = x.double() @ layer.base.weight.double().T + layer.base.bias.double()
+        wanted = x.double() @ (layer.merged() - layer.base.weight.float()).double().T
+        moved = layer(x).double() - without
+    share = float((moved * wanted).sum() / (wanted * wanted).sum())
+    assert 0.9 < share < 1.1
+
+
+def test_its_gradients_in_half_precision_are_those_of_float32() -> None:
+    random = torch.Generator().manual_seed(0)
+    layer = adapted_layer(random)
+    x = torch.randn(2, TOKENS, WIDTH, generator=random).bfloat16()
+    target = torch.randn(2, TOKENS, WIDTH, generator=random)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        layer.zero_grad()
+        layer.base.to(dtype)
+        given = x.to(dtype, copy=True).requires_grad_()
+        (layer(given).float() * target).sum().backward()
+        grads = (given.grad, layer.lora_a.grad, layer.lora_b.grad)
+        found.append([grad.float().clone() for grad in grads if grad is not None])
+    for half, single in zip(*found, strict=True):
+        assert float((half - single).norm() / single.norm()) < 0.02
+
+
+def test_experts_that_all_linear_leaves_out_are_named_and_the_job_has_to_choose() -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **shape))
+    with pytest.raises(EngineFault, match=r"would leave 79 % of this model .* down_proj and gate_up_proj") as refused:
+        add_adapters(model, 2, 4.0, (), seed=0)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in str(refused.value)
+    add_adapters(model, 2, 4.0, ("q_proj", "v_proj"), seed=0)
+    assert len(adapters_of(model)) == 4
