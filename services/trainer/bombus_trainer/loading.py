@@ -14,6 +14,7 @@ from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_t
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
@@ -66,6 +67,13 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Ex
         raise EngineFault(f"trainer.backend is {job.trainer.backend}, and this can only be done with the torch backend")
     folder = _folder(job, allow_download)
     return Executor(folder, settings, text_files(job, folder, allow_download))
+
+
+def check_model(folder: Path, tokens: int) -> None:
+    """Raise `EngineFault` unless the torch backend trains the model in `folder` on sequences of `tokens`."""
+    lengths = {"max_prompt_length": 1, "max_response_length": 1, "max_response_length_in_one_turn": 1}
+    job = RunConfig.model_validate({"rollout": {**lengths, "max_model_len": tokens}, "trainer": {"overlong_buffer": 1}})
+    PolicyModel.load(folder, TrainerSettings.of_job(job))
 
 
 def _folder(job: RunConfig, allow_download: bool) -> Path:
