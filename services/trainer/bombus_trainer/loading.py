@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.architectures.probing import check_context, config_of
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
@@ -21,6 +22,7 @@ from bombus_trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
 
+LENGTH_BY_DEFAULT = RunConfig().rollout.max_model_len
 SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
 
@@ -78,7 +80,10 @@ def check_model(folder: Path, tokens: int) -> None:
 
 def _folder(job: RunConfig, allow_download: bool) -> Path:
     dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
-    return resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
+    folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
+    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # which gives way to the model's context
+        check_context(config_of(folder), job.rollout.max_model_len)
+    return folder
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:

@@ -6,6 +6,7 @@ What a family is called decides nothing. Whatever its code raises on the way is 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -52,6 +53,27 @@ def context_of(config: "PretrainedConfig") -> int:
     if not isinstance(context, int) or context < 1:
         raise EngineFault("its configuration states no max_position_embeddings")
     return context
+
+
+def config_of(folder: Path) -> "PretrainedConfig":
+    """Return the configuration in a model's folder. Raises `EngineFault` when it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a family's own code may raise anything
+        raise EngineFault(f"the model at {folder} cannot be loaded: {' '.join(str(error).split())}") from error
+    return config
+
+
+def check_context(config: "PretrainedConfig", wanted: int) -> None:
+    """Raise `EngineFault` for a model whose context is shorter than the `wanted` tokens of a job."""
+    context = context_of(config)
+    if context < wanted:
+        raise EngineFault(
+            f"rollout.max_model_len is {wanted}, and the context of this model ({config.model_type}) is {context} "
+            f"tokens: set rollout.max_model_len to at most {context}, or use a model with a longer context"
+        )
 
 
 def check_positions(config: "PretrainedConfig", limit: int) -> None:
