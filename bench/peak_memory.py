@@ -88,8 +88,8 @@ def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> d
         max_position_embeddings=tokens,
         tie_word_embeddings=True,
     )
-    job = validated({"trainer": {"weight_decay": 0.0, "tis_clip": 0.0}}, {})
-    settings = TrainerSettings(job=job, bin_tokens=tokens, share_prefixes=False)
+    job = validated({"trainer": {"weight_decay": 0.0, "tis_clip": 0.0, "share_prefixes": False}}, {})
+    settings = TrainerSettings(job=job, bin_tokens=tokens)
     answers = torch.randint(vocabulary, (2, tokens // 2))
     if way == "trainer":
         executor = Executor(folder, settings, {})
