@@ -7,7 +7,7 @@ SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl check bench sim chaos clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models check bench sim chaos clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs
 
@@ -41,6 +41,9 @@ test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 	verl=$$($(BIN)/python -c 'from bombus.host.environments import environment_python as place; print(place("verl"))') \
 	  && $$verl -m pip install --quiet --disable-pip-version-check pytest pytest-asyncio hypothesis psutil \
 	  && BOMBUS_PYTHON=$(abspath $(BIN)/python) $$verl -m pytest tests/verl
+
+test-models: $(STAMP)  ## a tiny model of every family of transformers: engine, trainer and docs/models.md
+	BOMBUS_EVERY_FAMILY=1 $(BIN)/python -m pytest tests/models -n auto
 
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

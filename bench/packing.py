@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from bombus.config.job import validated
 from bombus.weights.models import build_tiny, load_model
-from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import Terms, TrainingItem, pack
 from bombus_trainer.settings import TrainerSettings
@@ -95,7 +95,7 @@ def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: in
             rows_max=max(16, (128 << 20) // (4 * model.config.vocab_size)),
         )
         flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, torch.from_numpy(at))
-        loss = chosen_logprobs(flat, model.get_output_embeddings().weight, head)[0].sum()
+        loss = chosen_logprobs(flat, OutputLayer(model.get_output_embeddings().weight), head)[0].sum()
         loss.backward()
         total, rows = total + float(loss.detach()), rows + ids.numel()
     return total, rows

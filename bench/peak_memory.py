@@ -25,7 +25,7 @@ from bombus.config.job import validated
 from bombus.hive.records import CallRecord, Choice, SamplingParams, pack_tokens, spans_of
 from bombus.weights.models import load_model
 from bombus_trainer.backends.torch.executor import Executor
-from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
 from bombus_trainer.data.batch import EpisodeCalls, EpisodeGroup
 from bombus_trainer.settings import TrainerSettings
 
@@ -62,7 +62,7 @@ def output_layer(way: str, tokens: int, vocabulary: int, hidden: int) -> dict[st
     if way == "chunked":
         rows = TrainerSettings().logits_bytes_max // (4 * vocabulary)
         head = HeadPlan(torch.arange(tokens), targets_N, torch.ones(tokens), rows)
-        logprobs_N = chosen_logprobs(hidden_UH, weight_VH, head)[0]
+        logprobs_N = chosen_logprobs(hidden_UH, OutputLayer(weight_VH), head)[0]
     else:
         logits_UV = hidden_UH @ weight_VH.t()
         logprobs_N = torch.log_softmax(logits_UV, dim=1).gather(1, targets_N[:, None])[:, 0]
@@ -88,8 +88,8 @@ def step(way: str, tokens: int, vocabulary: int, hidden: int, folder: Path) -> d
         max_position_embeddings=tokens,
         tie_word_embeddings=True,
     )
-    job = validated({"trainer": {"weight_decay": 0.0, "tis_clip": 0.0}}, {})
-    settings = TrainerSettings(job=job, bin_tokens=tokens, share_prefixes=False)
+    job = validated({"trainer": {"weight_decay": 0.0, "tis_clip": 0.0, "share_prefixes": False}}, {})
+    settings = TrainerSettings(job=job, bin_tokens=tokens)
     answers = torch.randint(vocabulary, (2, tokens // 2))
     if way == "trainer":
         executor = Executor(folder, settings, {})

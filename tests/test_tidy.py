@@ -215,6 +215,7 @@ TABLES_THAT_NAME_SERVICES = {
     "commands/replay.py": "the subcommands of `bombus replay`",
     "config/cluster.py": "the sentence that names the launcher",
     "host/layout.py": "the command line of a trainer's ranks",
+    "host/doctor_model.py": "the checks of a model, which are the services' own",
     "host/installing.py": "the check of a new environment",
 }
 IMPORTERS = {"import_module", "__import__", "find_spec", "load_module", "run_module", "resolve_name"}

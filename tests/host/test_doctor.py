@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import MambaConfig
 
 from bombus.cli import main
 from bombus.demo.hive import free_port
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
+from bombus.host.doctor_model import examine_model
 from bombus.host.environments import MARKER, InstalledEnvironment
 from bombus.host.hardware import Gpu, nvidia_gpus
 from bombus.host.installing import recipe
@@ -246,3 +248,20 @@ def test_a_file_with_a_mistake_is_refused_in_one_sentence(tmp_path: Path, capsys
     assert main(["doctor", "--config", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("bombus doctor: bombus.trainer.lora_rank = -1 is refused")
+
+
+def test_a_model_is_served_and_trained_or_refused_by_the_name_of_its_architecture(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = list(examine_model(str(tiny), tokens=2048))
+    assert {each.state for each in found} == {State.OK}
+    assert [each.detail for each in found if each.what.endswith("context")] == [
+        "2048 tokens, and sequences may have 2048"
+    ]
+    assert State.MISSING in {each.state for each in examine_model(str(tiny), tokens=2049)}
+
+    MambaConfig(vocab_size=60, hidden_size=32, num_hidden_layers=2, state_size=8).save_pretrained(tmp_path)
+    assert main(["doctor", "--model", str(tmp_path), "--port", str(free_port()), "--data-dir", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "this model's architecture (mamba) cannot be served here" in said
+    assert "this model's architecture (mamba) cannot be trained here" in said

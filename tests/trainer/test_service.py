@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import MambaConfig, MambaForCausalLM
 
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
@@ -364,6 +365,27 @@ async def test_a_tokenizer_that_is_not_the_models_ends_the_run_in_one_sentence(s
     )
     await stage.start(job)  # the same trainer goes on with a correct job
     await stage.until(Phase.ROLLING, version=0)
+
+
+async def test_an_architecture_that_is_not_computed_and_a_context_that_is_too_short_end_the_run_at_boot(
+    stage: Stage,
+) -> None:
+    mamba = stage.folder / "mamba"
+    shutil.copytree(stage.folder / "model", mamba)
+    shape = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)
+    MambaForCausalLM(shape).save_pretrained(mamba)
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"path": str(mamba)})}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure.startswith("this model's architecture (mamba) cannot be trained here: ")
+
+    longer = job.rollout.model_copy(update={"max_model_len": 1 << 20})
+    await stage.start(job.model_copy(update={"rollout": longer}))
+    await stage.follower.wait_for(lambda _: "max_model_len" in stage.engine.failure, WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert "set rollout.max_model_len to at most" in stage.engine.failure
 
 
 async def test_gateways_get_the_jobs_own_tokenizer_if_it_fits(stage: Stage) -> None:

@@ -8,17 +8,21 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.architectures.probing import check_context, config_of
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.weights.models import SEEDS, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
+from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 
 log = logging.getLogger(__name__)
+
+LENGTH_BY_DEFAULT = RunConfig().rollout.max_model_len
 
 
 def load_backend(job: RunConfig, options: TrainerOptions, ranks: Ranks | None = None) -> TrainerBackend:
@@ -66,9 +70,19 @@ def load_executor(settings: TrainerSettings, allow_download: bool = False) -> Ex
     return Executor(folder, settings, text_files(job, folder, allow_download))
 
 
+def check_model(folder: Path, tokens: int) -> None:
+    """Raise `EngineFault` unless the torch backend trains the model in `folder` on sequences of `tokens`."""
+    lengths = {"max_prompt_length": 1, "max_response_length": 1, "max_response_length_in_one_turn": 1}
+    job = RunConfig.model_validate({"rollout": {**lengths, "max_model_len": tokens}, "trainer": {"overlong_buffer": 1}})
+    PolicyModel.load(folder, TrainerSettings.of_job(job))
+
+
 def _folder(job: RunConfig, allow_download: bool) -> Path:
     dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
-    return resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
+    folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
+    if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # which gives way to the model's context
+        check_context(config_of(folder), job.rollout.max_model_len)
+    return folder
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:

@@ -23,7 +23,6 @@ class TrainerSettings(BaseModel):
     job: RunConfig = RunConfig()
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
     bin_tokens: int = Field(default=CPU_BIN_TOKENS, ge=16, le=1 << 24)
-    share_prefixes: bool = True
     logits_bytes_max: int = Field(default=128 << 20, ge=1 << 16, le=1 << 36, description="the largest slice of logits")
 
     @classmethod

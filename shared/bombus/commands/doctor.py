@@ -8,13 +8,17 @@ import msgspec
 
 from bombus.commands.deployment import add_deployment_arguments, deployment
 from bombus.host.doctor import Finding, State, examine_machine
-from bombus.host.doctor_deployment import examine_deployment, needed
+from bombus.host.doctor_deployment import examine_deployment, longest_sequence, needed
+from bombus.host.doctor_model import examine_model
 
 WIDTH = 26
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
+    parser.add_argument(
+        "--model", metavar="PATH_OR_NAME", help="a model: whether engine and trainer compute its architecture"
+    )
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
 
@@ -26,6 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.config is not None:
         findings += examine_deployment(cluster, jobs)
+    if arguments.model is not None:
+        findings += examine_model(arguments.model, longest_sequence(jobs))
     bad = [finding for finding in findings if finding.state == State.MISSING]
     if arguments.json:
         document = {"ok": not bad, "findings": [msgspec.to_builtins(finding) for finding in findings]}

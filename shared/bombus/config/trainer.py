@@ -89,7 +89,8 @@ class TrainerConfig(ConfigGroup):
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
-    `enable_packing` it has one sequence. Each step's samples are written to `save_debug_rollout_data`, a path on the
+    `enable_packing` it has one sequence. With `share_prefixes` the torch backend computes what sequences of a
+    micro-batch begin with only once. Each step's samples are written to `save_debug_rollout_data`, a path on the
     trainer's machine below the run's folder, or below where its operator allows.
     """
 
@@ -130,6 +131,7 @@ class TrainerConfig(ConfigGroup):
     loss_aggregation: Annotated[Aggregation, BeforeValidator(_aggregation)] = Field(default_factory=_own_aggregation)
     max_tokens_per_bin: int = Field(default=32_000, ge=16, le=1 << 24)
     enable_packing: bool = True
+    share_prefixes: bool = True
     gradient_checkpointing: bool = False
     checkpoint_every: int = Field(default=1, ge=1, le=100)
     save_debug_rollout_data: str = Field(

@@ -45,6 +45,12 @@ def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
     yield from weigh(needs, memory_bytes()[1], nvidia_gpus())
 
 
+def longest_sequence(jobs: Jobs) -> int | None:
+    """Return the longest sequence of these jobs in tokens, of those that set one."""
+    lengths = {job.rollout.max_model_len for job in jobs.values()} - {RunConfig().rollout.max_model_len}
+    return max(lengths, default=None)
+
+
 def needed(cluster: Cluster) -> set[str]:
     """Return the extras and environments that the processes of this machine need."""
     names = {"server"} if not cluster.nats else set()

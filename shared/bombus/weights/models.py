@@ -5,7 +5,6 @@ or of a model on the hub. torch and transformers are imported only when a model 
 """
 
 import importlib.util
-import json
 import logging
 import os
 import shutil
@@ -268,8 +267,9 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, dtype), attn_implementation=attn, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise EngineFault(f"the model at {path} cannot be loaded: {error}") from error
+    except Exception as error:  # a family's own code may raise anything
+        why = " ".join(str(error).split())
+        raise EngineFault(f"the model at {path} cannot be loaded: {type(error).__name__}: {why}") from error
     model.eval()
     return model
 

@@ -261,7 +261,8 @@ def test_a_tiny_cache_makes_sequences_wait_or_restart_with_the_same_result(model
 
 
 def _block_bytes(model: PreTrainedModel) -> int:
-    return engine_for(model)._pool.block_bytes(model.config, 4, torch.float32)
+    pool = engine_for(model)._pool
+    return pool.block_bytes(pool.shapes, 4, torch.float32)
 
 
 def test_a_swap_in_the_middle_gives_two_spans_and_drops_nothing(model: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
 
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.model import PolicyModel
@@ -159,22 +159,51 @@ def test_the_reference_is_the_initial_model_with_and_without_adapters(folder: Pa
         torch.testing.assert_close(policy.score_reference(packed), before)
 
 
-def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    from transformers import CohereConfig, CohereForCausalLM
-
-    config = CohereConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        logit_scale=0.1,
-    )
-    CohereForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(EngineFault, match="cohere"):
-        PolicyModel.load(tmp_path, tiny_settings())
-
-
 def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot be loaded"):
         PolicyModel.load(tmp_path, tiny_settings())
+
+
+def mistral(folder: Path) -> Path:
+    """Write a model whose layers see the last 16 tokens."""
+    config = MistralConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        initializer_range=0.2,
+        max_position_embeddings=256,
+    )
+    torch.manual_seed(0)
+    MistralForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_windows_slide_over_shared_prefixes_as_over_the_sequences_alone(tmp_path: Path, share: bool) -> None:
+    items = branching_items()
+    policy = PolicyModel.load(mistral(tmp_path), tiny_settings())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    pull = torch.randn(sum(len(each.terms) for each in items), generator=torch.Generator().manual_seed(1))
+    expected = torch.cat([plain_logprobs(plain, each) for each in items])
+    (expected * pull).sum().backward()
+    for packed in pack(items, 1 << 20, share):
+        scored = policy.score(packed).logprobs_N
+        torch.testing.assert_close(scored.detach(), expected.detach().float()[packed.terms.ids_N], atol=1e-5, rtol=0)
+        (scored * pull[packed.terms.ids_N]).sum().backward()
+    for name, parameter in plain.named_parameters():
+        mine, theirs = policy.trainable()[name].grad, parameter.grad
+        assert mine is not None
+        assert theirs is not None
+        assert (mine - theirs).norm() <= 1e-4 * theirs.norm(), name
+
+
+def test_an_architecture_without_attention_is_refused_in_one_sentence_that_names_it(tmp_path: Path) -> None:
+    config = MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(EngineFault, match=r"this model's architecture \(mamba\) cannot be trained here: .*") as caught:
+        PolicyModel.load(tmp_path, tiny_settings())
+    assert "\n" not in str(caught.value)

@@ -129,9 +129,14 @@ def test_a_shared_bins_loss_is_the_sum_of_its_sequences_losses(
     torch.testing.assert_close(shared, alone, atol=1e-4, rtol=1e-4)
 
 
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 5)), min_size=1, max_size=12))
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 5)), min_size=1, max_size=12),
+    st.one_of(st.none(), st.integers(1, 60)),
+)
 @settings(max_examples=100, deadline=None)
-def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, int]]) -> None:
+def test_each_query_row_sees_the_window_of_its_path_and_nothing_else(
+    shapes: list[tuple[int, int]], window: int | None
+) -> None:
     segments: list[Segment] = []
     for length, wish in shapes:
         parent = min(wish, len(segments) - 1)
@@ -146,8 +151,10 @@ def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, i
         for line in range(lines_):
             for query in range(queries):
                 keys = block.keys_BK[line].tolist()
-                mask = block.mask_BQK
-                sees = keys[: query + 1] if mask is None else [k for k, on in zip(keys, mask[line, query]) if on]
+                open_K = block.mask(window, 1, torch.float32)[line, query] == 0
+                sees = [key for key, seen in zip(keys, open_K, strict=True) if seen]
+                if block.is_plain(window):
+                    assert sees == keys[: query + 1]
                 laid.append((int(block.queries_BQ[line, query]), sees))
     for index, segment in enumerate(segments):
         path = list(range(segment.start, segment.start + segment.length))
@@ -157,4 +164,5 @@ def test_each_query_row_sees_its_path_and_nothing_else(shapes: list[tuple[int, i
             up = segments[up].parent
         for offset in range(segment.length):
             row = segment.start + offset
-            assert laid[int(tree.where_T[row])] == (row, path[: segment.depth + offset + 1])
+            end = segment.depth + offset + 1
+            assert laid[int(tree.where_T[row])] == (row, path[max(0, end - (window or end)) : end])

@@ -5,20 +5,20 @@ of them to the cache and then attends, so a sequence may use a block that anothe
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PretrainedConfig
 from transformers.modeling_utils import AttentionInterface
 
-from bombus.errors import EngineFault
+from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
+from bombus.architectures.shapes import ShapeRecorder
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import LaneStep, Rows
 
 NAME = "bombus_paged"
+PLAN = "kv_plan"  # the keyword of the attention function
 SHORT_CONTEXT_TOKENS = 256  # below this, padding costs less than one more kernel call
 SHORT_QUERY_TOKENS = 16
 RECTANGLE_MAX = 1 << 22  # elements of one bucket's mask
@@ -40,9 +40,23 @@ class Bucket:
     tokens: int
     rows: int
     table_N: Tensor
-    mask: Tensor  # [B, 1, Q, L], or [B, 1, G * Q, L] where query heads are folded into rows
+    reach_BQ: Tensor  # the last position that each query may see
     pad_BQ: Tensor | None
     take_T: Tensor | None
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when a layer needs them
+
+    def mask(self, window: int | None, length: int, groups: int, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores, [B, G x Q, L]: `groups` query heads are folded into rows."""
+        mask = self.masks.get((window, groups))
+        if mask is None:
+            back_BQL = self.reach_BQ[:, :, None] - torch.arange(length, device=self.reach_BQ.device)
+            hidden_BQL = back_BQL < 0 if window is None else (back_BQL < 0) | (back_BQL >= window)
+            mask = torch.zeros(hidden_BQL.shape, dtype=dtype, device=hidden_BQL.device)
+            mask = mask.masked_fill_(hidden_BQL, -torch.inf)
+            if groups > 1:
+                mask = mask[:, None].expand(-1, groups, -1, -1).reshape(self.rows, -1, length)
+            self.masks[window, groups] = mask
+        return mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +75,7 @@ class ForwardPlan:
 def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[SequenceChunk], heads: int) -> ForwardPlan:
     """Lay out `chunks` for one forward pass of a model with `heads` query heads, lanes first, then buckets."""
     device = pool.layers[0].device
-    groups = heads // pool.kv_heads
+    groups = heads // pool.kv_heads_min
     order: list[int] = []
     lanes: list[LaneStep] = []
     buckets: list[Bucket] = []
@@ -74,7 +88,7 @@ def plan_pass(pool: KvPool, rows: Rows | None, chunks: Sequence[SequenceChunk], 
             order += members
             tokens += len(members)
     for members in _buckets(chunks, rest, groups):
-        bucket = _bucket([chunks[number] for number in members], tokens, pool, groups, device)
+        bucket = _bucket([chunks[number] for number in members], tokens, pool, device)
         buckets.append(bucket)
         order += members
         tokens += bucket.tokens
@@ -136,7 +150,7 @@ def _shape(chunk: SequenceChunk) -> tuple[int, int]:
     return len(chunk.tokens).bit_length(), chunk.end
 
 
-def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, groups: int, device: torch.device) -> Bucket:
+def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, device: torch.device) -> Bucket:
     rows = len(chunks)
     size = pool.block_tokens
     counts = [len(chunk.tokens) for chunk in chunks]
@@ -151,14 +165,9 @@ def _bucket(chunks: Sequence[SequenceChunk], first: int, pool: KvPool, groups: i
         reach += range(chunk.start, chunk.end)
         reach += [0] * (queries - count)
     reach_BQ = torch.tensor(reach, device=device).view(rows, queries)
-    hidden_BQL = torch.arange(width * size, device=device) > reach_BQ[:, :, None]
-    mask = torch.zeros(hidden_BQL.shape, dtype=pool.layers[0].dtype, device=device)
-    mask = mask.masked_fill_(hidden_BQL, -torch.inf)[:, None]
-    if groups > 1 and queries > 1 and rows > 1:
-        mask = mask.expand(rows, groups, queries, -1).reshape(rows, 1, groups * queries, -1)
     ragged = any(count != queries for count in counts)
     pad, take = _gaps(counts, queries, device) if ragged else (None, None)
-    return Bucket(first, sum(counts), rows, torch.tensor(table, device=device), mask, pad, take)
+    return Bucket(first, sum(counts), rows, torch.tensor(table, device=device), reach_BQ, pad, take)
 
 
 def _gaps(counts: list[int], queries: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -181,55 +190,54 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    kv_plan: ForwardPlan,
-    **_: Any,
+    kv_plan: ForwardPlan | ShapeRecorder,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend for one layer: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
-    pool = kv_plan.pool
+    """Attend for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
+
+    Raises `EngineFault` for a layer that asks for more than `Scoring` has.
+    """
+    scoring = read_scoring(query, attention_mask, scaling, options)
+    if isinstance(kv_plan, ShapeRecorder):
+        return kv_plan.note(module, query, key, value), None
     layer = module.layer_idx
     assert isinstance(layer, int)
+    pool = kv_plan.pool
     pool.write(layer, kv_plan.slots_T, key, value)
-    if scaling is None:
-        scaling = query.shape[-1] ** -0.5
     parts: list[Tensor] = []
     for lane in kv_plan.lanes:
         lane.write(layer, key, value)
-        parts.append(lane.attend(query[0, :, lane.first : lane.first + lane.tokens], layer, scaling))
+        parts.append(lane.attend(query[0, :, lane.first : lane.first + lane.tokens], layer, scoring))
     for bucket in kv_plan.buckets:
         here = query[:, :, bucket.first : bucket.first + bucket.tokens]
-        parts.append(_attend(here, bucket, pool, layer, scaling))
+        parts.append(_attend(here, bucket, pool, layer, scoring))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
-def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scaling: float) -> Tensor:
-    """Return one bucket's output [T, H, D]."""
+def _attend(query_1HTD: Tensor, bucket: Bucket, pool: KvPool, layer: int, scoring: Scoring) -> Tensor:
+    """Return one bucket's output [T, H, E]."""
     keys, values = pool.gather(layer, bucket.table_N, bucket.rows)
     heads, dim = query_1HTD.shape[1], query_1HTD.shape[3]
-    groups = heads // pool.kv_heads
+    kv_heads, length = keys.shape[1:3]
+    groups = heads // kv_heads
     query_HTD = query_1HTD[0]
     if bucket.pad_BQ is not None:
         query_HTD = query_HTD.index_select(1, bucket.pad_BQ)
     query = query_HTD.view(heads, bucket.rows, -1, dim).transpose(0, 1)  # [B, H, Q, D]
     queries = query.shape[2]
-    if groups > 1 and bucket.rows == 1:
-        # The key and value heads become the batch, and their query heads share them without a copy.
-        query = query.reshape(pool.kv_heads, groups, queries, dim)
-        keys, values = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (keys, values))
-    elif groups > 1:
-        query = query.reshape(bucket.rows, pool.kv_heads, groups * queries, dim)
-    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=bucket.mask, scale=scaling)
-    out_BQHD = out.reshape(bucket.rows, heads, queries, dim).transpose(1, 2)
-    out_THD = out_BQHD.reshape(bucket.rows * queries, heads, dim)
-    return out_THD if bucket.take_T is None else out_THD.index_select(0, bucket.take_T)
-
-
-def check_supported(config: PretrainedConfig) -> None:
-    """Raise `EngineFault` for a model whose attention or head does more than this engine computes."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        raise EngineFault(f"this engine attends to the whole context; the model has layers of {sorted(kinds)}")
-    for field in ("attn_logit_softcapping", "final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, field, None) not in (None, 1, 1.0):
-            raise EngineFault(f"models with {field} are not supported by this engine")
-    if getattr(config, "num_key_value_heads", None) is None:
-        raise EngineFault(f"{config.model_type} models are not supported by this engine")
+    folds = groups > 1 and queries > 1 and bucket.rows > 1 and scoring.fused
+    mask = bucket.mask(scoring.window, length, groups if folds else 1, query.dtype)
+    if not scoring.fused:
+        by_group = query.reshape(bucket.rows, kv_heads, groups, queries, dim)
+        out = attend_in_full(by_group, keys, values, mask, scoring)
+    else:
+        if groups > 1 and bucket.rows == 1:
+            # The key and value heads become the batch, and their query heads share them without a copy.
+            query = query.reshape(kv_heads, groups, queries, dim)
+            keys, values = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (keys, values))
+        elif groups > 1:
+            query = query.reshape(bucket.rows, kv_heads, groups * queries, dim)
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask[:, None], scale=scoring.scaling)
+    out_BQHE = out.reshape(bucket.rows, heads, queries, -1).transpose(1, 2)
+    out_THE = out_BQHE.reshape(bucket.rows * queries, heads, -1)
+    return out_THE if bucket.take_T is None else out_THE.index_select(0, bucket.take_T)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from bombus.architectures.probing import context_of, refusing
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
@@ -25,6 +26,7 @@ from bombus_inference.backends.torch.adapted import (
     read_adapter,
     set_adapter,
 )
+from bombus_inference.backends.torch.checking import check_faithful
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.backends.torch.thread import EngineThread
@@ -34,6 +36,7 @@ from bombus_inference.settings import ComputeSettings
 # wait for longer than it computes whenever the HTTP side is busy.
 SWITCH_INTERVAL_S = 0.0005
 
+TRIAL_CACHE_BYTES = 64 << 20  # for small models that are tried and never served
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
 GAUGES = ("running", "waiting", "blocks", "blocks_held")
 
@@ -94,10 +97,7 @@ class TorchBackend:
         return state, read_adapter(policy.adapter, settings)
 
     def _make_engine(self, policy: Policy) -> Engine:
-        model = load_policy(policy.folder, self._run_settings, policy.adapter)
-        return Engine(
-            model, self._run_settings, run=policy.run, version=policy.version, job_tokens=policy.max_model_len
-        )
+        return make_engine(policy, self._run_settings)
 
     async def unload(self) -> None:
         self.version = -1
@@ -112,6 +112,21 @@ class TorchBackend:
 
     async def stop(self) -> None:
         await self.thread.stop()
+
+
+def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
+    """Load a policy and check that this engine computes it faithfully. Raises `EngineFault`."""
+    model = load_policy(policy.folder, settings, policy.adapter)
+    with refusing(model.config, "served"):
+        limit = settings.length_within(context_of(model.config), policy.max_model_len)
+    check_faithful(model, settings.block_tokens, limit)
+    return Engine(model, settings, run=policy.run, version=policy.version, job_tokens=policy.max_model_len)
+
+
+def check_model(folder: Path, tokens: int) -> None:
+    """Raise `EngineFault` unless this backend serves the model in `folder` in sequences of `tokens`."""
+    policy = Policy(folder, run=0, version=0, max_model_len=tokens)
+    make_engine(policy, ComputeSettings(kv_cache_bytes=TRIAL_CACHE_BYTES))
 
 
 def read_state(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> dict[str, Tensor]:

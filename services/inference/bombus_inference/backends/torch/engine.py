@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from bombus.architectures.logits import LogitsForm
+from bombus.architectures.probing import check_positions, context_of, refusing
+from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.adapted import LowRank, check_adapter, set_adapter
-from bombus_inference.backends.torch.attention import check_supported, plan_pass
+from bombus_inference.backends.torch.attention import PLAN, plan_pass
 from bombus_inference.backends.torch.cache import Blocks
 from bombus_inference.backends.torch.patching import TensorPatch, apply_patches
 from bombus_inference.backends.torch.pool import KvPool
@@ -70,30 +73,33 @@ class Engine:
         version: int,
         job_tokens: int | None = None,
     ) -> None:
-        config = model.config
-        check_supported(config)
+        text = model.config.get_text_config()
+        with refusing(model.config, "served"):
+            shapes = layer_shapes(model, PLAN)
+            context = context_of(model.config)
+            wanted = settings.length_within(context, job_tokens or context)
+            check_positions(model.config, wanted)
         self.settings = settings
         self.run = run
         self.version = version
         self._model = model
         self._decoder = model.get_decoder()
         self._head = model.get_output_embeddings()
-        self._heads = int(config.num_attention_heads)
+        self._form = LogitsForm.of(model.config)
+        self._heads = int(text.num_attention_heads)
         like = next(model.parameters())
         by_rows = like.device.type == "cpu" and like.dtype == torch.float32
         pool_bytes = settings.cache_bytes // 2 if by_rows else settings.cache_bytes
-        block_bytes = KvPool.block_bytes(config, settings.block_tokens, like.dtype)
+        block_bytes = KvPool.block_bytes(shapes, settings.block_tokens, like.dtype)
         count = pool_bytes // block_bytes
-        context = int(config.max_position_embeddings)
-        wanted = settings.length_within(context, job_tokens or context)
         self.max_model_len = self._sequence_tokens_max(wanted, count, block_bytes)
         self.limits = Limits(
             max_model_len=self.max_model_len,
-            vocabulary=int(config.vocab_size),
+            vocabulary=int(text.vocab_size),
             choices_max=CHOICES_MAX,
             waiting_max=settings.max_waiting,
         )
-        self._pool = KvPool(config, count, settings.block_tokens, like)
+        self._pool = KvPool(shapes, count, settings.block_tokens, like)
         self._rows = Rows(self._pool, settings.cache_bytes - pool_bytes) if by_rows else None
         self.blocks = Blocks(count, settings.block_tokens)
         self._scheduler = Scheduler(
@@ -217,7 +223,7 @@ class Engine:
             hidden_TD = hidden_1TD[0]
             if len(rows) < hidden_TD.shape[0]:
                 hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-            return ready, draw(self._head(hidden_TD), [sequence.draw() for sequence in ready])
+            return ready, draw(self._form(self._head(hidden_TD)), [sequence.draw() for sequence in ready])
 
     def _outputs(self, ready: Iterable[SequenceState], broken: set[int]) -> list[Output]:
         frames: dict[int, list[Frame]] = {}

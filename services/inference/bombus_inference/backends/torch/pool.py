@@ -5,29 +5,31 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
+
+from bombus.architectures.shapes import LayerShape
 
 
 class KvPool:
-    """Keys and values of every layer, each [blocks, block_tokens, 2, kv_heads, head_dim].
+    """Keys and values of every layer, each [blocks, block_tokens, width]: a token's keys, then its values.
 
     They start as zeros, because padded rows read blocks that were never written, and what is masked must not be NaN.
     """
 
-    def __init__(self, config: PretrainedConfig, blocks: int, block_tokens: int, like: Tensor) -> None:
+    def __init__(self, shapes: Sequence[LayerShape], blocks: int, block_tokens: int, like: Tensor) -> None:
         self.block_tokens = block_tokens
-        self.kv_heads = config.num_key_value_heads
-        self.head_dim = _head_dim(config)
-        shape = (blocks, block_tokens, 2, self.kv_heads, self.head_dim)
+        self.shapes = tuple(shapes)
         self.layers = [
-            torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(config.num_hidden_layers)
+            torch.zeros((blocks, block_tokens, shape.width), dtype=like.dtype, device=like.device) for shape in shapes
         ]
         self._gathered = torch.empty(0, dtype=like.dtype, device=like.device)
 
+    @property
+    def kv_heads_min(self) -> int:
+        return min(shape.kv_heads for shape in self.shapes)
+
     @staticmethod
-    def block_bytes(config: PretrainedConfig, block_tokens: int, dtype: torch.dtype) -> int:
-        values = block_tokens * 2 * config.num_key_value_heads * _head_dim(config)
-        return int(config.num_hidden_layers * values * dtype.itemsize)
+    def block_bytes(shapes: Sequence[LayerShape], block_tokens: int, dtype: torch.dtype) -> int:
+        return block_tokens * sum(shape.width for shape in shapes) * dtype.itemsize
 
     def wipe(self, blocks: Sequence[int]) -> None:
         """Set these blocks to zero."""
@@ -36,28 +38,25 @@ class KvPool:
             pool.index_fill_(0, index, 0)
 
     def write(self, layer: int, slots_T: Tensor, key_1HTD: Tensor, value_1HTD: Tensor) -> None:
-        pool = self.layers[layer]
-        both_T2HD = torch.stack((key_1HTD[0], value_1HTD[0])).permute(2, 0, 1, 3)
-        pool.view(-1, 2, self.kv_heads, self.head_dim).index_copy_(0, slots_T, both_T2HD)
+        sides = [side[0].transpose(0, 1).flatten(1) for side in (key_1HTD, value_1HTD)]
+        self.layers[layer].view(-1, self.shapes[layer].width).index_copy_(0, slots_T, torch.cat(sides, dim=1))
 
     def gather(self, layer: int, table_N: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values [rows, kv_heads, tokens, head_dim] of `rows` equally long lists of blocks.
+        """Return keys [rows, kv_heads, tokens, key_dim] and values of `rows` equally long lists of blocks.
 
         They are in a buffer that the next call overwrites: new memory for each layer would cost as much as the copy.
         """
-        pool = self.layers[layer]
+        pool, shape = self.layers[layer], self.shapes[layer]
         flat = pool.view(pool.shape[0], -1)
         wanted = table_N.shape[0] * flat.shape[1]
         if self._gathered.numel() < wanted:
             self._gathered = torch.empty(wanted * 5 // 4, dtype=pool.dtype, device=pool.device)
         out = self._gathered[:wanted].view(table_N.shape[0], flat.shape[1])
         torch.index_select(flat, 0, table_N, out=out)
-        both = out.view(rows, -1, 2, self.kv_heads, self.head_dim)
-        return both[:, :, 0].transpose(1, 2), both[:, :, 1].transpose(1, 2)
-
-
-def _head_dim(config: PretrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        tokens = out.view(rows, -1, shape.width)
+        keys = tokens[:, :, : shape.kv_heads * shape.key_dim].unflatten(2, (shape.kv_heads, shape.key_dim))
+        values = tokens[:, :, shape.kv_heads * shape.key_dim :].unflatten(2, (shape.kv_heads, shape.value_dim))
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

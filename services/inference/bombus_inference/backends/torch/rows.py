@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bombus.architectures.scoring import Scoring
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 
 CAPACITY_MIN = 64
@@ -21,7 +22,7 @@ ROWS_MIN = 8
 
 @dataclass(slots=True)
 class Lane:
-    """Rows of one capacity: keys [rows, kv_heads, head_dim, capacity] per layer; values have the last two swapped."""
+    """Rows of one capacity: per layer keys [rows, kv_heads, key_dim, capacity] and values [.., capacity, value_dim]."""
 
     capacity: int
     keys: list[Tensor]
@@ -54,30 +55,46 @@ class LaneStep:
     top: int
     rows_T: Tensor
     positions_T: Tensor
-    mask: Tensor  # [top * kv_heads, 1, length]
+    reach_R: Tensor  # the last position that each row may see
+    length: int
     pad_R: Tensor | None
+    masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)  # made when a layer needs them
 
     def write(self, layer: int, key_1HTD: Tensor, value_1HTD: Tensor) -> None:
         here = slice(self.first, self.first + self.tokens)
         self.lane.keys[layer][self.rows_T, :, :, self.positions_T] = key_1HTD[0, :, here].transpose(0, 1)
         self.lane.values[layer][self.rows_T, :, self.positions_T] = value_1HTD[0, :, here].transpose(0, 1)
 
-    def attend(self, query_HTD: Tensor, layer: int, scaling: float) -> Tensor:
-        """Return the attention's output [T, H, D]. Query heads that share a key head are rows of one matrix product."""
+    def attend(self, query_HTD: Tensor, layer: int, scoring: Scoring) -> Tensor:
+        """Return the attention's output [T, H, E]. Query heads that share a key head are rows of one matrix product."""
         keys, values = self.lane.keys[layer], self.lane.values[layer]
         heads, dim = query_HTD.shape[0], query_HTD.shape[2]
         batch = self.top * keys.shape[1]
-        length = self.mask.shape[2]
+        mask = self._mask(scoring.window, keys.shape[1])
         query_RHD = query_HTD.transpose(0, 1)
         if self.pad_R is not None:
             query_RHD = query_RHD.index_select(0, self.pad_R)
         query = query_RHD.reshape(batch, -1, dim)
-        keys_flat = keys[: self.top].view(batch, dim, -1)[:, :, :length]
-        scores = torch.baddbmm(self.mask, query, keys_flat, alpha=scaling)
-        shares = torch.softmax(scores, dim=-1)
-        out = torch.bmm(shares, values[: self.top].view(batch, -1, dim)[:, :length])
-        out_RHD = out.view(self.top, heads, dim)
-        return out_RHD if self.pad_R is None else out_RHD.index_select(0, self.rows_T)
+        keys_flat = keys[: self.top].view(batch, dim, -1)[:, :, : self.length]
+        if scoring.fused:
+            shares = torch.softmax(torch.baddbmm(mask, query, keys_flat, alpha=scoring.scaling), dim=-1)
+        else:
+            scores = scoring.capped(torch.bmm(query, keys_flat) * scoring.scaling) + mask
+            by_head = scores.view(self.top, keys.shape[1], -1, self.length)
+            shares = scoring.shares(by_head, heads_first=1).view(batch, -1, self.length)
+        out = torch.bmm(shares, values[: self.top].view(batch, -1, values.shape[3])[:, : self.length])
+        out_RHE = out.view(self.top, heads, -1)
+        return out_RHE if self.pad_R is None else out_RHE.index_select(0, self.rows_T)
+
+    def _mask(self, window: int | None, kv_heads: int) -> Tensor:
+        """Return what is added to the scores, [top * kv_heads, 1, length]."""
+        mask = self.masks.get((window, kv_heads))
+        if mask is None:
+            back_RL = self.reach_R[:, None] - torch.arange(self.length, device=self.reach_R.device)
+            hidden_RL = back_RL < 0 if window is None else (back_RL < 0) | (back_RL >= window)
+            mask_RL = torch.zeros(hidden_RL.shape, device=hidden_RL.device).masked_fill_(hidden_RL, -torch.inf)
+            mask = self.masks[window, kv_heads] = mask_RL.repeat_interleave(kv_heads, dim=0)[:, None]
+        return mask
 
 
 class Rows:
@@ -127,8 +144,6 @@ class Rows:
         for index, (number, chunk) in enumerate(zip(numbers, chunks)):
             reach[number] = chunk.start
             pad[number] = index
-        hidden_RL = torch.arange(length, device=device) > torch.tensor(reach, device=device)[:, None]
-        mask_RL = torch.zeros(hidden_RL.shape, device=device).masked_fill_(hidden_RL, -torch.inf)
         return LaneStep(
             first=first,
             tokens=len(chunks),
@@ -136,7 +151,8 @@ class Rows:
             top=top,
             rows_T=torch.tensor(numbers, device=device),
             positions_T=torch.tensor([chunk.start for chunk in chunks], device=device),
-            mask=mask_RL.repeat_interleave(self._pool.kv_heads, dim=0)[:, None],
+            reach_R=torch.tensor(reach, device=device),
+            length=length,
             pad_R=torch.tensor(pad, device=device) if top > len(chunks) else None,
         )
 
@@ -207,11 +223,9 @@ class Rows:
         return lane
 
     def _tensors(self, capacity: int, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        pool = self._pool
-        like = pool.layers[0]
-        keys = (rows, pool.kv_heads, pool.head_dim, capacity)
-        values = (rows, pool.kv_heads, capacity, pool.head_dim)
-        return [like.new_zeros(keys) for _ in pool.layers], [like.new_zeros(values) for _ in pool.layers]
+        like, shapes = self._pool.layers[0], self._pool.shapes
+        keys = [like.new_zeros(rows, shape.kv_heads, shape.key_dim, capacity) for shape in shapes]
+        return keys, [like.new_zeros(rows, shape.kv_heads, capacity, shape.value_dim) for shape in shapes]
 
     def _drop_unused(self) -> None:
         for capacity in [capacity for capacity, lane in self._lanes.items() if lane.used == 0]:
@@ -219,5 +233,4 @@ class Rows:
 
     def _lane_bytes(self, capacity: int, rows: int) -> int:
         pool = self._pool
-        values = 2 * pool.kv_heads * pool.head_dim * capacity * rows
-        return int(values * len(pool.layers) * pool.layers[0].dtype.itemsize)
+        return sum(shape.width for shape in pool.shapes) * capacity * rows * pool.layers[0].dtype.itemsize

@@ -5,7 +5,7 @@ computed together: padding inside a block is bounded by `WASTE_MAX`, and never r
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,26 +13,55 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
+from bombus.architectures.shapes import ShapeRecorder
 from bombus_trainer.data.packing import Segment
 from bombus_trainer.data.sequences import Ints
 
 NAME = "bombus_tree"
 WASTE_MAX = 1.3  # a block may compute at most this many times what its segments need
 CALL_COST = 1 << 14  # the cost of one more kernel call, in query-key products
+MASK_ELEMENTS_MAX = 1 << 22  # of a block of several segments; its mask is kept once for each window of the model
+MASK_ALIGNMENT = 8  # the fused kernels copy a mask whose rows do not start at multiples of this
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
     """B segments attended together: padded rows of their queries [B, Q] and keys [B, K].
 
-    A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i.
-    Padding comes last, where only padding attends to it. `mask_BQK` is None when all offsets are zero: plain causal
-    attention.
+    A segment's keys are its ancestors' tokens in order, then its own, so query i attends to keys up to offset + i, and
+    a key's place is its position in the sequence. Padding comes last, where only padding attends to it. `causal`: all
+    offsets are zero, so that without a window this is plain causal attention.
     """
 
     queries_BQ: Tensor
     keys_BK: Tensor
-    mask_BQK: Tensor | None
+    offsets_B: Tensor
+    causal: bool
+    masks: dict[tuple[int | None, int, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
+        """Return what is added to the scores, [B, G x Q, K]: `groups` query heads are folded into rows.
+
+        It is made once and shared by all layers with this window.
+        """
+        mask = self.masks.get((window, groups, dtype))
+        if mask is None:
+            rows, queries, keys = *self.queries_BQ.shape, self.keys_BK.shape[1]
+            device = self.offsets_B.device
+            sees_BQ = self.offsets_B[:, None] + torch.arange(queries, device=device)
+            back_BQK = sees_BQ[:, :, None] - torch.arange(keys, device=device)
+            hidden_BQK = back_BQK < 0 if window is None else (back_BQK < 0) | (back_BQK >= window)
+            aligned = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+            mask = torch.zeros((rows, groups, queries, aligned), dtype=dtype, device=device)[..., :keys]
+            mask.masked_fill_(hidden_BQK[:, None], -torch.inf)
+            mask = mask.view(rows, groups * queries, keys)
+            self.masks[window, groups, dtype] = mask
+        return mask
+
+    def is_plain(self, window: int | None) -> bool:
+        """Whether this is causal attention to the whole row."""
+        return self.causal and (window is None or self.keys_BK.shape[1] <= window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,18 +77,14 @@ class AttentionPlan:
     """A row's attention cut into blocks, as arrays by name, to be moved to a device before `tree` is called."""
 
     arrays: dict[str, Ints]
-    masked: tuple[bool, ...]  # for each block: whether it has a segment with ancestors
+    causal: tuple[bool, ...]  # for each block: whether none of its segments has ancestors
 
     def tree(self, moved: Mapping[str, Tensor]) -> TrieAttention:
         """Return the attention with `moved`, the tensors of `arrays` on a device. It may have other tensors too."""
         blocks = []
-        for number, masked in enumerate(self.masked):
+        for number, causal in enumerate(self.causal):
             queries_BQ, keys_BK, offsets_B = (moved[f"{what}.{number}"] for what in ("queries", "keys", "offsets"))
-            mask_BQK = None
-            if masked:
-                sees_BQ = offsets_B[:, None] + torch.arange(queries_BQ.shape[1], device=offsets_B.device)
-                mask_BQK = torch.arange(keys_BK.shape[1], device=offsets_B.device) <= sees_BQ[:, :, None]
-            blocks.append(Block(queries_BQ, keys_BK, mask_BQK))
+            blocks.append(Block(queries_BQ, keys_BK, offsets_B, causal))
         return TrieAttention(tuple(blocks), moved["where"])
 
 
@@ -68,7 +93,7 @@ def plan(segments: Sequence[Segment]) -> AttentionPlan:
     keys = _key_rows(segments)
     lengths = [(len(keys[index]), segment.length) for index, segment in enumerate(segments)]
     arrays: dict[str, Ints] = {}
-    masked: list[bool] = []
+    causal: list[bool] = []
     where_T = np.zeros(sum(segment.length for segment in segments), dtype=np.int64)
     base = 0
     for number, members in enumerate(_batches(lengths)):
@@ -84,9 +109,9 @@ def plan(segments: Sequence[Segment]) -> AttentionPlan:
             where_T[rows] = base + line * wide + np.arange(segment.length)
         base += len(members) * wide
         offsets_B = np.array([segments[index].depth for index in members])
-        masked.append(bool(offsets_B.any()))
+        causal.append(not offsets_B.any())
         arrays |= {f"queries.{number}": queries_BQ, f"keys.{number}": keys_BK, f"offsets.{number}": offsets_B}
-    return AttentionPlan({**arrays, "where": where_T}, tuple(masked))
+    return AttentionPlan({**arrays, "where": where_T}, tuple(causal))
 
 
 def _key_rows(segments: Sequence[Segment]) -> list[Ints]:
@@ -110,7 +135,8 @@ def _batches(lengths: list[tuple[int, int]]) -> list[list[int]]:
         if batches and _rooted(lengths[batches[-1][0]]) == _rooted(lengths[index]):
             padded = (len(batches[-1]) + 1) * keys * max(wide, queries)
             needs = needed + keys * queries
-            if padded <= WASTE_MAX * needs + CALL_COST:
+            fits = _rooted(lengths[index]) or padded <= MASK_ELEMENTS_MAX
+            if fits and padded <= WASTE_MAX * needs + CALL_COST:
                 batches[-1].append(index)
                 needed, wide = needs, max(wide, queries)
                 continue
@@ -129,37 +155,61 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    tree: TrieAttention,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: object,
+    *,
+    tree: TrieAttention | ShapeRecorder,
+    **options: object,
 ) -> tuple[Tensor, None]:
-    """Attend: query [1, heads, T, d], key and value [1, kv heads, T, d] -> [1, T, heads, d].
+    """Attend: query [1, heads, T, d], key [1, kv heads, T, d], value [1, kv heads, T, e] -> [1, T, heads, e].
 
-    transformers calls this for every layer with the keyword arguments of its own backends, most of which are unused
-    here; `tree` is ours, passed through the model's forward.
+    transformers calls this for every layer with the keyword arguments of its own backends; `tree` is ours, passed
+    through the model's forward. Raises `EngineFault` for a layer that asks for more than `Scoring` has.
     """
-    if sliding_window is not None:
-        raise NotImplementedError("sliding-window attention")
-    heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[3]
-    query_TE = query[0].transpose(0, 1).reshape(-1, heads * size)
-    key_TE = key[0].transpose(0, 1).reshape(-1, kv_heads * size)
-    value_TE = value[0].transpose(0, 1).reshape(-1, kv_heads * size)
+    scoring = read_scoring(query, attention_mask, scaling, options)
+    if isinstance(tree, ShapeRecorder):
+        return tree.note(module, query, key, value), None
+    heads, kv_heads = query.shape[1], key.shape[1]
+    query_TE, key_TE, value_TE = (side[0].transpose(0, 1).flatten(1) for side in (query, key, value))
     results = []
     for block in tree.blocks:
-        out = scaled_dot_product_attention(
+        out_BHQE = _attend(
+            block,
             _take(query_TE, block.queries_BQ, heads),
             _take(key_TE, block.keys_BK, kv_heads),
             _take(value_TE, block.keys_BK, kv_heads),
-            attn_mask=None if block.mask_BQK is None else block.mask_BQK[:, None],
-            is_causal=block.mask_BQK is None,
-            scale=scaling,
-            enable_gqa=heads != kv_heads,
+            scoring,
         )
-        results.append(out.transpose(1, 2).reshape(-1, heads * size))
+        results.append(out_BHQE.transpose(1, 2).flatten(2).flatten(0, 1))
     flat = torch.cat(results) if len(results) > 1 else results[0]
-    return flat.index_select(0, tree.where_T).view(1, -1, heads, size), None
+    return flat.index_select(0, tree.where_T).unflatten(1, (heads, -1))[None], None
+
+
+def _attend(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Attend within a block: query [B, H, Q, D], key [B, N, K, D], value [B, N, K, E] -> [B, H, Q, E].
+
+    With a mask, CUDA's fused kernels take as many key heads as query heads. The query heads of a key head are therefore
+    folded into its rows; in a block of one segment the key heads become the batch, which needs no larger mask.
+    """
+    rows, heads, queries, size = query.shape
+    kv_heads = key.shape[1]
+    groups = heads // kv_heads
+    window = scoring.window
+    if not scoring.fused:
+        by_group = query.view(rows, kv_heads, groups, queries, size)
+        mask = block.mask(window, 1, torch.float32)
+        return attend_in_full(by_group, key, value, mask, scoring).flatten(1, 2)
+    if block.is_plain(window):
+        shared = groups > 1
+        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=shared)
+    folds = groups > 1 and rows > 1
+    mask = block.mask(window, groups if folds else 1, query.dtype)[:, None]
+    if folds:
+        query = query.reshape(rows, kv_heads, groups * queries, size)
+    elif groups > 1:
+        query = query.reshape(kv_heads, groups, queries, size)
+        key, value = (side.transpose(0, 1).expand(-1, groups, -1, -1) for side in (key, value))
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scoring.scaling)
+    return out.reshape(rows, heads, queries, -1)
 
 
 def _take(rows_TE: Tensor, index_BL: Tensor, heads: int) -> Tensor:

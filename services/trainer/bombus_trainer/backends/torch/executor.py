@@ -142,7 +142,7 @@ class Executor:
         settings = self.settings
         packing = settings.config.enable_packing
         tokens_max = settings.bin_tokens if packing else 1  # a bin for each sequence: no two fit into one
-        share = packing and settings.share_prefixes
+        share = packing and settings.config.share_prefixes
         bins = pack(items, tokens_max, share)
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))

@@ -10,6 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bombus.architectures.logits import AS_IS, LogitsForm
+
+
+@dataclass(frozen=True, eq=False)
+class OutputLayer:
+    """The matrix W [V, H] of an output layer, its bias [V] if it has one, and what is done to their result."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    form: LogitsForm = AS_IS
+
 
 @dataclass(frozen=True, eq=False)
 class HeadPlan:
@@ -32,76 +43,93 @@ class HeadPlan:
 
 
 def chosen_logprobs(
-    hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool = False
+    hidden_UH: Tensor, output: OutputLayer, head: HeadPlan, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Compute log softmax(hidden W^T / temperature)[target] for each term [N], and each term's entropy [N].
+    """Compute log softmax(logits / temperature)[target] for each term [N], and each term's entropy [N].
 
     The entropy has a gradient only with `entropy_grad`: it costs a second product with W. Everything is computed in
     float32 whatever the inputs are.
     """
     logprobs_N, entropy_U = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_UH, weight_VH, head, entropy_grad
+        hidden_UH, output.weight_VH, output.bias_V, output.form, head, entropy_grad
     )
     return logprobs_N, entropy_U[head.head_of_term_N]
 
 
-def _logits(hidden_UH: Tensor, weight_VH: Tensor, temperatures_U: Tensor) -> Tensor:
-    return (hidden_UH @ weight_VH.t()).float() / temperatures_U[:, None]
+def _logits(hidden_UH: Tensor, output: OutputLayer, temperatures_U: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return logits / temperature [U, V], and d logits / d (hidden W^T)."""
+    outputs_UV = (hidden_UH @ output.weight_VH.t()).float()
+    if output.bias_V is not None:
+        outputs_UV = outputs_UV + output.bias_V.float()
+    logits_UV = output.form(outputs_UV)
+    return logits_UV / temperatures_U[:, None], output.form.slope(logits_UV)
 
 
 class _ChosenLogprobs(torch.autograd.Function):
-    """d logprob_n / d hidden_u = (W[target_n] - p_u W) / temperature_u, so p_u W is all that backward needs.
+    """d logprob_n / d hidden_u = (s_n W[target_n] - (p_u s_u) W) / temperature_u, with s the slopes of the logits.
 
-    d entropy_u / d logit_v = -p_v (log p_v + entropy_u), so for the entropy it is (p_u (log p_u + entropy_u)) W.
+    So (p_u s_u) W is all that backward needs. d entropy_u / d logit_v = -p_v (log p_v + entropy_u), so for the entropy
+    it is (p_u (log p_u + entropy_u) s_u) W.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, entropy_grad: bool
+    def forward(  # noqa: PLR0913 - the inputs of an autograd function are one list
+        ctx: Any,
+        hidden_UH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        form: LogitsForm,
+        head: HeadPlan,
+        entropy_grad: bool,
     ) -> tuple[Tensor, Tensor]:
         wide_VH = _wide(weight_VH)
+        output = OutputLayer(wide_VH, bias_V, form)
         logprobs_N = torch.empty(len(head.targets_N), dtype=torch.float32, device=hidden_UH.device)
+        slopes_N = torch.empty_like(logprobs_N)
         entropy_U = torch.empty(len(hidden_UH), dtype=torch.float32, device=hidden_UH.device)
         needs_hidden = ctx.needs_input_grad[0]
         expected_UH = torch.empty(hidden_UH.shape if needs_hidden else (0,), device=hidden_UH.device)
         narrowing_UH = torch.empty(hidden_UH.shape if needs_hidden and entropy_grad else (0,), device=hidden_UH.device)
         for heads, terms in head.slices():
-            logits_UV = _logits(hidden_UH[heads].to(wide_VH.dtype), wide_VH, head.temperatures_U[heads])
+            logits_UV, slope = _logits(hidden_UH[heads].to(wide_VH.dtype), output, head.temperatures_U[heads])
             total_U = logits_UV.logsumexp(dim=1)
             at_N = head.head_of_term_N[terms] - heads.start
             logprobs_N[terms] = logits_UV[at_N, head.targets_N[terms]] - total_U[at_N]
+            slopes_N[terms] = slope[at_N, head.targets_N[terms]] if isinstance(slope, Tensor) else slope
             probs_UV = torch.softmax(logits_UV, dim=1)
             entropy_U[heads] = total_U - (probs_UV * logits_UV).sum(dim=1)
             if needs_hidden:
-                expected_UH[heads] = (probs_UV.to(wide_VH.dtype) @ wide_VH).float()
+                expected_UH[heads] = ((probs_UV * slope).to(wide_VH.dtype) @ wide_VH).float()
                 if entropy_grad:
-                    pull_UV = _narrowing(probs_UV, logits_UV, total_U, entropy_U[heads])
+                    pull_UV = _narrowing(probs_UV, logits_UV, total_U, entropy_U[heads]) * slope
                     narrowing_UH[heads] = (pull_UV.to(wide_VH.dtype) @ wide_VH).float()
-        ctx.save_for_backward(hidden_UH, weight_VH, expected_UH, narrowing_UH)
-        ctx.head = head
+        ctx.save_for_backward(hidden_UH, weight_VH, bias_V, expected_UH, narrowing_UH, slopes_N)
+        ctx.head, ctx.form = head, form
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy_U)
         ctx.entropy_grad = entropy_grad
         return logprobs_N, entropy_U
 
     @staticmethod
-    def backward(ctx: Any, grad_N: Tensor, entropy_grad_U: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        hidden_UH, weight_VH, expected_UH, narrowing_UH = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_N: Tensor, entropy_grad_U: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
+        hidden_UH, weight_VH, bias_V, expected_UH, narrowing_UH, slopes_N = ctx.saved_tensors
         head: HeadPlan = ctx.head
         at_N, targets_N = head.head_of_term_N, head.targets_N
         grad_U = grad_N.new_zeros(len(hidden_UH)).index_add_(0, at_N, grad_N)
-        grad_hidden = grad_weight = None
+        grad_hidden = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            chosen_NH = weight_VH[targets_N].float() * grad_N[:, None]
+            chosen_NH = weight_VH[targets_N].float() * (grad_N * slopes_N)[:, None]
             pulled_UH = torch.zeros_like(expected_UH).index_add_(0, at_N, chosen_NH)
             pulled_UH -= grad_U[:, None] * expected_UH
             if ctx.entropy_grad:
                 pulled_UH -= entropy_grad_U[:, None] * narrowing_UH
             grad_hidden = (pulled_UH / head.temperatures_U[:, None]).to(hidden_UH.dtype)
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
             grads = _OutputGradients(grad_N, grad_U, entropy_grad_U if ctx.entropy_grad else None)
-            grad_weight = _weight_gradient(hidden_UH, weight_VH, head, grads)
-        return grad_hidden, grad_weight, None, None
+            grad_weight, grad_bias = _output_gradients(hidden_UH, OutputLayer(weight_VH, bias_V, ctx.form), head, grads)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
 def _narrowing(probs_UV: Tensor, logits_UV: Tensor, total_U: Tensor, entropy_U: Tensor) -> Tensor:
@@ -118,12 +146,17 @@ class _OutputGradients:
     entropy_U: Tensor | None
 
 
-def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grads: _OutputGradients) -> Tensor:
-    wide_VH = _wide(weight_VH)
+def _output_gradients(
+    hidden_UH: Tensor, output: OutputLayer, head: HeadPlan, grads: _OutputGradients
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of an output layer's matrix and, if it has one, of its bias."""
+    weight_VH, bias_V = output.weight_VH, output.bias_V
+    wide = OutputLayer(_wide(weight_VH), bias_V, output.form)
     total_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
+    total_V = torch.zeros(weight_VH.shape[0], dtype=torch.float32, device=weight_VH.device)
     for heads, terms in head.slices():
-        slice_UH = hidden_UH[heads].to(wide_VH.dtype)
-        logits_UV = _logits(slice_UH, wide_VH, head.temperatures_U[heads])
+        slice_UH = hidden_UH[heads].to(wide.weight_VH.dtype)
+        logits_UV, slope = _logits(slice_UH, wide, head.temperatures_U[heads])
         probs_UV = torch.softmax(logits_UV, dim=1)
         of_entropy_UV = None
         if grads.entropy_U is not None:
@@ -136,8 +169,10 @@ def _weight_gradient(hidden_UH: Tensor, weight_VH: Tensor, head: HeadPlan, grads
         if of_entropy_UV is not None:
             grads_UV -= of_entropy_UV
         grads_UV /= head.temperatures_U[heads, None]
-        total_VH += (grads_UV.to(wide_VH.dtype).t() @ slice_UH).float()
-    return total_VH.to(weight_VH.dtype)
+        grads_UV *= slope
+        total_VH += (grads_UV.to(wide.weight_VH.dtype).t() @ slice_UH).float()
+        total_V += grads_UV.sum(dim=0)
+    return total_VH.to(weight_VH.dtype), None if bias_V is None else total_V.to(bias_V.dtype)
 
 
 def _wide(weight_VH: Tensor) -> Tensor:

@@ -11,12 +11,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bombus.architectures.logits import LogitsForm
+from bombus.architectures.probing import (
+    PROBE_TOKENS,
+    Disagreement,
+    check_positions,
+    compared,
+    context_of,
+    probe_lines,
+    probe_tokens,
+    reference_logprobs,
+    refusing,
+)
+from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig
 from bombus.weights.models import load_model
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
-from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
 from bombus_trainer.backends.torch.lora import (
     BASE,
     LoraLinear,
@@ -37,8 +50,6 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LOSS_TERMS = ("sampler_logprobs_N", "advantages_N", "weights_N")
-CHECK_TOKENS = 12
-CHECK_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +72,12 @@ class PolicyModel:
     def __init__(self, model: "PreTrainedModel", export_dtype: torch.dtype, settings: TrainerSettings) -> None:
         self.device = torch.device(settings.device)
         self.export_dtype = export_dtype
-        self.vocab_size = int(model.config.vocab_size)
+        self.vocab_size = int(model.config.get_text_config().vocab_size)
         self._model = model
         self._settings = settings
         self._reference: PreTrainedModel | None = None
         self._autocast = False
+        self._form = LogitsForm.of(model.config)
         self._cost = cost_of(model, trained=settings.config.lora_rank == 0)
         width = torch.finfo(torch.float32).bits // 8
         self._head_rows_max = max(16, settings.logits_bytes_max // (width * self.vocab_size))
@@ -81,8 +93,9 @@ class PolicyModel:
         loaded = torch.float32 if on_cpu or not settings.config.lora_rank else export
         model = load_model(folder, dtype=str(loaded).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
-        policy = cls(model, export, settings)
-        policy._check_faithful()  # in the precision of the weights: bfloat16 would hide what this looks for
+        with refusing(model.config, "trained"):
+            policy = cls(model, export, settings)
+            policy._check_faithful()  # in the precision of the weights: bfloat16 would hide what this looks for
         # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
         # multiply in the precision that will be served.
         policy._autocast = settings.config.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
@@ -149,41 +162,37 @@ class PolicyModel:
             temperatures_U=moved["head_temperatures"],
             rows_max=self._head_rows_max,
         )
-        weight_VH = model.get_output_embeddings().weight
+        layer = model.get_output_embeddings()
+        output = OutputLayer(layer.weight, getattr(layer, "bias", None), self._form)
         entropy_grad = self._settings.config.entropy_coef > 0.0
         chosen_UH = hidden_1TH[0].index_select(0, moved["head_rows"])
-        scores = chosen_logprobs(chosen_UH, weight_VH, head, entropy_grad)
+        scores = chosen_logprobs(chosen_UH, output, head, entropy_grad)
         return ScoredTerms(*scores, {name: moved[name] for name in ("lines_N", *LOSS_TERMS)}, packed.sequences)
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
 
     def _check_faithful(self) -> None:
-        """Compare a tree of two branches with the model's own forward pass: some families do more to their logits.
+        """Raise `EngineFault` for an architecture that this trainer does not compute faithfully."""
+        config = self._model.config
+        limit = min(self._settings.job.rollout.max_model_len, context_of(config))
+        check_positions(config, limit)
+        layer_shapes(self._model, "tree")
+        self.disagreement(limit).check(self._model.dtype)
 
-        Raises `EngineFault` for soft-capped or scaled logits, sliding windows, biases on the output layer and
-        anything else that would make the trained distribution differ from the sampled one.
+    def disagreement(self, limit: int) -> Disagreement:
+        """Compare a tree of two branches with transformers' own forward pass of each, beyond the model's windows.
+
+        `limit` is the length of the longest sequence in tokens.
         """
-        trunk = np.arange(CHECK_TOKENS) * 7 % self.vocab_size
-        lines = [np.concatenate([trunk, (trunk + shift) % self.vocab_size]) for shift in (1, 3)]
-        items = [probe(line, number) for number, line in enumerate(lines)]
-        (packed,) = pack(items, bin_tokens=1 << 20, shared_tokens_min=4)
+        lines = probe_lines(self.vocab_size, probe_tokens(self._model.config, limit, PROBE_TOKENS))
+        items = [probe(lines[0].numpy(), 0), probe(lines[1].numpy(), len(lines[0]) - 1)]
+        (packed,) = pack(items, bin_tokens=1 << 24, shared_tokens_min=4)
         with torch.no_grad():
-            try:
-                ours_N = self.score(packed).logprobs_N.cpu()[np.argsort(packed.terms.ids_N)]
-            except (TypeError, NotImplementedError, AttributeError) as error:
-                raise EngineFault(f"this model's architecture cannot be trained here: {error}") from error
-            ids = torch.from_numpy(np.stack(lines)).to(self.device)
-            self._model.set_attn_implementation("sdpa")
-            logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits.float()
-            self._model.set_attn_implementation(NAME)
-            theirs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0].cpu()
-        worst = float((ours_N - theirs.flatten()).abs().max())
-        if not worst <= CHECK_TOLERANCE[self._model.dtype]:
-            raise EngineFault(
-                f"this model's architecture ({self._model.config.model_type}) cannot be trained here: its logprobs "
-                f"differ by {worst:.3g} from those that the trainer computes"
-            )
+            scored_N = self.score(packed).logprobs_N.cpu()[np.argsort(packed.terms.ids_N)]
+        parts = scored_N.split([len(line) - 1 for line in lines])
+        ours = [part[-compared(line) :] for line, part in zip(lines, parts, strict=True)]
+        return Disagreement.between(ours, [reference_logprobs(self._model, line) for line in lines])
 
     # ---- weights ----------------------------------------------------------------------------------------------
 
@@ -239,11 +248,11 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
 
 
-def probe(line: Ints, number: int) -> TrainingItem:
-    """Make a sequence that is only scored, the `number`-th of its length: all its tokens but the first are terms."""
+def probe(line: Ints, first_id: int) -> TrainingItem:
+    """Make a sequence that is only scored: all its tokens but the first are terms, numbered from `first_id`."""
     count = len(line) - 1
     ones = np.ones(count, dtype=np.float32)
-    ids = np.arange(count) + number * count
+    ids = np.arange(count) + first_id
     return TrainingItem(line, np.arange(1, len(line)), Terms(ids, line[1:], ones, ones, ones, ones))
 
 

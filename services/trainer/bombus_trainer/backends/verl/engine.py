@@ -13,11 +13,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bombus.architectures.probing import (
+    Disagreement,
+    check_positions,
+    context_of,
+    probe_lines,
+    probe_tokens,
+    refusing,
+)
 from bombus.errors import EngineFault
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
@@ -31,6 +38,7 @@ from bombus_trainer.data.sharding import MicroBatch
 from bombus_trainer.settings import TrainerSettings
 
 VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
+DTYPES_COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
 TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -110,9 +118,34 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
-    with engine.eval_mode():  # raises if the model changes what its head returns
-        compute(engine, [probe(np.zeros(2, dtype=np.int64), 0)], lambda model_output, **_: (torch.zeros(()), {}), False)
+    hf_config = engine.model_config.hf_config
+    with engine.eval_mode(), refusing(hf_config, "trained"):
+        limit = min(settings.job.rollout.max_model_len, context_of(hf_config))
+        check_positions(hf_config, limit)
+        _check_packing(engine, probe_tokens(hf_config, limit)).check(DTYPES_COMPUTED[computed])
     return engine
+
+
+def _check_packing(engine: Any, tokens: int) -> Disagreement:
+    """Compare two sequences of about `tokens` in one micro-batch with each of them alone.
+
+    verl computes with transformers' own attention, so what can be wrong is that sequences of a row see each other, or
+    that a window counts from the row's beginning. Raises if the model changes what its head returns.
+    """
+    vocabulary = int(engine.model_config.hf_config.get_text_config().vocab_size)
+    lines = [probe(line.numpy(), 0) for line in probe_lines(vocabulary, tokens)]
+    return Disagreement.between([_scored(engine, lines)], [_scored(engine, [line]) for line in lines])
+
+
+def _scored(engine: Any, micro_batch: MicroBatch) -> Tensor:
+    found: list[Tensor] = []
+
+    def keep(model_output: dict[str, Tensor], **_: object) -> tuple[Tensor, dict[str, float]]:
+        found.append(model_output["log_probs"].values().detach().float().cpu())
+        return torch.zeros(()), {}
+
+    compute(engine, micro_batch, keep, backward=False)
+    return found[0]
 
 
 @cache
@@ -145,10 +178,7 @@ def _engine_class() -> Any:
         def prepare_model_outputs(self, output: Any, micro_batch: Any, **_: object) -> dict[str, Tensor]:
             result, self._head.result = self._head.result, None
             if result is None or output.logits is not result:
-                raise EngineFault(
-                    f"this model's architecture ({self.model_config.hf_config.model_type}) cannot be trained here: it "
-                    "does more to its logits than multiply with a matrix"
-                )
+                raise EngineFault("it does more to its logits than multiply with a matrix")
             logprobs_N, entropy_N = result
             mask = micro_batch["loss_mask"]
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bombus_trainer.backends.torch.head import HeadPlan, chosen_logprobs
+from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
 from bombus_trainer.data.packing import Terms
 from bombus_trainer.data.sharding import MicroBatch
 
@@ -45,7 +45,8 @@ class TermsHead(nn.Module):
         assert self.query is not None, "the engine sets the query before it passes a micro-batch on"
         chosen_NH = hidden_BTH.flatten(0, 1).index_select(0, self.query.rows_N)
         with torch.autocast(hidden_BTH.device.type, enabled=False):  # it has its own precision
-            self.result = torch.stack(chosen_logprobs(chosen_NH, self.weight, self.query.head, self.entropy_grad))
+            output = OutputLayer(self.weight)
+            self.result = torch.stack(chosen_logprobs(chosen_NH, output, self.query.head, self.entropy_grad))
         return self.result
 
 

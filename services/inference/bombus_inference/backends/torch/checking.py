@@ -1,0 +1,86 @@
+"""The engine's check of itself at load: chunks, pages and rows of a probe, against transformers' own forward pass."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from bombus.architectures.logits import LogitsForm
+from bombus.architectures.probing import (
+    PROBE_TOKENS,
+    Disagreement,
+    chosen,
+    compared,
+    probe_lines,
+    probe_tokens,
+    reference_logprobs,
+    refusing,
+)
+from bombus.architectures.shapes import layer_shapes
+from bombus_inference.backends.torch.attention import PLAN, plan_pass
+from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
+from bombus_inference.backends.torch.rows import Rows
+
+SINGLE_TOKENS = 6  # at the end of each line: the third and later ones are computed in rows, where there are any
+ROWS_BYTES = 256 << 20
+
+
+def check_faithful(model: PreTrainedModel, block_tokens: int, limit: int) -> None:
+    """Raise `EngineFault`, which names the architecture, for a model that this engine does not compute faithfully."""
+    with refusing(model.config, "served"):
+        disagreement(model, block_tokens, limit).check(model.dtype)
+
+
+def disagreement(model: PreTrainedModel, block_tokens: int, limit: int) -> Disagreement:
+    """Compare what the engine computes with transformers' forward pass, for sequences of up to `limit` tokens."""
+    with torch.no_grad():
+        tokens = probe_tokens(model.config, limit, max(PROBE_TOKENS, 2 * block_tokens + SINGLE_TOKENS))
+        lines = probe_lines(int(model.config.get_text_config().vocab_size), tokens)
+        theirs = [reference_logprobs(model, line) for line in lines]
+        return Disagreement.between(_paged_logprobs(model, block_tokens, lines), theirs)
+
+
+@torch.inference_mode()
+def _paged_logprobs(model: PreTrainedModel, block_tokens: int, lines: list[Tensor]) -> list[Tensor]:
+    """Return the logprobs of each line's last tokens, from passes over a cache that both lines share."""
+    like = next(model.parameters())
+    each = len(lines[0]) // block_tokens + 1
+    pool = KvPool(layer_shapes(model, PLAN), each * len(lines), block_tokens, like)
+    rows = Rows(pool, ROWS_BYTES) if like.device.type == "cpu" and like.dtype == torch.float32 else None
+    heads = int(model.config.get_text_config().num_attention_heads)
+    form, head = LogitsForm.of(model.config), model.get_output_embeddings()
+    hidden: list[list[Tensor]] = [[] for _ in lines]
+    for chunks in _passes(lines, each):
+        plan = plan_pass(pool, rows, chunks, heads)
+        hidden_1TH = model.get_decoder()(
+            input_ids=plan.tokens_1T, position_ids=plan.positions_1T, use_cache=False, kv_plan=plan
+        ).last_hidden_state
+        counts = [len(chunks[number].tokens) for number in plan.order]
+        for number, part_TH in zip(plan.order, hidden_1TH[0].split(counts)):
+            hidden[chunks[number].blocks[0] // each].append(part_TH)
+    results = []
+    for line_T, parts in zip(lines, hidden):
+        count = compared(line_T)
+        logits_TV = form(head(torch.cat(parts)[-count:]))
+        results.append(chosen(logits_TV, line_T[-count:].to(logits_TV.device)).cpu())
+    return results
+
+
+def _passes(lines: list[Tensor], blocks: int) -> Iterator[list[SequenceChunk]]:
+    """Yield passes over all tokens of the lines but the last: each in two chunks, then in single tokens."""
+    cuts = [_cuts(len(line) - 1, number) for number, line in enumerate(lines)]
+    for turn in range(max(map(len, cuts)) - 1):
+        chunks = []
+        for number, (line, edges) in enumerate(zip(lines, cuts)):
+            if turn + 1 < len(edges):
+                start, end = edges[turn : turn + 2]
+                held = range(number * blocks, (number + 1) * blocks)
+                chunks.append(SequenceChunk(line[start:end].tolist(), start, held, owner=number))
+        yield chunks
+
+
+def _cuts(tokens: int, number: int) -> list[int]:
+    """Return where the passes of line `number` begin and end. The lines differ, so that passes are ragged."""
+    single = max(tokens - SINGLE_TOKENS - number, 1)
+    return sorted({0, (single + number) // 2, *range(single, tokens + 1)})

@@ -1,0 +1,1 @@
+"""What sets architectures of transformers apart, and whether engine and trainer compute them faithfully."""

@@ -1,0 +1,169 @@
+"""The check at load: a model is served and trained only if the result is that of transformers' own forward pass.
+
+What a family is called decides nothing. Whatever its code raises on the way is a refusal too, in one sentence.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bombus.errors import EngineFault
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+PROBE_TOKENS = 48  # without windows and large blocks
+BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
+COMPARED_MAX = 96  # the last tokens of a line, which are those beyond the windows
+WORST = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+MEAN_SHARE = 0.2  # of the worst difference that is allowed, on average
+SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
+
+
+@contextmanager
+def refusing(config: "PretrainedConfig", what: str) -> Iterator[None]:
+    """Turn what is raised within into an `EngineFault` that names the architecture. `what`: served or trained."""
+    try:
+        yield
+    except Exception as error:  # a family's own code may raise anything, and none of it may end in a traceback
+        raise EngineFault(_refusal(config, what, _sentence(error))) from error
+
+
+def _refusal(config: "PretrainedConfig", what: str, why: str) -> str:
+    return f"this model's architecture ({config.model_type}) cannot be {what} here: {why}"
+
+
+def _sentence(error: Exception) -> str:
+    """Return an error in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, EngineFault):
+        return text
+    return f"its own code fails with this attention ({type(error).__name__}: {text[:300]})"
+
+
+def context_of(config: "PretrainedConfig") -> int:
+    """Return the longest sequence in tokens. Raises `EngineFault` when the configuration does not state it."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        raise EngineFault("its configuration states no max_position_embeddings")
+    return context
+
+
+def config_of(folder: Path) -> "PretrainedConfig":
+    """Return the configuration in a model's folder. Raises `EngineFault` when it cannot be read."""
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a family's own code may raise anything
+        raise EngineFault(f"the model at {folder} cannot be loaded: {' '.join(str(error).split())}") from error
+    return config
+
+
+def check_context(config: "PretrainedConfig", wanted: int) -> None:
+    """Raise `EngineFault` for a model whose context is shorter than the `wanted` tokens of a job."""
+    context = context_of(config)
+    if context < wanted:
+        raise EngineFault(
+            f"rollout.max_model_len is {wanted}, and the context of this model ({config.model_type}) is {context} "
+            f"tokens: set rollout.max_model_len to at most {context}, or use a model with a longer context"
+        )
+
+
+def check_positions(config: "PretrainedConfig", limit: int) -> None:
+    """Raise `EngineFault` where the length of a sequence would change the embeddings of its earlier tokens.
+
+    Keys in a cache were made before the sequence had its length. `limit` is that of the longest sequence.
+    """
+    text = config.get_text_config()
+    for rope in _parameter_groups(getattr(text, "rope_parameters", None) or {}):
+        kind = rope.get("rope_type")
+        usual = rope.get("original_max_position_embeddings") or context_of(config)
+        if kind in SCALES_OF_POSITIONS and limit > usual:
+            raise EngineFault(
+                f"its {kind} rotary embedding changes all positions once a sequence is longer than {usual} tokens, and "
+                f"sequences may have {limit}: set rollout.max_model_len to at most {usual}"
+            )
+
+
+def _parameter_groups(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the parameters of each kind of layer: a configuration has one set of them, or one for each kind."""
+    nested: list[Mapping[str, Any]] = [value for value in parameters.values() if isinstance(value, dict)]
+    return nested or [parameters]
+
+
+def probe_tokens(config: "PretrainedConfig", limit: int, least: int = PROBE_TOKENS) -> int:
+    """Return how long a probe must be to show every window that a sequence of `limit` tokens can be longer than."""
+    windows = [window for window in _windows(config.get_text_config().to_dict()) if window < limit]
+    return min(max(least, *(window + BEYOND_WINDOW for window in windows), 0), limit, context_of(config))
+
+
+def _windows(document: Mapping[str, Any]) -> Iterator[int]:
+    """Yield every number whose name says that attention is cut there."""
+    for name, value in document.items():
+        if isinstance(value, dict):
+            yield from _windows(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0 and cuts_attention(name):
+            yield value
+
+
+def cuts_attention(name: str) -> bool:
+    """Whether the field `name` of a configuration is the length of a window or chunk of attention."""
+    return name != "max_window_layers" and ("window" in name or "chunk_size" in name)
+
+
+def probe_lines(vocabulary: int, tokens: int) -> list[Tensor]:
+    """Return two lines of about `tokens` ids that begin alike and end differently."""
+    trunk = np.arange(tokens - tokens // 3)
+    tails = [np.arange(tokens // 3 - shorter) * 5 + shift for shorter, shift in ((0, 1), (1, 3))]
+    return [torch.from_numpy(np.concatenate([trunk * 7, trunk[-1] + tail]) % vocabulary) for tail in tails]
+
+
+@torch.no_grad()
+def reference_logprobs(model: "PreTrainedModel", line_T: Tensor) -> Tensor:
+    """Return the logprobs of a line's last tokens, as transformers' own attention computes them alone, on the CPU."""
+    ours = model.config._attn_implementation
+    count = compared(line_T)
+    model.set_attn_implementation("eager")
+    try:
+        ids = line_T.to(model.device)
+        logits = model(input_ids=ids[None, :-1], use_cache=False, logits_to_keep=count).logits[0, -count:]
+    finally:
+        model.set_attn_implementation(ours)
+    return chosen(logits, ids[-count:]).cpu()
+
+
+def compared(line_T: Tensor) -> int:
+    """Return how many of a line's last tokens are compared."""
+    return min(len(line_T) - 1, COMPARED_MAX)
+
+
+def chosen(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    return torch.log_softmax(logits_TV.float(), dim=-1).gather(1, targets_T[:, None])[:, 0]
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """How far logprobs are from those of transformers, in nats."""
+
+    worst: float
+    mean: float
+
+    @classmethod
+    def between(cls, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Self:
+        apart = (torch.cat(list(ours)) - torch.cat(list(theirs))).abs()
+        return cls(float(apart.max()), float(apart.mean()))
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise `EngineFault` where it is more than rounding to `dtype` explains."""
+        if not (self.worst <= WORST[dtype] and self.mean <= MEAN_SHARE * WORST[dtype]):
+            raise EngineFault(
+                f"its logprobs differ by up to {self.worst:.3g} from those of transformers' own forward pass, so it "
+                "does something that is not computed here"
+            )

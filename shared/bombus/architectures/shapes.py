@@ -1,0 +1,61 @@
+"""What each layer of a model keeps of a token, found by asking the layers instead of the configuration."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from bombus.errors import EngineFault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A layer's cache of one token: keys [kv_heads, key_dim] and values [kv_heads, value_dim]."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
+
+class ShapeRecorder:
+    """Stands in for what an attention function of ours computes with, while a model's layers show their shapes."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def note(self, module: torch.nn.Module, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTE: Tensor) -> Tensor:
+        """Note a layer's shape, and return an output [1, T, H, E] of zeros."""
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        if layer in self.shapes:
+            raise EngineFault("a layer attends more than once, to other keys each time")
+        self.shapes[layer] = LayerShape(key_1HTD.shape[1], key_1HTD.shape[3], value_1HTE.shape[3])
+        heads, tokens = query_1HTD.shape[1:3]
+        return query_1HTD.new_zeros(1, tokens, heads, value_1HTE.shape[3])
+
+
+def layer_shapes(model: "PreTrainedModel", argument: str) -> list[LayerShape]:
+    """Return what each layer keeps of a token. Raises `EngineFault` for layers that are not attention.
+
+    `argument` is the keyword with which the model's attention function takes a `ShapeRecorder`.
+    """
+    recorder = ShapeRecorder()
+    ids = torch.zeros((1, 1), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        model.get_decoder()(input_ids=ids, position_ids=ids, use_cache=False, **{argument: recorder})
+    if not recorder.shapes:
+        raise EngineFault("its layers take no attention function from outside, or have no attention")
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    if others := [layer for layer in range(layers) if layer not in recorder.shapes]:
+        raise EngineFault(f"{len(others)} of its {layers} layers keep another state than keys and values of attention")
+    if len(recorder.shapes) > layers:
+        raise EngineFault(f"it attends in {len(recorder.shapes)} layers and not in its {layers} alone")
+    return [recorder.shapes[layer] for layer in range(layers)]
