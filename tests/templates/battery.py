@@ -171,8 +171,8 @@ def bridge(family: Family) -> list[Outcome]:
 
     What the model samples is what the template writes for its turn, up to the token that ends it. Its tokens need not
     be those that the whole text would have: they are compared as text, and what is appended as tokens. Where the
-    template rewrites what was sampled (it drops reasoning, or its prompt begins what it leaves out of history) the
-    extension has to be None.
+    template rewrites its prompt, such as one that begins the reasoning that it leaves out of history, any answer is
+    sampled, and the extension has to be None.
     """
     reference, ours = Reference(family), TextModel(family.files, MODEL)
     plain, tooled = reference.cases(WHOLE)
@@ -188,13 +188,19 @@ def _bridges(
     sequence = ours.renderer.render(messages, tools)
     for number, ((_, answer), (sent, _)) in enumerate(pairwise(turns), 2):
         before = reference.texts.text(messages, tools)
-        written = reference.texts.text([*messages, answer], tools, prompt=False)
-        sampled = _sampled(reference, ours, written.removeprefix(before) if written.startswith(before) else "Fine.")
+        count = len(messages) + 1
         messages += [answer, *sent]
         text, wanted = reference.texts.text(messages, tools), reference.ids(messages, tools)
-        kept = text.startswith(before + str(reference.fast.decode(sampled, skip_special_tokens=False)))
-        count, history = len(messages) - len(sent), sequence + sampled
-        tail = ours.renderer.extend(pack_tokens(history), len(sequence), messages[count:], tools)
+        sampled = _sampled(reference, ours, text.removeprefix(before) if text.startswith(before) else "Fine.")
+        kept = reference.shown(text).startswith(reference.shown(before) + reference.decoded(sampled))
+        history = sequence + sampled
+        tail = ours.renderer.extend(  # type: ignore[call-arg]
+            pack_tokens(history),
+            len(sequence),
+            messages,
+            count,  # type: ignore[arg-type]
+            tools,
+        )
         detail = _misjudged(reference, history, tail, wanted, kept)
         yield Outcome(f"turn {number}", Kind.WRONG if detail else Kind.EQUAL, detail)
         sequence = wanted if tail is None else history + tail
@@ -209,7 +215,7 @@ def _misjudged(reference: Reference, history: list[int], tail: list[int] | None,
 
 
 def _sampled(reference: Reference, ours: TextModel, text: str) -> list[int]:
-    """Return the tokens of an answer, up to the one that ends it. One that the text does not end is ended.
+    """Return the tokens of an answer, up to the one that ends it. Where the text has none, one is added.
 
     It is encoded after a special token, so that a tokenizer that marks the beginning of a text marks nothing here.
     """

@@ -152,11 +152,14 @@ VARIANTS = (*FLAGS, "sentencepiece")
 
 
 def family(template: str, variant: str, *, small: bool = False) -> Family:
-    """Make the files of a model with this template; `small` takes a vocabulary that is quick to load."""
+    """Make the files of a model with this template.
+
+    SmolLM2's vocabulary takes seconds to load: it is that of one variant, and of none if `small`.
+    """
     if variant == "sentencepiece":
         tokenizer, flags = sentencepiece(), FLAGS["all special"]
     else:
-        tokenizer = small_byte_level() if small else Fast.from_str(smollm2())
+        tokenizer = small_byte_level() if small or variant != "all special" else Fast.from_str(smollm2())
         flags = FLAGS[variant]
     bos, eos = ends(template)
     names = list(dict.fromkeys([*control_tokens(template), bos, eos, *tags(template)]))

@@ -78,9 +78,9 @@ class TemplateText:
         self._theirs.chat_template = template
         self.form = self._find_form()
 
-    def text(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], prompt: bool = True) -> str:
-        """Render a conversation, up to where the assistant begins if `prompt`. Raises what the template raises."""
-        return self._text(self.form, messages, tools, prompt)
+    def text(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+        """Render a conversation. Raises what the template raises."""
+        return self._text(self.form, messages, tools)
 
     def text_or_none(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
         return self._text_or_none(self.form, messages, tools)
@@ -147,12 +147,10 @@ class TemplateText:
     def _shows(self, form: Form, messages: Sequence[ChatMessage]) -> bool:
         return WORD in (self._text_or_none(form, messages, []) or "")
 
-    def _text(
-        self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], prompt: bool = True
-    ) -> str:
+    def _text(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
         return str(
             self._theirs.apply_chat_template(
-                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
             )
         )
 
@@ -213,8 +211,11 @@ class Reference:
         )
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, specials shown; without white space where a tokenizer does not keep all of it."""
-        text = str(self.fast.decode(list(ids), skip_special_tokens=False))
+        """Return the text of ids, specials shown."""
+        return self.shown(str(self.fast.decode(list(ids), skip_special_tokens=False)))
+
+    def shown(self, text: str) -> str:
+        """Return a text as it is compared: without white space where the tokenizer does not keep all of it."""
         return text if self.family.exact_text else re.sub(r"\s", "", text)
 
     def specials_of(self, ids: Sequence[int]) -> Counter[int]:
