@@ -321,7 +321,6 @@ LAZY_IMPORTS = {
     ("bombus.commands.demo", "bombus.demo"): "needs the extra `demo`",
     ("bombus.commands.demo", "bombus.sdk"): "only with the demo",
     ("bombus.commands.demo", "bombus.weights"): "needs torch",
-    ("bombus_gateway.text.rendering", "bombus_gateway.text.library"): "imports the renderers, which take seconds",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.service", "bombus_inference.backends"): "each backend needs packages of its own",

@@ -30,7 +30,7 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.keys import Keys
 from bombus_gateway.service import serving
 from bombus_gateway.settings import GatewaySettings
-from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.rendering import TextModel, TextOptions
 
 ENGINE = "main"
 MODEL = "models/bumble"
@@ -68,7 +68,7 @@ def small_tokenizer() -> dict[str, bytes]:
 
 
 FILES = small_tokenizer()
-TEXT = TextModel(FILES, MODEL)
+TEXT = TextModel(FILES, MODEL, TextOptions(tools="hermes"))
 IM_END = TEXT.tokenizer.token_id("<|im_end|>") or 0
 
 
@@ -324,7 +324,7 @@ async def gateway_of(bus: Bus, ready: bool = True, **settings: Any) -> AsyncIter
 
 JOB: dict[str, Any] = {
     "bombus": {
-        "model": {"path": MODEL},
+        "model": {"path": MODEL, "tools": "hermes"},
         "rollout": {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 64},
     }
 }

@@ -38,7 +38,7 @@ class Episode:
         if node is None:
             prompt = tail = TEXT.renderer.render(messages, tools)
         else:
-            extension = TEXT.renderer.extend(node.tokens, node.completion_at, messages[count:], tools)
+            extension = TEXT.renderer.extend(node.tokens, node.completion_at, messages, count, tools)
             assert extension is not None
             tail, prompt = extension, unpack_tokens(node.tokens) + extension
         ref = CallRef(len(self.log) + 1, f"call-{len(self.log)}", b"")

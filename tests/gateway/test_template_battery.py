@@ -1,7 +1,5 @@
 """The battery of `make test-templates` on templates of our own, which have the habits of those of many families."""
 
-import importlib.util
-
 import pytest
 
 from tests.templates.battery import Outcome, bridge, run
@@ -162,10 +160,6 @@ TEMPLATES = {
     "pythonic": PYTHONIC,
 }
 VARIANT_OF = {"reasoning": "plain tags", "pythonic": "stripping", "instructions": "sentencepiece"}
-from_templates = pytest.mark.skipif(
-    importlib.util.find_spec("bombus_gateway.text.chat_template") is None,
-    reason="models are not yet rendered by their own templates",
-)
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -177,11 +171,9 @@ def failures(outcomes: list[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.failed]
 
 
-@from_templates
 def test_conversations_are_rendered_as_the_template_renders_them(made: Family) -> None:
     assert failures(run(made)) == []
 
 
-@from_templates
 def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: Family) -> None:
     assert failures(bridge(made)) == []

@@ -14,12 +14,9 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
 from bombus.hive.records import pack_tokens
-from bombus_gateway.text.chatml import ChatML
-from bombus_gateway.text.library import LibraryRenderer, library_renderer
+from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import StopScanner, TextStream
-from bombus_gateway.text.tokenizer import Tokenizer
-from bombus_gateway.text.tool_calls import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallReader
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -83,8 +80,6 @@ def test_smollm2_is_rendered_exactly_as_its_own_template_does(smollm2: dict[str,
     theirs = PreTrainedTokenizerFast(tokenizer_object=Fast.from_str(smollm2["tokenizer.json"].decode()))
     theirs.chat_template = smollm2["chat_template.jinja"].decode()
     ours = TextModel(smollm2, "smollm2")
-    assert isinstance(ours.renderer, ChatML)
-    assert ours.renderer.default_system == "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     for messages in CONVERSATIONS:
         expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         assert ours.renderer.render(messages, []) == expected
@@ -109,12 +104,14 @@ def test_text_cannot_forge_the_tokens_that_end_a_turn() -> None:
 
 
 def test_responses_to_parallel_tool_calls_share_one_turn() -> None:
-    tail = TEXT.renderer.extend(
-        pack_tokens([5, IM_END]),
-        1,
-        [{"role": "tool", "tool_call_id": "a", "content": "1"}, {"role": "tool", "tool_call_id": "b", "content": "2"}],
-        TOOLS,
-    )
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "ab"]
+    conversation: list[ChatMessage] = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+    ]
+    tail = TEXT.renderer.extend(pack_tokens([5, IM_END]), 1, conversation, 2, TOOLS)
     assert tail is not None
     assert TEXT.tokenizer.decode(tail, with_specials=True) == (
         "\n<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response><|im_end|>\n"
@@ -122,10 +119,9 @@ def test_responses_to_parallel_tool_calls_share_one_turn() -> None:
     )
 
 
-def test_a_model_without_a_fitting_renderer_is_refused_by_name() -> None:
-    files = {**FILES, "chat_template.jinja": b"[INST] {{ messages[0]['content'] }} [/INST]"}
-    with pytest.raises(EngineFault, match="some/model"):
-        TextModel(files, "some/model")
+def test_a_model_without_a_chat_template_is_refused_by_name() -> None:
+    with pytest.raises(EngineFault, match=r"'some/model' has no chat template: set model\.chat_template"):
+        TextModel({**FILES, "chat_template.jinja": b" "}, "some/model")
 
 
 # ---- tokens to text ---------------------------------------------------------------------------------------------
@@ -176,86 +172,3 @@ def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> 
     assert stream.stopped
     assert text == "the X"
     assert TEXT.tokenizer.decode(tokens[:used]) == "the X🐝"
-
-
-# ---- tool calls -------------------------------------------------------------------------------------------------
-
-
-def read(text: str, portion: int) -> list[Delta]:
-    """Return the deltas of a text that arrives in portions, with adjacent texts joined."""
-    reader = ToolCallReader()
-    deltas = [delta for at in range(0, len(text), portion) for delta in reader.feed(text[at : at + portion], [])]
-    joined: list[Delta] = []
-    for delta in [*deltas, *reader.finish()]:
-        if isinstance(delta, TextDelta) and joined and isinstance(joined[-1], TextDelta):
-            joined[-1] = TextDelta(joined[-1].text + delta.text)
-        else:
-            joined.append(delta)
-    return joined
-
-
-CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "</b>"}}\n</tool_call>'
-MADE = ToolCallDelta("f", '{"x": "</b>"}')
-
-
-@pytest.mark.parametrize("portion", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("no call", [TextDelta("no call")]),
-        (f"hm\n{CALL}", [TextDelta("hm"), MADE]),
-        (f"{CALL}\n{CALL}", [MADE, MADE]),
-        ("a <tool_call>{bad}</tool_call> b", [TextDelta("a<tool_call>{bad}</tool_call> b")]),
-        ('<tool_call>{"name": "f"', [TextDelta('<tool_call>{"name": "f"')]),
-        ("ends with <tool_", [TextDelta("ends with <tool_")]),
-        ("white space stays \n", [TextDelta("white space stays \n")]),
-        ('<tool_call>{"name": ""}</tool_call>', [TextDelta('<tool_call>{"name": ""}</tool_call>')]),
-    ],
-)
-def test_calls_are_separated_from_text_however_it_arrives(text: str, expected: list[Delta], portion: int) -> None:
-    assert read(text, portion) == expected
-
-
-# ---- the renderers library --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> LibraryRenderer:
-    """Qwen3's renderer over a tokenizer that has Qwen3's special tokens."""
-    described = json.loads(FILES["tokenizer.json"])
-    size = 400
-    names = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-    for index, name in enumerate(names):
-        token = {"id": size + index, "content": name, "special": False, "single_word": False}
-        described["added_tokens"].append({**token, "lstrip": False, "rstrip": False, "normalized": False})
-    files = {**FILES, "tokenizer.json": json.dumps(described).encode(), "config.json": b"{}"}
-    found = library_renderer(Tokenizer(files), "somewhere/Qwen3-4B")
-    assert found is not None
-    return found
-
-
-def test_a_model_of_the_library_is_found_by_its_folders_name_and_is_safe(qwen3: LibraryRenderer) -> None:
-    assert qwen3.name == "qwen3"
-    tokens = qwen3.render([{"role": "user", "content": "<|im_end|>"}], [])
-    assert tokens.count(IM_END) == 1
-
-
-def test_the_librarys_bridge_extends_without_touching_what_was_sampled(qwen3: LibraryRenderer) -> None:
-    prompt = qwen3.render([{"role": "user", "content": "hello"}], TOOLS)
-    sampled = [*TEXT.tokenizer.encode("fine"), IM_END]
-    tail = qwen3.extend(
-        pack_tokens(prompt + sampled), len(prompt), [{"role": "tool", "tool_call_id": "c", "content": "1"}], TOOLS
-    )
-    assert tail is not None
-    assert IM_END in tail
-
-
-def test_the_librarys_reasoning_text_and_calls_are_separated_while_streaming(qwen3: LibraryRenderer) -> None:
-    tokenizer = qwen3._renderer._tokenizer
-    text = '<think>\nhm hm\n</think>\n\nhello there<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
-    reader = qwen3.reader(b"", TOOLS, ())
-    deltas = [delta for token in tokenizer.encode(text) for delta in reader.feed("", [token])] + reader.finish()
-    assert "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)) == "hm hm"
-    assert "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)) == "hello there"
-    assert [delta for delta in deltas if isinstance(delta, ToolCallDelta)] == [ToolCallDelta("f", '{"x": 1}')]
-    assert len(deltas) > 4

@@ -194,13 +194,7 @@ def _bridges(
         sampled = _sampled(reference, ours, text.removeprefix(before) if text.startswith(before) else "Fine.")
         kept = reference.shown(text).startswith(reference.shown(before) + reference.decoded(sampled))
         history = sequence + sampled
-        tail = ours.renderer.extend(  # type: ignore[call-arg]
-            pack_tokens(history),
-            len(sequence),
-            messages,
-            count,  # type: ignore[arg-type]
-            tools,
-        )
+        tail = ours.renderer.extend(pack_tokens(history), len(sequence), messages, count, tools)
         detail = _misjudged(reference, history, tail, wanted, kept)
         yield Outcome(f"turn {number}", Kind.WRONG if detail else Kind.EQUAL, detail)
         sequence = wanted if tail is None else history + tail

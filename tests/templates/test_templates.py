@@ -53,10 +53,6 @@ def test_every_conversation_is_rendered_as_the_template_renders_it(name: str, va
     assert not failures(outcomes), failures(outcomes)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("bombus_gateway.text.chat_template") is None,
-    reason="the renderer that derives bridges from templates is not there yet",
-)
 @each_variant
 @each_template
 def test_six_turns_are_one_sequence_where_the_template_keeps_history(name: str, variant: str) -> None:

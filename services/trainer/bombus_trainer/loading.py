@@ -79,7 +79,19 @@ def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> di
     other = resolve_tokenizer(name, allow_download=allow_download) if name else None
     files = load_tokenizer_files(folder, other)
     check_fit(files, job.model.path, name or job.model.path)
+    if job.model.chat_template:
+        files["chat_template.jinja"] = _chat_template(job.model.chat_template)
     return files
+
+
+def _chat_template(given: str) -> bytes:
+    """Return the text of a job's chat template: given as it is, or as the name of a file."""
+    if "{" in given:
+        return given.encode()
+    try:
+        return Path(given).read_bytes()
+    except OSError as error:
+        raise EngineFault(f"model.chat_template {given!r} is neither a template nor a file here: {error}") from error
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:

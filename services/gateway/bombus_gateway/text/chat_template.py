@@ -1,0 +1,105 @@
+"""Runs a model's own chat template, with the filters and globals that transformers gives it, in jinja2's sandbox."""
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from bombus.errors import EngineFault
+from bombus_gateway.text.message import ChatMessage
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class TemplateRefused(ValueError):
+    """Raised when a template cannot render a conversation: it says so itself, or fails at it."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model writes, for those who train on text. The marked text stays as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  the base class has a set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled chat template. `variables` are there in each rendering: the names of special tokens, and the job's."""
+
+    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
+        """Raises `EngineFault` when the source is not a template."""
+        self.source = source
+        self.variables = dict(variables)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
+
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
+        """Return the text of a conversation, with special tokens by their names. Raises `TemplateRefused`."""
+        try:
+            return self._template.render(
+                **self.variables,
+                messages=[_for_template(message) for message in messages],
+                tools=list(tools) or None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise TemplateRefused(str(error.message or type(error).__name__)) from error
+        except Exception as error:  # a template is a program: it can fail in any way that a program can
+            raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+    def literals(self) -> str:
+        """Return the texts that the template itself can write, with NUL between them."""
+        tree = _environment().parse(self.source)
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        constants = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        return "\0".join([*texts, *constants])
+
+
+def _for_template(message: ChatMessage) -> ChatMessage:
+    """Return a message without keys that are null, and with its reasoning under each name that templates read."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    return made
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replace jinja2's filter, which escapes characters of HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.datetime.now().strftime(format)

@@ -1,0 +1,48 @@
+"""What is read in a completion while it is generated: text, reasoning and tool calls."""
+
+from typing import Protocol
+
+import msgspec
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """Text of the answer."""
+
+    text: str
+
+
+class ReasoningDelta(msgspec.Struct, frozen=True):
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True):
+    """A whole tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+    id: str = ""  # where the model's format has one
+
+
+Delta = TextDelta | ReasoningDelta | ToolCallDelta
+
+
+class DeltaReader(Protocol):
+    """Reads one completion while it is generated, and returns its deltas."""
+
+    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
+        """`text` is the new text, `tokens` are the new ids."""
+        ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+class PlainReader:
+    """Reads a completion as text alone."""
+
+    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []

@@ -1,0 +1,130 @@
+"""Finds out in which form a chat template takes messages: templates disagree about what a message looks like."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
+from bombus_gateway.text.message import ChatMessage
+
+WORD = "bumblebee"  # stands for a text in probes of a template
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "forage",
+        "description": "Look for flowers.",
+        "parameters": {"type": "object", "properties": {"flower": {"type": "string"}}, "required": ["flower"]},
+    },
+}
+ID_CHARACTERS = 9  # of a short id, which some templates insist on
+
+
+class Form(msgspec.Struct, frozen=True):
+    """How a template takes messages.
+
+    `parts`: texts are lists of parts. `text_arguments`: the arguments of a call are JSON text, not a mapping.
+    `fill_content`: a message without content has an empty one. `short_ids`: ids of calls have nine letters and digits.
+    `developer_as_system`: the template has no use for the role of a developer, and has one for that of a system.
+    """
+
+    parts: bool = False
+    text_arguments: bool = False
+    fill_content: bool = False
+    short_ids: bool = False
+    developer_as_system: bool = False
+
+    def apply(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return messages as the template takes them. Arguments of calls are JSON text or mappings."""
+        return [self._message(message) for message in messages]
+
+    def _message(self, message: ChatMessage) -> ChatMessage:
+        made = dict(message)
+        if self.fill_content and made.get("content") is None:
+            made["content"] = ""
+        if self.parts and isinstance(made.get("content"), str):
+            made["content"] = [{"type": "text", "text": made["content"]}]
+        if made.get("tool_calls"):
+            made["tool_calls"] = [self._call(call) for call in made["tool_calls"]]
+        if self.short_ids and made.get("tool_call_id"):
+            made["tool_call_id"] = short_id(made["tool_call_id"])
+        return made
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        given = call["function"]["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        arguments = text if self.text_arguments else arguments_of(text)
+        made = {**call, "function": {**call["function"], "arguments": arguments}}
+        if self.short_ids and made.get("id"):
+            made["id"] = short_id(made["id"])
+        return made
+
+
+def arguments_of(text: str) -> Any:
+    """Return the mapping that JSON text stands for, or the text itself where it is not JSON."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return text
+    except RecursionError:  # nested too deeply
+        return text
+
+
+def short_id(call_id: str) -> str:
+    """Return an id of nine letters and digits for a call. It is the same on every gateway."""
+    if len(call_id) == ID_CHARACTERS and call_id.isascii() and call_id.isalnum():
+        return call_id
+    return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
+
+
+def user(content: str) -> ChatMessage:
+    return {"role": "user", "content": content}
+
+
+def call_of(words: Sequence[str]) -> ChatMessage:
+    """Return an assistant's message with a call of `TOOL` for each word."""
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": f"call_{index}",
+                "type": "function",
+                "function": {"name": "forage", "arguments": json.dumps({"flower": word})},
+            }
+            for index, word in enumerate(words)
+        ],
+    }
+
+
+def find_form(template: ChatTemplate) -> Form:
+    """Return the form in which a template takes messages; the usual one where it takes none."""
+    parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])
+    found = Form(parts=parts)
+    conversation = [user("look"), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": "rose"}]
+    for short_ids, fill_content, text_arguments in itertools.product((False, True), repeat=3):
+        form = Form(parts, text_arguments, fill_content, short_ids)
+        if _shows(template, form, conversation, [TOOL], without="{'flower'"):
+            found = form
+            break
+    developer, system = ([{"role": role, "content": WORD}, user("look")] for role in ("developer", "system"))
+    replaced = not _shows(template, found, developer) and _shows(template, found, system)
+    return msgspec.structs.replace(found, developer_as_system=replaced)
+
+
+def _shows(
+    template: ChatTemplate,
+    form: Form,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    without: str = "\0",
+) -> bool:
+    """Whether the template renders the messages with `WORD`, and without the text `without`."""
+    try:
+        text = template.render(form.apply(messages), tools, True)
+    except TemplateRefused:
+        return False
+    return WORD in text and without not in text

@@ -1,0 +1,147 @@
+"""Finds where the body of a tool call ends while it arrives: each character is looked at once, however text is cut."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_OPENING, _CLOSING = "[{(", "]})"
+_INSIDE = {
+    # In JSON a line break cannot be in a string: one that is not closed before it is broken.
+    "json": {'"': re.compile(r'\\.|(\n)|"', re.DOTALL)},
+    "python": {"'": re.compile(r"\\.|()'", re.DOTALL), '"': re.compile(r'\\.|()"', re.DOTALL)},
+    "": {},
+}
+
+
+def alternatives(marks: Sequence[str]) -> str:
+    """Return a pattern that finds any of `marks`."""
+    return "|".join(re.escape(mark) for mark in marks)
+
+
+def held_back(text: str, at: int, marks: Sequence[str]) -> int:
+    """Return how many characters at the end of `text`, after `at`, may be the beginning of one of `marks`."""
+    longest = max((len(mark) for mark in marks), default=1) - 1
+    for length in range(min(longest, len(text) - at), 0, -1):
+        tail = text[-length:]
+        if any(mark.startswith(tail) for mark in marks):
+            return length
+    return 0
+
+
+@dataclass(frozen=True)
+class BodyForm:
+    """How to find the end of a body: its closing marker outside of strings, or, without one, its last bracket.
+
+    `strings` is "json", "python" or "" where quotes mean nothing. A body of brackets begins with `bracket`; what may
+    stand before that is a `head`.
+    """
+
+    close: str = ""
+    strings: str = ""
+    bracket: str = ""
+    head: bool = False
+    outside: re.Pattern[str] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        quotes = "".join(_INSIDE[self.strings])
+        quote = f"[{quotes}]" if quotes else r"(?!)"
+        marks = re.escape(self.close) if self.close else rf"[{re.escape(_OPENING + _CLOSING)}]"
+        object.__setattr__(self, "outside", re.compile(rf"{marks}|{quote}"))
+
+
+class BodyEnd:
+    """Finds the end of one body."""
+
+    def __init__(self, form: BodyForm) -> None:
+        self._form = form
+        self._inside = _INSIDE[form.strings]
+        self._quote = ""
+        self._strings = bool(form.strings)
+        self._depth = 0
+        self._begun = bool(form.close)
+        self.scanned = 0  # characters that were looked at, repeats included
+
+    def take(self, text: str, at: int) -> tuple[int, bool]:
+        """Look at `text` from `at`. Returns how far the body goes in it, and whether it ends there.
+
+        What is beyond that, and not yet the body's end, is to be handed in again with what follows it.
+        """
+        self.scanned += len(text) - at
+        while not self._begun:
+            start = self._begin(text, at)
+            if start is None:
+                return at, True  # not a body
+            if start == len(text):
+                return start, False
+            at = start
+        return self._marked(text, at) if self._form.close else self._bracketed(text, at)
+
+    def _begin(self, text: str, at: int) -> int | None:
+        """Return where the first bracket is, or None if something else comes first."""
+        if self._form.head:
+            found = text.find(self._form.bracket, at)
+            self._begun = found >= 0
+            return found if found >= 0 else len(text)
+        while at < len(text) and text[at].isspace():
+            at += 1
+        self._begun = text.startswith(self._form.bracket, at) and at < len(text)
+        return at if self._begun or at == len(text) else None
+
+    def _marked(self, text: str, at: int) -> tuple[int, bool]:
+        close = self._form.close
+        while True:
+            if self._quote:
+                at, closed = self._string(text, at)
+                if not closed:
+                    return at, False
+            if not self._strings:
+                place = text.find(close, at)
+                return (place + len(close), True) if place >= 0 else (self._open_end(text, at), False)
+            found = self._form.outside.search(text, at)
+            if found is None:
+                return self._open_end(text, at), False
+            if found[0] == close:
+                return found.end(), True
+            at, self._quote = found.end(), found[0]
+
+    def _bracketed(self, text: str, at: int) -> tuple[int, bool]:
+        while True:
+            if self._quote:
+                at, closed = self._string(text, at)
+                if not closed:
+                    return at, False
+                if not self._strings:
+                    return at, True  # broken: the rest is text again
+            found = self._form.outside.search(text, at)
+            if found is None:
+                return len(text), False
+            at = found.end()
+            if found[0] in _OPENING:
+                self._depth += 1
+            elif found[0] in _CLOSING:
+                self._depth -= 1
+                if self._depth == 0:
+                    return at, True
+            else:
+                self._quote = found[0]
+
+    def _string(self, text: str, at: int) -> tuple[int, bool]:
+        """Look for the end of the string. Strings do not count any more once one was broken."""
+        pattern = self._inside[self._quote]
+        for found in pattern.finditer(text, at):
+            if found[0][0] == "\\":
+                at = found.end()
+                continue
+            self._strings = not found[1]
+            self._quote = ""
+            return found.end(), True
+        # Only a backslash, whose character is still to come, is looked at again.
+        return (len(text) - 1 if len(text) > at and _ends_in_escape(text, at) else len(text)), False
+
+    def _open_end(self, text: str, at: int) -> int:
+        return len(text) - held_back(text, at, (self._form.close,))
+
+
+def _ends_in_escape(text: str, at: int) -> bool:
+    """Whether the last character begins an escape. `at` is where the last whole escape ended."""
+    return text.endswith("\\", at)

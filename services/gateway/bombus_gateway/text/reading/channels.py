@@ -1,0 +1,182 @@
+"""Reads turns that consist of messages with headers: gpt-oss's channels, and recipients of a similar kind."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.reading.bodies import alternatives, held_back
+from bombus_gateway.text.reading.syntax import ReadBody, tokens_in
+from bombus_gateway.text.reading.tagged_calls import invoke_tags, tagged
+from bombus_gateway.text.reading.values import Schemas, json_object, make_call, schemas_of
+
+
+class MessageKind(Enum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+    UNKNOWN = "unknown"  # comes out as text, with its header
+
+
+@dataclass(frozen=True)
+class ChannelForm:
+    """The marks of messages. `kinds` are patterns of headers, of which the first that is found counts.
+
+    The pattern of a call has the group `name`. `read` reads the arguments; a call's name is that of its header.
+    """
+
+    name: str
+    start: str
+    message: str
+    ends: tuple[str, ...]
+    kinds: tuple[tuple[re.Pattern[str], MessageKind], ...]
+    read: ReadBody | None = None
+    inner: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return tokens_in(self.start, self.message, *self.ends, *self.inner)
+
+    def kind(self, header: str) -> tuple[MessageKind, str]:
+        """Return what a message with this header is, and the tool that it calls."""
+        for pattern, kind in self.kinds:
+            if found := pattern.search(header):
+                return kind, found["name"] if kind is MessageKind.CALL else ""
+        return MessageKind.TEXT, ""
+
+
+CHANNELS = (
+    ChannelForm(
+        name="channels",
+        start="<|start|>",
+        message="<|message|>",
+        ends=("<|end|>", "<|return|>", "<|call|>"),
+        kinds=(
+            (re.compile(r"\bto=functions\.(?P<name>[^\s<]+)"), MessageKind.CALL),
+            (re.compile(r"\bto="), MessageKind.UNKNOWN),
+            (re.compile(r"<\|channel\|>analysis\b"), MessageKind.REASONING),
+        ),
+        inner=("<|channel|>", "<|constrain|>"),
+    ),
+    ChannelForm(
+        name="recipients",
+        start="<|start|>",
+        message="<|message|>",
+        ends=("<|eom|>", "<|eot|>"),
+        kinds=(
+            (re.compile(r"\bto=self\b"), MessageKind.REASONING),
+            (re.compile(r"\bto=user\b"), MessageKind.TEXT),
+            (re.compile(r"\bto=(?P<name>[^\s<]+)"), MessageKind.CALL),
+        ),
+        read=tagged(invoke_tags("atem:", "function_calls")),
+    ),
+)
+# A header is a few words. Anything else in its place is text, which need not wait.
+_NOT_IN_HEADERS = r"[^\w.\-=: <|>]"
+
+
+class ChannelReader:
+    """Splits a turn into messages, and gives them out as text, reasoning and calls.
+
+    It begins within a header, `prompt_end` being the end of the prompt. What is not a call after all, or stands
+    outside of messages, is text, to the letter.
+    """
+
+    def __init__(self, form: ChannelForm, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        self._form = form
+        self._tools = bool(tools)
+        self._schemas: Schemas = schemas_of(tools)
+        self._marks = (form.start, form.message, *form.ends)
+        self._in_header = re.compile(f"{alternatives(self._marks)}|{_NOT_IN_HEADERS}")
+        self._in_body = re.compile(alternatives((form.start, *form.ends)))
+        self._rest = ""
+        self._kept: list[str] = []  # a header; then that and the body, while they may have to be text
+        self._body_at = 0  # where in `_kept` the body begins
+        self._tool = ""
+        self._kind: MessageKind | None = None  # None within a header
+        _, started, header = prompt_end.rpartition(form.start)
+        if started:
+            self.feed(header)
+            self._kept = [] if self._kind is None else self._kept
+
+    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Delta]:
+        """Add text. Returns what can no longer change."""
+        text = self._rest + text
+        out: list[Delta] = []
+        at = 0
+        while True:
+            pattern = self._in_header if self._kind is None else self._in_body
+            found = pattern.search(text, at)
+            end = found.start() if found else len(text) - held_back(text, at, self._marks)
+            self._add(text[at:end], out)
+            at = end
+            if found is None:
+                break
+            at = found.end() if found[0] in self._marks else at
+            self._pass(found[0], out)
+        self._rest = text[at:]
+        return out
+
+    def finish(self) -> list[Delta]:
+        """End the turn. A call without its last mark counts if it is whole: the mark may be a token without text."""
+        out: list[Delta] = []
+        rest, self._rest = self._rest, ""
+        self._add(rest, out)
+        self._end_message("", out)
+        return out
+
+    def _add(self, text: str, out: list[Delta]) -> None:
+        if not text:
+            return
+        if self._kind is MessageKind.TEXT:
+            out.append(TextDelta(text))
+        elif self._kind is MessageKind.REASONING:
+            out.append(ReasoningDelta(text))
+        else:
+            self._kept.append(text)
+
+    def _pass(self, mark: str, out: list[Delta]) -> None:
+        """Go beyond a mark, or a character that no header has."""
+        form = self._form
+        if mark == form.message:
+            self._begin_message("".join(self._kept))
+        elif mark == form.start:
+            self._end_message("", out)
+            self._kind, self._kept = None, [mark]
+        elif mark in form.ends:
+            self._end_message(mark, out)
+            self._kind = MessageKind.TEXT
+        else:
+            self._end_message("", out)
+            self._kind = MessageKind.TEXT
+
+    def _begin_message(self, header: str) -> None:
+        self._kind, self._tool = self._form.kind(header)
+        if self._kind is MessageKind.CALL and not self._tools:
+            self._kind = MessageKind.UNKNOWN
+        if self._kind in (MessageKind.CALL, MessageKind.UNKNOWN):
+            self._kept.append(self._form.message)
+            self._body_at = len(self._kept)
+        else:
+            self._kept = []
+
+    def _end_message(self, mark: str, out: list[Delta]) -> None:
+        kept, self._kept = self._kept, []
+        if self._kind is MessageKind.CALL:
+            call = self._read("".join(kept[self._body_at :]))
+            if call is not None:
+                out.append(call)
+                return
+        if kept:
+            out.append(TextDelta("".join([*kept, mark])))
+
+    def _read(self, body: str) -> ToolCallDelta | None:
+        try:
+            if self._form.read is None:
+                return make_call(self._tool, json_object(body))
+            (call,) = self._form.read(body, self._schemas)
+        except ValueError:  # what is not a call is text
+            return None
+        return call if call.name == self._tool else None

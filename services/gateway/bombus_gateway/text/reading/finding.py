@@ -1,0 +1,265 @@
+"""Finds out from a chat template how its model writes tool calls and reasoning.
+
+Conversations with known calls are rendered, and the syntax is the one whose reader reads the same calls back out of
+what the template wrote. So each is verified on the template itself, and no model's name is consulted.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from os.path import commonprefix
+from typing import Any
+
+from bombus_gateway.text.chat_template import TemplateRefused
+from bombus_gateway.text.deltas import TextDelta, ToolCallDelta
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm
+from bombus_gateway.text.reading.channels import CHANNELS, ChannelForm, ChannelReader
+from bombus_gateway.text.reading.json_calls import read_json
+from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
+from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING, json_between
+from bombus_gateway.text.reading.turns import TurnReader
+
+# (messages, tools, add_generation_prompt) -> the template's text, in which special tokens are written by their names.
+RenderText = Callable[[Sequence[ChatMessage], Sequence[Mapping[str, Any]], bool], str]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a model's turns are read. Where neither `syntax` nor `channels` is known, calls stay text."""
+
+    syntax: CallSyntax | None = None
+    thinking: Thinking | None = None
+    channels: ChannelForm | None = None
+
+    @property
+    def calls(self) -> str:
+        """The name of the syntax of calls; empty when there is none, or it is unknown."""
+        return self.channels.name if self.channels else self.syntax.name if self.syntax else ""
+
+    @property
+    def reasoning(self) -> str:
+        """The mark that opens reasoning, or the name of the channels; empty when there is none."""
+        return self.channels.name if self.channels else self.thinking.open if self.thinking else ""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """The texts of tokens that must be in the text which a reader gets, even where the tokens are special."""
+        parts = (self.syntax, self.thinking, self.channels)
+        return frozenset().union(*(part.markers for part in parts if part))
+
+    def reader(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> TurnReader | ChannelReader:
+        """Return a reader of one turn.
+
+        `prompt_end` is the end of the prompt's text, which may have opened reasoning already. Calls are looked for
+        when there are `tools`, whose schemas type the values of formats that have only strings.
+        """
+        if self.channels:
+            return ChannelReader(self.channels, prompt_end, tools)
+        inside = self.thinking is not None and prompt_end.rstrip().endswith(self.thinking.open)
+        return TurnReader(self.syntax if tools else None, self.thinking, tools, inside)
+
+
+def find_reading(render: RenderText) -> Reading:
+    """Find how the template's model writes calls and reasoning. Raises nothing: what is not found stays text."""
+    thinking = _find_thinking(render)
+    for empty, call_ids in product(("", None), _CALL_IDS):
+        probes = list(_call_probes(render, empty, call_ids))
+        if not probes:
+            continue
+        candidates = [
+            *(Reading(channels=form) for form in CHANNELS),
+            *(Reading(syntax, thinking) for syntax in SYNTAXES),
+        ]
+        learned = (Reading(syntax, thinking) for syntax in _learned(render, probes[0], thinking))
+        if found := _best(candidates, probes) or _best(learned, probes):
+            return found
+    return Reading(_announced(render), thinking)
+
+
+# ---- probes ----
+
+_TEXT, _REASONING = "Tqx", "Rqx"
+_USER: ChatMessage = {"role": "user", "content": "Please go on."}
+_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "description": "A number."},
+        "b": {"type": "string", "description": "A text."},
+        "c": {"type": "object", "description": "An object.", "properties": {}},
+    },
+    "required": ["a"],
+}
+_TOOLS: tuple[Mapping[str, Any], ...] = tuple(
+    {"type": "function", "function": {"name": name, "description": "A function.", "parameters": _PARAMETERS}}
+    for name in ("f", "g_2")
+)
+_Calls = tuple[tuple[str, dict[str, Any]], ...]
+# The first has to be read; each further one that is read counts. Some templates cannot write them all.
+_CALLS: tuple[_Calls, ...] = (
+    (("f", {"a": 1, "b": "x y"}),),
+    (("f", {"a": 1, "c": {"k": [1, True, "z"], "l": {"m": 1.5}}}),),
+    (("f", {"b": "q\"u'o\n<é> 1"}),),
+    (("f", {}),),
+    (("f", {"a": 1}), ("g_2", {"b": "x"})),
+    (("f", {"a": 1}), ("f", {"a": 2}), ("g_2", {"b": "1"})),
+)
+# Some templates want ids of nine letters and digits, others take the name of the function from the id.
+_CALL_IDS = (lambda name, index: f"callprob{index}", lambda name, index: f"functions.{name}:{index}")
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """A turn as the template writes it: the end of what comes before it, its text, and the calls in it."""
+
+    prompt_end: str
+    turn: str
+    calls: _Calls
+
+
+def _call_probes(render: RenderText, empty: str | None, call_id: Callable[[str, int], str]) -> Iterator[_Probe]:
+    """Render conversations with calls. Yields nothing when the template refuses even the first."""
+    for calls in _CALLS:
+        listed = [_call(name, arguments, call_id(name, index)) for index, (name, arguments) in enumerate(calls)]
+        message = {"role": "assistant", "content": empty, "tool_calls": listed}
+        turn = _turn(render, message)
+        if turn is not None:
+            yield _Probe(*turn, calls)
+        elif calls == _CALLS[0]:
+            return
+
+
+def _call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+_PART_OF_TAG = re.compile(r"(?:<[^<>\s]*|\[[A-Z_/]*)\Z")
+
+
+def _turn(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
+    """Return the end of what a template writes before a turn, and the turn."""
+    try:
+        prompt, whole = render([_USER], _TOOLS, True), render([_USER, message], _TOOLS, False)
+    except TemplateRefused:
+        return None
+    # A prompt may open something that this turn does not have, and then they differ within a tag.
+    before = commonprefix([prompt, whole])  # noqa: RUF071 (characters are meant)
+    before = before if before == prompt else _PART_OF_TAG.sub("", before)
+    return before, whole[len(before) :]
+
+
+# ---- calls ----
+
+
+def _best(candidates: Iterable[Reading], probes: Sequence[_Probe]) -> Reading | None:
+    """Return the candidate that reads most of the probes and leaves the least as text."""
+    best, best_score = None, (0, 0)
+    for candidate in candidates:
+        results = [_left_over(candidate, probe) for probe in probes]
+        left = [result for result in results if result is not None]
+        score = (len(left), -sum(left))
+        if results[0] is not None and (best is None or score > best_score):
+            best, best_score = candidate, score
+    return best
+
+
+def _left_over(reading: Reading, probe: _Probe) -> int | None:
+    """Return how many characters are left as text beside the probe's calls, or None if others are read."""
+    reader = reading.reader(probe.prompt_end, _TOOLS)
+    deltas = [*reader.feed(probe.turn), *reader.finish()]
+    calls = tuple((call.name, json.loads(call.arguments)) for call in deltas if isinstance(call, ToolCallDelta))
+    if calls != probe.calls:
+        return None
+    return len("".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip())
+
+
+def _learned(render: RenderText, probe: _Probe, thinking: Thinking | None) -> Iterator[CallSyntax]:
+    """Yield the syntax of JSON between the marks that this template writes, in case they are not in the table."""
+    reader = Reading(None, thinking).reader(probe.prompt_end, ())
+    deltas = [*reader.feed(probe.turn), *reader.finish()]
+    text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip()
+    plain = _turn(render, {"role": "assistant", "content": _TEXT})
+    end_of_turn = plain[1].rpartition(_TEXT)[2].lstrip() if plain else ""
+    for bracket in sorted(set("[{") & set(text), key=text.index):
+        start = text.index(bracket)
+        end, _ = BodyEnd(BodyForm(strings="json", bracket=bracket)).take(text, start)
+        opens, close = text[:start].strip(), _FIRST_TAG.match(text, end)
+        if not opens or len(opens) > _MARK_MAX or "\n" in opens or (thinking and thinking.open in opens):
+            continue
+        if close and not end_of_turn.startswith(close[1]):
+            yield json_between(f"json between {opens} and {close[1]}", opens, close[1])
+        alone = BodyForm(strings="json", bracket=bracket)
+        yield CallSyntax(f"json after {opens}", (opens,), alone, read_json)
+
+
+_MARK_MAX = 40  # characters
+_FIRST_TAG = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
+
+
+def _announced(render: RenderText) -> CallSyntax | None:
+    """Return the syntax whose mark the template writes around tools."""
+    try:
+        without, tools = render([_USER], (), False), render([_USER], _TOOLS, False)
+    except TemplateRefused:
+        return None
+    marks = ((syntax, syntax.announced_by) for syntax in SYNTAXES if syntax.announced_by)
+    return next((syntax for syntax, mark in marks if mark in tools and mark not in without), None)
+
+
+# ---- reasoning ----
+
+
+def _find_thinking(render: RenderText) -> Thinking | None:
+    return _written_thinking(render) or _prompted_thinking(render) or _dropped_thinking(render)
+
+
+def _written_thinking(render: RenderText) -> Thinking | None:
+    """Look for the marks around a message's reasoning. Templates take it from different fields."""
+    calls = {"tool_calls": [_call("f", {"a": 1}, "callprob0")]}
+    for fields, more in product((("reasoning_content",), ("thinking",), ("reasoning",)), ({}, calls)):
+        message = {"role": "assistant", "content": _TEXT, **dict.fromkeys(fields, _REASONING), **more}
+        try:
+            before, found, after = render([_USER, message], _TOOLS if more else (), False).partition(_REASONING)
+        except TemplateRefused:
+            continue
+        thinking = _marks_around(before.rstrip(), after.lstrip()) if found else None
+        if thinking is not None:
+            return thinking
+    return None
+
+
+_LAST_TAG = re.compile(r"[<\[]([^<>\[\]\s/]+)[>\]]\Z")
+
+
+def _marks_around(before: str, after: str) -> Thinking | None:
+    for thinking in THINKING:
+        if before.endswith(thinking.open) and after.startswith(thinking.close):
+            return thinking
+    tag = _LAST_TAG.search(before)
+    close = f"{tag[0][0]}/{tag[0][1:]}" if tag else ""
+    return Thinking(tag[0], close) if tag and after.startswith(close) else None
+
+
+def _prompted_thinking(render: RenderText) -> Thinking | None:
+    """Look for marks with which the template begins a turn."""
+    try:
+        prompt, before = render([_USER], (), True), render([_USER], (), False)
+    except TemplateRefused:
+        return None
+    begun = prompt.removeprefix(before)
+    return next((thinking for thinking in THINKING if thinking.open in begun), None)
+
+
+def _dropped_thinking(render: RenderText) -> Thinking | None:
+    """Look for marks with which the template finds reasoning in earlier texts, to leave it out."""
+    for thinking in THINKING:
+        content = f"{thinking.open}\n{_REASONING}\n{thinking.close}\n\n{_TEXT}"
+        try:
+            text = render([_USER, {"role": "assistant", "content": content}, _USER], (), False)
+        except TemplateRefused:
+            return None
+        if _TEXT in text and _REASONING not in text:
+            return thinking
+    return None

@@ -1,0 +1,69 @@
+"""Reads tool calls whose bodies are JSON: an object, several in a row, or a list of them."""
+
+import re
+from typing import Any
+
+from bombus_gateway.text.deltas import ToolCallDelta
+from bombus_gateway.text.reading.syntax import ReadBody
+from bombus_gateway.text.reading.values import Schemas, json_object, json_value, make_call
+
+_NAMES = ("name", "tool_name")
+_ARGUMENTS = ("arguments", "parameters")
+_BETWEEN_OBJECTS = re.compile(r"\}\s*[;,]?\s*\{")
+
+
+def read_json(body: str, schemas: Schemas) -> list[ToolCallDelta]:
+    """Read calls as objects with a name and arguments."""
+    try:
+        found = json_value(body)
+    except ValueError:
+        if not _BETWEEN_OBJECTS.search(body):
+            raise
+        found = [json_value(line) for line in body.splitlines() if line.strip()]
+    calls = [_call(item) for item in (found if isinstance(found, list) else [found])]
+    if not calls:
+        raise ValueError("no call")
+    return calls
+
+
+def _call(item: Any) -> ToolCallDelta:
+    if not isinstance(item, dict):
+        raise ValueError("a call is an object")
+    item = item["function"] if isinstance(item.get("function"), dict) else item
+    name = next((item[key] for key in _NAMES if key in item), None)
+    arguments: Any = next((item[key] for key in _ARGUMENTS if key in item), {})
+    if isinstance(arguments, str):
+        arguments = json_value(arguments)
+    return make_call(name, arguments, item.get("id"))
+
+
+_NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+
+
+def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
+    """Read Mistral's `name[CALL_ID]id[ARGS]{...}`, of which the id may be missing."""
+    head = _NAMED.match(body)
+    if head is None:
+        raise ValueError("no name")
+    return [make_call(head[1], json_object(body[head.end() :]), head[2] or "")]
+
+
+def sections(pattern: str) -> ReadBody:
+    """Return a reader of calls that follow one another, each by `pattern`: a name, arguments, perhaps an id."""
+    compiled = re.compile(rf"\s*{pattern}\s*", re.DOTALL)
+
+    def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:
+        calls = []
+        at = 0
+        while at < len(body):
+            found = compiled.match(body, at)
+            if found is None:
+                raise ValueError(f"not a call at {at}")
+            groups = found.groupdict()
+            calls.append(make_call(groups["name"], json_object(groups["arguments"]), groups.get("id")))
+            at = found.end()
+        if not calls:
+            raise ValueError("no call")
+        return calls
+
+    return read

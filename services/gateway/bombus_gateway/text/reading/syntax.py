@@ -1,0 +1,55 @@
+"""The syntax in which a model writes tool calls, and the marks around its reasoning."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bombus_gateway.text.deltas import ToolCallDelta
+from bombus_gateway.text.reading.bodies import BodyForm
+from bombus_gateway.text.reading.values import Schemas
+
+# Reads the text between a call's marks. Raises `ValueError` for what is not a call.
+ReadBody = Callable[[str, Schemas], list[ToolCallDelta]]
+
+_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """How tool calls are written: the mark that opens a body, where that ends, and how it is read.
+
+    A body has all calls that stand between the same two marks. `bare` is a bracket with which a body may also begin
+    without a mark, at the beginning of an answer or after a call. `ends_with_turn`: whether the end of the answer
+    ends a body too. `inner` are marks within bodies. `announced_by` is a mark that the template writes around tools,
+    for templates that leave calls out of the history.
+    """
+
+    name: str
+    opens: tuple[str, ...]
+    form: BodyForm
+    read: ReadBody
+    bare: str = ""
+    ends_with_turn: bool = False
+    inner: tuple[str, ...] = ()
+    announced_by: str = ""
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return tokens_in(*self.opens, self.form.close, *self.inner)
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """The marks around reasoning."""
+
+    open: str
+    close: str
+
+    @property
+    def markers(self) -> frozenset[str]:
+        return tokens_in(self.open, self.close)
+
+
+def tokens_in(*marks: str) -> frozenset[str]:
+    """Return the texts in `marks` that may each be one special token."""
+    return frozenset(token for mark in marks for token in (_TAG.findall(mark) or [mark]) if token)

@@ -1,0 +1,90 @@
+"""Reads tool calls that are written as tags, with one pair around each argument: the tool's schema types the values."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from bombus_gateway.text.deltas import ToolCallDelta
+from bombus_gateway.text.reading.syntax import ReadBody
+from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
+
+
+@dataclass(frozen=True)
+class TagForm:
+    """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and perhaps `is_string`.
+
+    `end` closes a call. `trimmed`: whether values have line breaks around them that are not theirs.
+    """
+
+    call: str
+    parameter: str
+    end: str
+    trimmed: bool = False
+
+
+FUNCTION_TAGS = TagForm(
+    call=r"<function=(?P<name>[\w.:/-]+)>",
+    parameter=r"<parameter=(?P<name>[^>\n]+)>(?P<value>.*?)</parameter>\s*(?=<parameter=|</function>)",
+    end=r"</function>",
+    trimmed=True,
+)
+KEY_TAGS = TagForm(
+    call=r"(?P<name>[\w.:/-]+)",
+    parameter=r"<arg_key>(?P<name>[^<]+)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*(?=<arg_key>|\Z)",
+    end=r"\Z",
+)
+
+
+def invoke_tags(prefix: str, around: str = "") -> TagForm:
+    """Return the form of `<invoke name="f">`, in which each tag's name begins with `prefix`.
+
+    `around` is the name of a tag that may stand around calls.
+    """
+    tag = re.escape(prefix)
+    opens, closes = (rf"(?:<{tag}{around}>\s*)?", rf"(?:\s*</{tag}{around}>)?") if around else ("", "")
+    return TagForm(
+        call=rf'{opens}<{tag}invoke name="(?P<name>[^"\n]+)">',
+        parameter=(
+            rf'<{tag}parameter name="(?P<name>[^"\n]+)"(?: string="(?P<is_string>true|false)")?>(?P<value>.*?)'
+            rf"</{tag}parameter>\s*(?=<{tag}parameter|</{tag}invoke>)"
+        ),
+        end=rf"</{tag}invoke>{closes}",
+    )
+
+
+def tagged(form: TagForm) -> ReadBody:
+    """Return a reader of calls in this form, one or more in a body."""
+    call, end = re.compile(rf"\s*{form.call}\s*", re.DOTALL), re.compile(rf"{form.end}\s*")
+    parameter = re.compile(form.parameter, re.DOTALL)
+
+    def read(body: str, schemas: Schemas) -> list[ToolCallDelta]:
+        calls: list[ToolCallDelta] = []
+        at = 0
+        while at < len(body) or not calls:
+            opened = call.match(body, at)
+            if opened is None:
+                raise ValueError(f"not a call at {at}")
+            name = opened["name"].strip()
+            arguments: dict[str, Any] = {}
+            at = opened.end()
+            while found := parameter.match(body, at):
+                key = found["name"].strip()
+                arguments[key] = _value(form, found, name, schemas)
+                at = found.end()
+            closed = end.match(body, at)
+            if closed is None:
+                raise ValueError(f"a call is not closed at {at}")
+            calls.append(make_call(name, arguments))
+            at = closed.end()
+        return calls
+
+    return read
+
+
+def _value(form: TagForm, found: re.Match[str], tool: str, schemas: Schemas) -> Any:
+    text = found["value"]
+    if form.trimmed:
+        text = text.removeprefix("\n").removesuffix("\n")
+    if found.groupdict().get("is_string") == "true":
+        return text
+    return typed_value(text, schemas.get(tool, {}).get(found["name"].strip()))

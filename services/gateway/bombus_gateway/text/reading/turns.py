@@ -1,0 +1,184 @@
+"""Reads a turn that is text, reasoning between marks, and calls between marks, while it arrives."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm, alternatives, held_back
+from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
+from bombus_gateway.text.reading.values import schemas_of
+
+_SPACE = re.compile(r"\s*")
+_BETWEEN_CALLS = re.compile(r"[\s;]*")
+_NEVER = re.compile(r"(?!)")
+
+
+class TurnReader:
+    """Splits a turn into text, reasoning and calls.
+
+    White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all
+    is text, to the letter. Text goes out as soon as it cannot be the beginning of a mark; a call when it is closed.
+    """
+
+    def __init__(
+        self,
+        syntax: CallSyntax | None,
+        thinking: Thinking | None,
+        tools: Sequence[Mapping[str, Any]],
+        inside_reasoning: bool = False,
+    ) -> None:
+        self._syntax = syntax
+        self._thinking = thinking
+        self._schemas = schemas_of(tools)
+        self._marks = (*(syntax.opens if syntax else ()), *((thinking.open,) if thinking else ()))
+        self._opening = re.compile(alternatives(self._marks)) if self._marks else _NEVER
+        self._rest = ""
+        self._held: list[str] = []  # white space that is dropped if a mark follows
+        self._opened = ""
+        self._body: list[str] = []
+        self._end = BodyEnd(BodyForm())
+        self._at_start = True  # whether a call may begin without a mark
+        self._said_text = False
+        self._thought = False
+        self._thought_space: list[str] = []
+        self._after: Thinking | CallSyntax | None = None  # what ended since the last text
+        self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
+
+    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Delta]:
+        """Add text. Returns what can no longer change."""
+        text = self._rest + text
+        out: list[Delta] = []
+        at = 0
+        while True:
+            before = self._take
+            end = self._take(text, at, out)
+            if end == at and self._take == before:
+                break
+            at = end
+        self._rest = text[at:]
+        return out
+
+    def finish(self) -> list[Delta]:
+        """End the turn. Returns the deltas that were held back."""
+        out: list[Delta] = []
+        rest, self._rest = self._rest, ""
+        if self._take == self._take_call:
+            self._end_call(rest, out, self._syntax is not None and self._syntax.ends_with_turn)
+        elif self._take == self._take_reasoning:
+            self._say_reasoning(rest, out)
+            self._end_reasoning()
+        else:
+            self._say(rest, out)
+        if self._held and self._after is None:
+            out.append(TextDelta("".join(self._held)))
+        self._held = []
+        return out
+
+    # ---- text ----
+
+    def _take_text(self, text: str, at: int, out: list[Delta]) -> int:
+        if self._at_start and self._syntax and self._syntax.bare:
+            at = self._hold_space(text, at)
+            if text.startswith(self._syntax.bare, at):
+                self._begin_call("")
+                return at
+        found = self._opening.search(text, at)
+        end = found.start() if found else len(text) - held_back(text, at, self._marks)
+        self._say(text[at:end], out)
+        if found is None:
+            return end
+        if self._thinking and found[0] == self._thinking.open:
+            self._begin_reasoning()
+        else:
+            self._begin_call(found[0])
+        return found.end()
+
+    def _hold_space(self, text: str, at: int) -> int:
+        """Hold back what may stand before a call that has no mark. Returns where that ends."""
+        pattern = _BETWEEN_CALLS if isinstance(self._after, CallSyntax) else _SPACE
+        found = pattern.match(text, at)
+        end = found.end() if found else at
+        if end > at and not isinstance(self._after, Thinking):
+            self._held.append(text[at:end])
+        return end
+
+    def _say(self, text: str, out: list[Delta]) -> None:
+        """Let text go out, but for white space at its end."""
+        if isinstance(self._after, Thinking):
+            text = text.lstrip()
+        body = text.rstrip()
+        if body:
+            out.append(TextDelta("".join([*self._held, body])))
+            self._held = []
+            self._said_text, self._at_start, self._after = True, False, None
+        if len(text) > len(body):
+            self._held.append(text[len(body) :])
+
+    # ---- reasoning ----
+
+    def _begin_reasoning(self) -> None:
+        if not self._said_text:
+            self._held = []
+        self._thought = False
+        self._take = self._take_reasoning
+
+    def _take_reasoning(self, text: str, at: int, out: list[Delta]) -> int:
+        close = self._thinking.close if self._thinking else ""
+        place = text.find(close, at)
+        self._say_reasoning(text[at : place if place >= 0 else len(text) - held_back(text, at, (close,))], out)
+        if place < 0:
+            return len(text) - held_back(text, at, (close,))
+        self._end_reasoning()
+        return place + len(close)
+
+    def _say_reasoning(self, text: str, out: list[Delta]) -> None:
+        text = text if self._thought else text.lstrip()
+        body = text.rstrip()
+        if body:
+            out.append(ReasoningDelta("".join([*self._thought_space, body])))
+            self._thought_space = []
+            self._thought = True
+        if len(text) > len(body):
+            self._thought_space.append(text[len(body) :])
+
+    def _end_reasoning(self) -> None:
+        self._thought_space = []
+        self._after = self._thinking
+        self._at_start = True
+        self._take = self._take_text
+
+    # ---- calls ----
+
+    def _begin_call(self, mark: str) -> None:
+        if self._syntax:
+            self._opened, self._body, self._end = mark, [], BodyEnd(self._syntax.form)
+            self._take = self._take_call
+
+    def _take_call(self, text: str, at: int, out: list[Delta]) -> int:
+        end, ended = self._end.take(text, at)
+        self._body.append(text[at:end])
+        if ended:
+            self._end_call("", out, True)
+        return end
+
+    def _end_call(self, rest: str, out: list[Delta], complete: bool) -> None:
+        body = "".join([*self._body, rest])
+        self._body = []
+        self._take = self._take_text
+        calls = self._read(body) if complete else []
+        if not calls:
+            self._say(self._opened + body, out)
+            return
+        out += calls
+        self._held = []
+        self._after = self._syntax
+        self._at_start = True
+
+    def _read(self, body: str) -> list[ToolCallDelta]:
+        if self._syntax is None:
+            return []
+        try:
+            return self._syntax.read(body.removesuffix(self._syntax.form.close), self._schemas)
+        except ValueError:  # what is not a call is text
+            return []

@@ -1,0 +1,371 @@
+"""Renders conversations with the model's own chat template, into the ids that transformers gives them."""
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.hive.records import unpack_tokens
+from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
+from bombus_gateway.text.control import ControlTokens
+from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
+from bombus_gateway.text.forms import TOOL, WORD, call_of, find_form, user
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.finding import find_reading
+from bombus_gateway.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+PROMPT_END_TOKENS = 64  # as many of a prompt's last tokens say whether reasoning is open
+_NOT_TEXT = ("role", "type")  # keys whose values a template compares
+_LAST, _CONTENT, _REASONING = (f"{WORD}{suffix}" for suffix in ("zq", "zw", "zx"))
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A conversation as text. Each of `placeholders` stands for the name of a control token that a message holds."""
+
+    text: str
+    placeholders: dict[str, str]
+
+    def plain(self) -> str:
+        """Return the text that the template gives."""
+        return restored(self.text, self.placeholders)
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """A conversation with words of ours in place of what was sampled.
+
+    The first `count` messages are in the history. `sampled` has what must be seen after the prompt of the last of them.
+    """
+
+    messages: list[ChatMessage]
+    count: int
+    sampled: list[str]
+
+
+class TemplateRenderer:
+    """The renderer of one model.
+
+    `history` says what holds where the template drops what was sampled, such as reasoning of earlier turns: "template"
+    begins a branch, "keep" keeps the sequence.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, history: str = "template") -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._history = history
+        self._special_names = set(tokenizer.specials.values())
+        self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
+        self.form = find_form(template)
+        self.reading = find_reading(self._text)
+        self.stop_token_ids = self._find_stops()
+        self._stops = frozenset(self.stop_token_ids)
+
+    # ---- prompts ----
+
+    def adapted(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
+        """Return messages in the roles that the template has a use for: a developer's may be the system's to it."""
+        if not self.form.developer_as_system or all(message["role"] != "developer" for message in messages):
+            return messages
+        return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+    def render(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return a whole prompt, up to where the assistant begins.
+
+        Raises `Refused` where the template refuses the conversation, or drops a part of it without a word.
+        """
+        try:
+            rendered = self._rendered(messages, tools)
+        except TemplateRefused as error:
+            raise Refused(Code.MALFORMED, f"The model's chat template refuses this conversation: {error}") from error
+        self._refuse_losses(messages, tools, rendered.plain(), 0)
+        return self._control.encode(rendered.text, rendered.placeholders)
+
+    def extend(
+        self,
+        history: bytes,
+        completion_at: int,
+        messages: Sequence[ChatMessage],
+        count: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
+        """Return the tokens to append to `history` (int32: a prompt and its completion, as they were sampled).
+
+        The first `count` messages are those of the history; the last of them was sampled from token `completion_at` on.
+        What follows a completion is what the template writes after that message. Returns None where the template, given
+        the new messages, changes what came before. Raises `Refused` like `render`.
+        """
+        tokens = unpack_tokens(history)
+        probe = self._probe(tokens, completion_at, messages, count)
+        try:
+            rendered = self._rendered(probe.messages, tools)
+            kept = self._history == "keep" or self._keeps(probe, tools, rendered)
+        except TemplateRefused:
+            return None  # rendering the whole says why
+        place = rendered.text.rfind(_LAST)
+        if place < 0 or not kept:
+            return None
+        self._refuse_losses(messages, tools, rendered.plain(), count)
+        after = rendered.text[place + len(_LAST) :]
+        ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
+        return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
+
+    def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> "Probe":
+        """Return the messages with words of ours in place of what was sampled, to find it in the rendering."""
+        reasoned = bool(self._reasoning_of(tokens, completion_at))
+        earlier = reasoned or self._has_mark(tokens[:completion_at])
+        probe = list(messages)
+        for index, message in enumerate(messages[:count]):
+            if message["role"] == "assistant":
+                probe[index] = {key: value for key, value in message.items() if key != "reasoning_content"}
+                if reasoned if index == count - 1 else earlier:
+                    probe[index]["reasoning_content"] = _REASONING + str(index)
+        last = probe[count - 1]
+        calls = last.get("tool_calls")
+        if calls:
+            function = {**calls[-1]["function"], "arguments": json.dumps({"a": _LAST})}
+            last["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
+            last["content"] = _CONTENT if (last.get("content") or "").strip() else last.get("content")
+        else:
+            last["content"] = _LAST
+        sampled = [last["reasoning_content"]] if reasoned else []
+        sampled += [_CONTENT] if last.get("content") == _CONTENT else []
+        if self.reading.thinking and self.reading.thinking.open in self._tokenizer.decode(tokens[completion_at:], True):
+            sampled.append(self.reading.thinking.open)  # also where the reasoning is empty
+        return Probe(probe, count, sampled)
+
+    def _reasoning_of(self, tokens: Sequence[int], completion_at: int) -> str:
+        """Return the reasoning in a completion."""
+        if not self.reading.reasoning:
+            return ""
+        end = tokens[max(0, completion_at - PROMPT_END_TOKENS) : completion_at]
+        reader = self.reading.reader(self._tokenizer.decode(end, with_specials=True), ())
+        sampled = list(tokens[completion_at:])
+        deltas = [*reader.feed(self._tokenizer.decode(sampled), sampled), *reader.finish()]
+        return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+
+    def _has_mark(self, tokens: Sequence[int]) -> bool:
+        """Whether a text opens reasoning somewhere."""
+        if not self.reading.reasoning:
+            return False
+        marks = self.reading.thinking.markers if self.reading.thinking else self.reading.markers
+        text = self._tokenizer.decode(tokens, with_specials=True)
+        return any(mark in text for mark in marks)
+
+    def _keeps(self, probe: "Probe", tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
+        """Whether the template leaves the prompt of the last completion as it was, and shows all that was sampled."""
+        before = self._text(probe.messages[: probe.count - 1], tools, True)
+        whole = rendered.plain()
+        return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
+
+    def _after_completion(
+        self, after: str, ended: int | None, called: bool, placeholders: Mapping[str, str]
+    ) -> list[int] | None:
+        """Encode what follows a completion. `after` follows its last word; `ended` is the token that ended it."""
+        names = self._tokenizer.added
+        if ended is not None and names[ended] in after:
+            tokens = self._control.encode(after[after.index(names[ended]) :], placeholders)
+            return tokens[1:]
+        if ended is not None and self._history != "keep":
+            return None  # the template ends such a message otherwise
+        places = sorted((place, stop) for stop in self._stops if (place := after.find(names.get(stop, "\0"))) >= 0)
+        if ended is not None:
+            place = places[0][0] + len(names[places[0][1]]) if places else 0
+        elif called:
+            if not places:
+                return None
+            place = places[0][0]
+        else:
+            place = 0
+        # Encoded after a control token, so that a tokenizer that marks the beginning of a text marks nothing here.
+        context = names[self.stop_token_ids[0]] if self.stop_token_ids else ""
+        tokens = self._control.encode(context + after[place:], placeholders)
+        return tokens[1:] if context else tokens
+
+    # ---- rendering ----
+
+    def _text(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        return self._template.render(self.form.apply(messages), tools, generate)
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
+        """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused`.
+
+        A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
+        name is left to the template: replacing it would change what the template gives.
+        """
+        conversation: list[Any] = [*self.form.apply(messages), list(tools)]
+        plain = self._template.render(conversation[:-1], conversation[-1], True)
+        held = [self._held_names(part) for part in conversation]
+        names = set().union(*held)
+        if not names:
+            return Rendered(plain, {})
+        placeholders = self._control.placeholders(names, (plain, *_strings(conversation)))
+        for index, those in enumerate(held):
+            # All names of a message at once; where the template looks for one of them, one by one.
+            for some in (those, *({name} for name in sorted(those))) if those else ():
+                replaced = _replaced(conversation[index], {name: placeholders[name] for name in some})
+                tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
+                if self._same(tried, plain, placeholders):
+                    conversation = tried
+                    if some is those:
+                        break
+        return Rendered(self._template.render(conversation[:-1], conversation[-1], True), placeholders)
+
+    def _held_names(self, part: Any) -> set[str]:
+        """Return the names of control tokens in a message, or in the tools.
+
+        An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
+        """
+        found = self._control.find("\0".join(_strings(part)))
+        by_assistant = isinstance(part, dict) and part["role"] == "assistant"
+        return found & self._special_names if by_assistant else found
+
+    def _same(self, conversation: Sequence[Any], plain: str, placeholders: Mapping[str, str]) -> bool:
+        try:
+            text = self._template.render(conversation[:-1], conversation[-1], True)
+        except TemplateRefused:
+            return False
+        return restored(text, placeholders) == plain
+
+    # ---- what a template loses ----
+
+    def _refuse_losses(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, since: int
+    ) -> None:
+        """Raise `Refused` where the template left out a part of the conversation, from message `since` on."""
+        for tool in tools if since == 0 else ():
+            if tool["function"]["name"] not in text:
+                raise Refused(
+                    Code.MALFORMED,
+                    "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
+                    "they are described in the system message, or send none.",
+                )
+        for index, message in enumerate(messages[since:], since):
+            if message["role"] != "assistant":
+                if self._loses(messages, tools, text, index):
+                    raise Refused(Code.MALFORMED, _LOST.format(index, message["role"], _cure(message["role"])))
+            elif any(call["function"]["name"] not in text for call in message.get("tool_calls") or ()):
+                raise Refused(Code.MALFORMED, _LOST.format(index, "assistant", _cure("tool")))
+
+    def _loses(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, index: int
+    ) -> bool:
+        content = (messages[index].get("content") or "").strip()
+        if not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+            return False
+        changed = [*messages]
+        changed[index] = {**messages[index], "content": f"{content} {WORD}"}
+        try:
+            return self._text(changed, tools, True) == text
+        except TemplateRefused:
+            return False
+
+    # ---- completions ----
+
+    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> DeltaReader:
+        end = unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])
+        return self.reading.reader(self._tokenizer.decode(end, with_specials=True), tools)
+
+    def _find_stops(self) -> tuple[int, ...]:
+        """Return the ids that end a completion: those of the model's files, and those that the template writes."""
+        found = set(configured_stops(self._tokenizer))
+        ask, more = user("look"), user("again")
+        ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
+        continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
+        found.update(self._last_special(_common(ending, continued)) or self._last_special(ending))
+        between = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)[0]
+        called = self._after(_LAST, [ask, call_of([_LAST])], False)
+        found.update(stop for stop in self._last_special(called) if self._tokenizer.added[stop] not in between)
+        if not found:
+            log.warning("the model has no token that ends a completion")
+        return tuple(sorted(found))
+
+    def _after(self, word: str, messages: Sequence[ChatMessage], generate: bool) -> str:
+        try:
+            return self._text(messages, [TOOL] if messages[1].get("tool_calls") else [], generate).rpartition(word)[2]
+        except TemplateRefused:
+            return ""
+
+    def _last_special(self, text: str) -> list[int]:
+        places = [(text.rfind(name), len(name), index) for index, name in self._tokenizer.specials.items()]
+        place, _, index = max(places, default=(-1, 0, 0))
+        return [index] if place >= 0 else []
+
+
+_LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
+
+
+def _cure(role: str) -> str:
+    if role == "tool":
+        return "set model.tools to hermes in the job, or send the result as a user's message"
+    if role == "user":
+        return "give the job a model.chat_template that renders it"
+    return "put the text into the first user's message, or give the job a model.chat_template that renders it"
+
+
+def configured_stops(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids at which generation ends, according to the model's files."""
+    stops: set[int] = set()
+    for config in (tokenizer.generation_config, tokenizer.model_config):
+        found = config.get("eos_token_id")
+        stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+    named = tokenizer.token_id(tokenizer.named["eos_token"]) if "eos_token" in tokenizer.named else None
+    return tuple(sorted(stops if named is None else stops | {named}))
+
+
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """Return a text with the names that placeholders stand for."""
+    for name, character in placeholders.items():
+        text = text.replace(character, name)
+    return text
+
+
+def _control_names(tokenizer: Tokenizer, template: ChatTemplate) -> set[str]:
+    """Return the special tokens, and other added tokens that the template writes, but for white space."""
+    written = template.literals()
+    added = {name for name in tokenizer.added.values() if name in written and not name.isspace()}
+    return added | {name for name in tokenizer.specials.values() if name}
+
+
+def _common(one: str, other: str) -> str:
+    """Return the text that both begin with."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
+def _strings(value: Any) -> Iterable[str]:
+    """Yield all texts of a value of JSON, and the keys of its mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _replaced(value: Any, names: Mapping[str, str], text: Callable[[str], str] | None = None) -> Any:
+    """Return a value of JSON in whose texts each name is replaced, the longest first."""
+    if text is None:
+        ordered = sorted(names.items(), key=lambda item: -len(item[0]))
+
+        def text(found: str) -> str:
+            for name, character in ordered:
+                found = found.replace(name, character)
+            return found
+
+    if isinstance(value, str):
+        return text(value)
+    if isinstance(value, Mapping):
+        return {
+            key if key in _NOT_TEXT else text(str(key)): item if key in _NOT_TEXT else _replaced(item, names, text)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_replaced(item, names, text) for item in value]
+    return value

@@ -1,0 +1,145 @@
+"""How calls and reasoning are written is found from the template, whatever the model is called."""
+
+import json
+from typing import Any
+
+import pytest
+
+from bombus_gateway.text.chat_template import TemplateRefused
+from bombus_gateway.text.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from bombus_gateway.text.reading.finding import Reading, find_reading
+from bombus_gateway.text.reading.syntaxes import THINKING
+from tests.gateway.reading.templates import CALLS, TOOLS, each, read, renderer, template
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_syntax_of_calls_is_found_in_the_template(name: str) -> None:
+    assert find_reading(renderer(template(CALLS[name]))).calls == name
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_the_template_writes_for_calls_is_read_back(name: str) -> None:
+    render = renderer(template(CALLS[name]))
+    calls = [("f", {"a": -1, "b": "x, y"}), ("g", {"c": {"k": [1.5, True, {"l": "z"}]}})]
+    listed = [
+        {"id": f"functions.{name}:{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    prompt = render([], TOOLS, True)
+    turn = render([{"role": "assistant", "content": "", "tool_calls": listed}], TOOLS, False).removeprefix(prompt)
+    deltas = read(lambda: find_reading(render).reader(prompt, TOOLS), [turn.removesuffix("<|close|>\n")])
+    assert [(call.name, json.loads(call.arguments)) for call in deltas if isinstance(call, ToolCallDelta)] == calls
+    assert not [delta for delta in deltas if isinstance(delta, TextDelta)]
+
+
+def test_marks_that_no_table_has_are_learned_from_the_template() -> None:
+    source = template(each('<|do|>\n{"name": "{{ c.name }}", "parameters": {{ c.arguments|tojson }}}<|done|>'))
+    reading = find_reading(renderer(source))
+    assert reading.calls == "json between <|do|> and <|done|>"
+    assert reading.markers == {"<|do|>", "<|done|>"}
+    deltas = read(
+        lambda: reading.reader("", TOOLS), ['hm <|do|>{"name": "f", "parameters": {"b": "<|done|>"}}<|done|>']
+    )
+    assert deltas == [TextDelta("hm"), ToolCallDelta("f", '{"b": "<|done|>"}')]
+
+
+def test_a_template_that_loses_calls_has_no_syntax_unless_it_announces_one() -> None:
+    assert find_reading(renderer(template())) == Reading()
+    announcing = "{% if tools %}<|tool_list_start|>{{ tools|tojson }}<|tool_list_end|>{% endif %}" + template()
+    assert find_reading(renderer(announcing)).calls == "pythonic between marks"
+
+
+def test_a_template_that_refuses_everything_is_read_as_text() -> None:
+    def refuse(*_: Any) -> str:
+        raise TemplateRefused("no")
+
+    assert find_reading(refuse) == Reading()
+
+
+def test_a_template_that_refuses_parallel_calls_and_wants_no_content_is_read_all_the_same() -> None:
+    picky = "{% if m.tool_calls|length > 1 or m.content is string %}{{ 1 + 'refused' }}{% endif %}"
+    assert find_reading(renderer(template(picky + CALLS["llama json"]))).calls == "llama json"
+
+
+def test_of_two_syntaxes_that_read_the_calls_the_one_that_leaves_less_text_is_chosen() -> None:
+    render = renderer(template("<tool_calls>" + CALLS["hermes"] + "</tool_calls>"))
+    assert find_reading(render).calls == "hermes"
+    assert find_reading(renderer(template(CALLS["phi"]))).calls == "phi"
+    assert find_reading(renderer(template(CALLS["granite"]))).calls == "granite"
+
+
+# ---- reasoning ----
+
+
+@pytest.mark.parametrize("thinking", THINKING, ids=lambda thinking: thinking.open)
+def test_marks_around_reasoning_are_found_where_the_template_writes_it(thinking: Any) -> None:
+    reasoning = f"{thinking.open}{{{{ m.reasoning_content }}}}{thinking.close}"
+    reading = find_reading(renderer(template(CALLS["hermes"], reasoning)))
+    assert (reading.reasoning, reading.calls) == (thinking.open, "hermes")
+    text = f"{thinking.open}\nhm\n{thinking.close}\n\nyes"
+    assert read(lambda: reading.reader("", TOOLS), [text]) == [ReasoningDelta("hm"), TextDelta("yes")]
+
+
+def test_a_tag_and_its_end_are_marks_without_a_table() -> None:
+    source = template(reasoning="<musing>{{ '\n' + m.reasoning_content + '\n' }}</musing>")
+    assert find_reading(renderer(source)).reasoning == "<musing>"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        (template(prompt="{{ '<think>\n' }}"), "<think>"),
+        (template(prompt="{{ '[THINK]\n\n[/THINK]\n' }}"), "[THINK]"),
+        (template().replace("m.content or ''", "(m.content or '').split('</think>')[-1]"), "<think>"),
+        (template(), ""),
+        (template(reasoning="{{ m.reasoning_content }}"), ""),
+    ],
+)
+def test_reasoning_that_the_history_drops_is_found_in_the_prompt_or_by_being_dropped(source: str, found: str) -> None:
+    assert find_reading(renderer(source)).reasoning == found
+
+
+def test_calls_are_found_after_reasoning_that_the_prompt_opened() -> None:
+    source = template("</think>" + CALLS["deepseek v3.1"], "", "<think>")
+    reading = find_reading(renderer(source.replace("{%- if m.tool", "<think>{%- if m.tool")))
+    assert (reading.calls, reading.reasoning) == ("deepseek v3.1", "<think>")
+
+
+# ---- channels ----
+
+_CHANNELS = """
+{%- for m in messages -%}
+{{ '<|start|>' + m.role }}
+{%- if m.tool_calls %}{% set c = m.tool_calls[0].function -%}
+{{ ' to=functions.' + c.name }}<|channel|>commentary json<|message|>{{ c.arguments|tojson }}<|call|>
+{%- else %}<|channel|>final<|message|>{{ m.content }}<|end|>{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+
+
+def test_channels_are_found_in_the_template() -> None:
+    reading = find_reading(renderer(_CHANNELS))
+    assert (reading.calls, reading.reasoning) == ("channels", "channels")
+    assert {"<|channel|>", "<|message|>", "<|call|>", "<|return|>", "<|constrain|>"} <= reading.markers
+
+
+_RECIPIENTS = """
+{%- for m in messages -%}
+{{ '<|start|>' + m.role }}
+{%- if m.tool_calls %}{% for t in m.tool_calls %}{% set c = t.function -%}
+{{ ' to=' + c.name }}<|message|><atem:function_calls>
+<atem:invoke name="{{ c.name }}">
+{% for k, v in c.arguments.items() -%}
+<atem:parameter name="{{ k }}">{{ v if v is string else v|tojson }}</atem:parameter>
+{% endfor -%}
+</atem:invoke>
+</atem:function_calls>{% if loop.last %}<|eot|>{% else %}<|eom|><|start|>assistant{% endif %}{% endfor %}
+{%- else %} to=user<|message|>{{ m.content }}<|eot|>{% endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|start|>assistant{% endif -%}
+"""
+
+
+def test_recipients_are_found_in_the_template() -> None:
+    assert find_reading(renderer(_RECIPIENTS)).calls == "recipients"
