@@ -61,6 +61,7 @@ class TemplateRenderer:
         self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
         self.reading = find_reading(self._text)
+        self._shows_tools = self._has_place_for_tools()
         self.stop_token_ids = self._find_stops()
         self._stops = frozenset(self.stop_token_ids)
 
@@ -236,19 +237,30 @@ class TemplateRenderer:
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, since: int
     ) -> None:
         """Raise `Refused` where the template left out a part of the conversation, from message `since` on."""
-        for tool in tools if since == 0 else ():
-            if tool["function"]["name"] not in text:
-                raise Refused(
-                    Code.MALFORMED,
-                    "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
-                    "they are described in the system message, or send none.",
-                )
+        if since == 0 and tools and self._loses_tools(messages, tools, text):
+            raise Refused(
+                Code.MALFORMED,
+                "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
+                "they are described in the system message, or send none.",
+            )
         for index, message in enumerate(messages[since:], since):
             if message["role"] != "assistant":
                 if self._loses(messages, tools, text, index):
                     raise Refused(Code.MALFORMED, _LOST.format(index, message["role"], _cure(message["role"])))
             elif any(call["function"]["name"] not in text for call in message.get("tool_calls") or ()):
                 raise Refused(Code.MALFORMED, _LOST.format(index, "assistant", _cure("tool")))
+
+    def _loses_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str) -> bool:
+        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
+        if not all(tool["function"]["name"] in text for tool in tools):
+            return True
+        if self._shows_tools:
+            return False
+        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
+        try:
+            return self._text(messages, others, True) == text
+        except TemplateRefused:
+            return False
 
     def _loses(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, index: int
@@ -269,6 +281,12 @@ class TemplateRenderer:
         end = unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])
         return self.reading.reader(self._tokenizer.decode(end, with_specials=True), tools)
 
+    def _has_place_for_tools(self) -> bool:
+        try:
+            return TOOL["function"]["name"] in self._text([user("look")], [TOOL], True)
+        except TemplateRefused:
+            return False
+
     def _find_stops(self) -> tuple[int, ...]:
         """Return the ids that end a completion: those of the model's files, and those that the template writes."""
         found = set(configured_stops(self._tokenizer))
@@ -276,7 +294,8 @@ class TemplateRenderer:
         ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
         continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
         found.update(self._last_special(_common(ending, continued)) or self._last_special(ending))
-        between = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)[0]
+        between, second, _ = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)
+        between = between if second else ""  # a template may show one call of a turn alone
         called = self._after(_LAST, [ask, call_of([_LAST])], False)
         found.update(stop for stop in self._last_special(called) if self._tokenizer.added[stop] not in between)
         if not found:
