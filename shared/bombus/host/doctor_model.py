@@ -15,7 +15,7 @@ CHECKS = {
     "trained": ("bombus_trainer.loading", "trainer"),
 }
 SHORTER = "set rollout.max_model_len lower, or use a model with a longer context"
-TODO = "use a model of a family in docs/models.md, or vLLM for the replicas and verl for the trainer"
+CURE = "use a model of a family in docs/models.md, or vLLM for the replicas and verl for the trainer"
 
 
 def examine_model(name: str, tokens: int | None = None) -> Iterator[Finding]:
@@ -57,5 +57,5 @@ def _tried(what: str, architecture: str, folder: Path, module: str, extra: str) 
     try:
         load(module, extra).check_model(folder, TRIAL_TOKENS)
     except (EngineFault, NotInstalled) as error:
-        return check(what, False, str(error), TODO)
+        return check(what, False, str(error), CURE)
     return Finding(what, State.OK, f"{architecture} is computed as transformers computes it")

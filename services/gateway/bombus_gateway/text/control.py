@@ -15,8 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Fast
 
-_PLACEHOLDERS_FROM = 0xF0000  # the first of two planes for private use
-_PLACEHOLDERS_TO = 0x10FFFE
+# Ideographs: templates change neither their case nor white space, and `repr`, by which some print a list, keeps them.
+_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO = 0x20000, 0x2A6D0
 
 
 class ControlTokens:
@@ -40,7 +40,7 @@ class ControlTokens:
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
         """Return a character for each name. None of `texts` has it."""
         taken = {character for text in texts for character in text if ord(character) >= _PLACEHOLDERS_FROM}
-        free = (chr(code) for code in range(_PLACEHOLDERS_FROM + 0x1000, _PLACEHOLDERS_TO) if chr(code) not in taken)
+        free = (chr(code) for code in range(_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO) if chr(code) not in taken)
         return dict(zip(sorted(names), free))
 
     def encode(self, text: str, placeholders: Mapping[str, str]) -> list[int]:

@@ -39,11 +39,13 @@ class Probe(msgspec.Struct, frozen=True):
     """A conversation with words of ours in place of what was sampled.
 
     The first `count` messages are in the history. `sampled` has what must be seen after the prompt of the last of them.
+    `unclosed`: the prompt of the last of them opened reasoning, which was not closed.
     """
 
     messages: list[ChatMessage]
     count: int
     sampled: list[str]
+    unclosed: bool = False
 
 
 class TemplateRenderer:
@@ -61,6 +63,7 @@ class TemplateRenderer:
         self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
         self.reading = find_reading(self._text)
+        self._shows_tools = self._has_place_for_tools()
         self.stop_token_ids = self._find_stops()
         self._stops = frozenset(self.stop_token_ids)
 
@@ -115,8 +118,10 @@ class TemplateRenderer:
 
     def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> "Probe":
         """Return the messages with words of ours in place of what was sampled, to find it in the rendering."""
+        before = self._tokenizer.decode(tokens[:completion_at], with_specials=True)
+        text = self._tokenizer.decode(tokens[completion_at:], with_specials=True)
         reasoned = bool(self._reasoning_of(tokens, completion_at))
-        earlier = reasoned or self._has_mark(tokens[:completion_at])
+        earlier = self._has_reasoning(before)
         probe = list(messages)
         for index, message in enumerate(messages[:count]):
             if message["role"] == "assistant":
@@ -133,9 +138,11 @@ class TemplateRenderer:
             last["content"] = _LAST
         sampled = [last["reasoning_content"]] if reasoned else []
         sampled += [_CONTENT] if last.get("content") == _CONTENT else []
-        if self.reading.thinking and self.reading.thinking.open in self._tokenizer.decode(tokens[completion_at:], True):
-            sampled.append(self.reading.thinking.open)  # also where the reasoning is empty
-        return Probe(probe, count, sampled)
+        thinking = self.reading.thinking
+        if thinking and thinking.open in text:
+            sampled.append(thinking.open)  # also where the reasoning is empty
+        unclosed = thinking is not None and before.rstrip().endswith(thinking.open) and thinking.close not in text
+        return Probe(probe, count, sampled, unclosed)
 
     def _reasoning_of(self, tokens: Sequence[int], completion_at: int) -> str:
         """Return the reasoning in a completion."""
@@ -147,16 +154,18 @@ class TemplateRenderer:
         deltas = [*reader.feed(self._tokenizer.decode(sampled), sampled), *reader.finish()]
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
-    def _has_mark(self, tokens: Sequence[int]) -> bool:
-        """Whether a text opens reasoning somewhere."""
-        if not self.reading.reasoning:
-            return False
-        marks = self.reading.thinking.markers if self.reading.thinking else self.reading.markers
-        text = self._tokenizer.decode(tokens, with_specials=True)
-        return any(mark in text for mark in marks)
+    def _has_reasoning(self, text: str) -> bool:
+        """Whether a text holds reasoning that is closed, and more than white space."""
+        thinking = self.reading.thinking
+        if thinking is None:
+            return any(mark in text for mark in self.reading.markers) if self.reading.channels else False
+        closed = (part.partition(thinking.close) for part in text.split(thinking.open)[1:])
+        return any(close and reasoning.strip() for reasoning, close, _ in closed)
 
     def _keeps(self, probe: "Probe", tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
         """Whether the template leaves the prompt of the last completion as it was, and shows all that was sampled."""
+        if probe.unclosed:
+            return False  # the template would close it
         before = self._text(probe.messages[: probe.count - 1], tools, True)
         whole = rendered.plain()
         return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
@@ -236,19 +245,30 @@ class TemplateRenderer:
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, since: int
     ) -> None:
         """Raise `Refused` where the template left out a part of the conversation, from message `since` on."""
-        for tool in tools if since == 0 else ():
-            if tool["function"]["name"] not in text:
-                raise Refused(
-                    Code.MALFORMED,
-                    "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
-                    "they are described in the system message, or send none.",
-                )
+        if since == 0 and tools and self._loses_tools(messages, tools, text):
+            raise Refused(
+                Code.MALFORMED,
+                "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
+                "they are described in the system message, or send none.",
+            )
         for index, message in enumerate(messages[since:], since):
             if message["role"] != "assistant":
                 if self._loses(messages, tools, text, index):
                     raise Refused(Code.MALFORMED, _LOST.format(index, message["role"], _cure(message["role"])))
             elif any(call["function"]["name"] not in text for call in message.get("tool_calls") or ()):
                 raise Refused(Code.MALFORMED, _LOST.format(index, "assistant", _cure("tool")))
+
+    def _loses_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str) -> bool:
+        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
+        if not all(tool["function"]["name"] in text for tool in tools):
+            return True
+        if self._shows_tools:
+            return False
+        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
+        try:
+            return self._text(messages, others, True) == text
+        except TemplateRefused:
+            return False
 
     def _loses(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, index: int
@@ -269,6 +289,12 @@ class TemplateRenderer:
         end = unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])
         return self.reading.reader(self._tokenizer.decode(end, with_specials=True), tools)
 
+    def _has_place_for_tools(self) -> bool:
+        try:
+            return TOOL["function"]["name"] in self._text([user("look")], [TOOL], True)
+        except TemplateRefused:
+            return False
+
     def _find_stops(self) -> tuple[int, ...]:
         """Return the ids that end a completion: those of the model's files, and those that the template writes."""
         found = set(configured_stops(self._tokenizer))
@@ -276,7 +302,8 @@ class TemplateRenderer:
         ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
         continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
         found.update(self._last_special(_common(ending, continued)) or self._last_special(ending))
-        between = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)[0]
+        between, second, _ = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)
+        between = between if second else ""  # a template may show one call of a turn alone
         called = self._after(_LAST, [ask, call_of([_LAST])], False)
         found.update(stop for stop in self._last_special(called) if self._tokenizer.added[stop] not in between)
         if not found:

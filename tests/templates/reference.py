@@ -1,0 +1,257 @@
+"""What transformers makes of a conversation: the expectation that our renderer is compared with.
+
+- A conversation that the template renders: the ids of `apply_chat_template`.
+- One on which the template raises: a refusal.
+- One of which the template loses a part without a word: a refusal. A part is lost when the rendering stays the same
+  although the tools, or the text of a system, developer, user or tool message, are others. What an assistant's turn
+  loses (its calls, or its text beside calls) may be refused and may be rendered: what a model wrote itself is not
+  rendered again while its episode is one sequence.
+- A developer's message, to a template that raises on it or loses it: a refusal, or the ids that it has as a system's.
+- One with names of special tokens in its texts: ids that decode to the template's text, with no more special tokens
+  than the same conversation has when harmless words stand in place of these names. Some names mean something to the
+  template (`content.split('</think>')`), so that harmless words give another rendering. With these only the text is
+  compared.
+"""
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from bombus_gateway.text.message import ChatMessage
+from tests.templates.conversations import PARIS, Conversation, assistant, call, developer, result, system, user
+from tests.templates.families import Family
+from tests.templates.forms import Form
+
+HARMLESS = "harmlessword"
+OTHER = "quite another text 7421"
+WORD = "probing7421"
+
+
+class Ids(NamedTuple):
+    """These ids; `or_refused` where a refusal is as good."""
+
+    ids: list[int]
+    or_refused: bool
+
+
+class Safe(NamedTuple):
+    """Ids that decode to `text`, and, unless `specials` is None, with exactly these special tokens."""
+
+    text: str
+    specials: Counter[int] | None
+    or_refused: bool
+
+
+class Refusal(NamedTuple):
+    """A refusal; `lost` where the template would have lost a part without a word."""
+
+    why: str
+    lost: bool
+
+
+Expected = Ids | Safe | Refusal
+
+
+class Case(NamedTuple):
+    """A conversation with its names filled in, and what its text alone says about the expectation."""
+
+    conversation: Conversation
+    harmless: Conversation | None  # the same with harmless words, where it has names that are only text to the template
+    names: bool
+    refusal: Refusal | None
+    or_refused: bool
+
+
+class TemplateText:
+    """A chat template's renderings as text, by transformers, and how the template wants its messages."""
+
+    def __init__(self, template: str, bos: str, eos: str) -> None:
+        from tokenizers import AddedToken, Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        empty = Tokenizer(models.BPE())
+        empty.add_special_tokens([AddedToken(name, special=True) for name in (bos, eos)])
+        self._theirs = PreTrainedTokenizerFast(tokenizer_object=empty, bos_token=bos, eos_token=eos)
+        self._theirs.chat_template = template
+        self.form = self._find_form()
+
+    def text(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+        """Render a conversation. Raises what the template raises."""
+        return self._text(self.form, messages, tools)
+
+    def text_or_none(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
+        return self._text_or_none(self.form, messages, tools)
+
+    def cases(self, conversation: Conversation, names: Sequence[str]) -> list[Case]:
+        """Return the conversation with names filled in: those that the template looks for in a case of their own."""
+        if not conversation.has_names:
+            return [self._case(conversation, None, False)]
+        harmless = conversation.with_names(HARMLESS)
+        worded = self.text_or_none(harmless.messages, harmless.tools)
+        sought = [name for name in names if self._looks_for(conversation, name, worded)]
+        free = [name for name in names if name not in sought]
+        cases = [self._case(conversation.with_names(" ".join(free)), harmless, True)] if free else []
+        if sought:
+            title = f"{conversation.name} that the template looks for"
+            cases.append(self._case(conversation.with_names(" ".join(sought))._replace(name=title), None, True))
+        return cases
+
+    def _case(self, filled: Conversation, harmless: Conversation | None, names: bool) -> Case:
+        try:
+            text = self.text(filled.messages, filled.tools)
+        except Exception as error:  # templates raise whatever Python raises: all of it is their refusal
+            return Case(filled, harmless, names, Refusal(f"{type(error).__name__}: {error}", lost=False), False)
+        lost = next(self._lost_parts(filled, text), None)
+        refusal = Refusal(f"the template ignores {lost}", lost=True) if lost else None
+        return Case(filled, harmless, names, refusal, self._may_be_refused(filled, text))
+
+    def _may_be_refused(self, filled: Conversation, text: str) -> bool:
+        """Whether a developer's message has to be a system's, or a part of an assistant's turn is lost."""
+        if self.form.developer_as_system and any(message["role"] == "developer" for message in filled.messages):
+            return True
+        return any(self.text_or_none(changed, filled.tools) == text for changed in _other_answers(filled.messages))
+
+    def _looks_for(self, conversation: Conversation, name: str, worded: str | None) -> bool:
+        named = conversation.with_names(name)
+        text = self.text_or_none(named.messages, named.tools)
+        return text != (None if worded is None else worded.replace(HARMLESS, name))
+
+    def _lost_parts(self, filled: Conversation, text: str) -> Iterator[str]:
+        if filled.tools and self.text_or_none(filled.messages, _other_tools(filled.tools)) == text:
+            yield "tools"
+        for index, message in enumerate(filled.messages):
+            if message["role"] == "assistant" or not message["content"].strip():
+                continue
+            other = _with(filled.messages, index, {**message, "content": OTHER})
+            if self.text_or_none(other, filled.tools) == text:
+                yield f"the {message['role']} message {index}"
+
+    # ---- how it wants its messages ----
+
+    def _find_form(self) -> Form:
+        """Find the first form in which the template shows a word, as text and as an argument of a call."""
+        parts = not self._shows(Form(), [user(WORD)]) and self._shows(Form(parts=True), [user(WORD)])
+        form = Form(parts=parts)
+        called = [user("hi"), assistant("", call(1, "weather", PARIS)), result(1, "sunny")]
+        as_mapping = self._text_or_none(form, called, [])
+        text_arguments = form._replace(text_arguments=True)
+        if (as_mapping is None or repr(PARIS) in as_mapping) and self._text_or_none(text_arguments, called, []):
+            form = text_arguments
+        if not self._shows(form, [developer(WORD), user("hi")]) and self._shows(form, [system(WORD), user("hi")]):
+            form = form._replace(developer_as_system=True)
+        return form
+
+    def _shows(self, form: Form, messages: Sequence[ChatMessage]) -> bool:
+        return WORD in (self._text_or_none(form, messages, []) or "")
+
+    def _text(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+        return str(
+            self._theirs.apply_chat_template(
+                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        )
+
+    def _text_or_none(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
+        try:
+            return self._text(form, messages, tools)
+        except Exception:  # templates raise whatever Python raises
+            return None
+
+
+@cache
+def template_text(template: str, bos: str, eos: str) -> TemplateText:
+    return TemplateText(template, bos, eos)
+
+
+@cache
+def _cases(texts: TemplateText, number: int, conversations: "Conversations", names: tuple[str, ...]) -> list[Case]:
+    return texts.cases(conversations[number], names)
+
+
+class Conversations(tuple[Conversation, ...]):
+    """Conversations that are the same object wherever they are used."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+class Reference:
+    """transformers' tokenizer of one family."""
+
+    def __init__(self, family: Family) -> None:
+        from transformers import PreTrainedTokenizerFast
+
+        self.family = family
+        self.fast = family.fast
+        self.texts = template_text(family.template, family.bos, family.eos)
+        self._theirs = PreTrainedTokenizerFast(tokenizer_object=family.fast, bos_token=family.bos, eos_token=family.eos)
+        self._theirs.chat_template = family.template
+        added = self.fast.get_added_tokens_decoder().items()
+        self.special_ids = {index for index, token in added if token.special}
+
+    def cases(self, conversations: Conversations) -> list[Case]:
+        names = self.family.names
+        return [
+            each for number in range(len(conversations)) for each in _cases(self.texts, number, conversations, names)
+        ]
+
+    def ids(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> list[int]:
+        """Render a conversation to ids. Raises what the template raises."""
+        return list(
+            self._theirs.apply_chat_template(
+                self.texts.form.apply(messages),
+                tools=list(tools) or None,
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        )
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of ids, specials shown."""
+        return self.shown(str(self.fast.decode(list(ids), skip_special_tokens=False)))
+
+    def shown(self, text: str) -> str:
+        """Return a text as it is compared: without white space where the tokenizer does not keep all of it."""
+        return text if self.family.exact_text else re.sub(r"\s", "", text)
+
+    def specials_of(self, ids: Sequence[int]) -> Counter[int]:
+        return Counter(index for index in ids if index in self.special_ids)
+
+    def expected(self, case: Case) -> Expected:
+        if case.refusal is not None:
+            return case.refusal
+        ids = self.ids(case.conversation.messages, case.conversation.tools)
+        if not case.names:
+            return Ids(ids, case.or_refused)
+        if case.harmless is None:
+            return Safe(self.decoded(ids), None, case.or_refused)
+        specials = self.specials_of(self.ids(case.harmless.messages, case.harmless.tools))
+        return Safe(self.decoded(ids), specials, case.or_refused)
+
+
+def _with(messages: Sequence[ChatMessage], index: int, message: ChatMessage) -> list[ChatMessage]:
+    return [*messages[:index], message, *messages[index + 1 :]]
+
+
+def _other_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    others = copy.deepcopy(tools)
+    for tool in others:
+        tool["function"] |= {"name": "another", "description": OTHER}
+    return others
+
+
+def _other_answers(messages: Sequence[ChatMessage]) -> Iterator[list[ChatMessage]]:
+    """Yield the messages with another text, and with each call another, in each of the assistant's turns."""
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        if (message["content"] or "").strip():
+            yield _with(messages, index, {**message, "content": OTHER})
+        for number in range(len(message.get("tool_calls", ()))):
+            other = copy.deepcopy(message)
+            other["tool_calls"][number]["function"]["name"] = "another"
+            yield _with(messages, index, other)
