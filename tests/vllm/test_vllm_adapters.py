@@ -37,8 +37,13 @@ class Stage:
     adapters: list[Path]
     models: list[PreTrainedModel]
 
-    def policy(self, version: int) -> Policy:
-        return Policy(self.base, 1, version, CONTEXT, adapter=self.adapters[version])
+    def policy(self, version: int, adapter: Path | None = None) -> Policy:
+        return Policy(self.base, 1, version, CONTEXT, adapter=adapter or self.adapters[version])
+
+    async def at(self, version: int) -> None:
+        """Load this version unless it is being served. Starts a child if there is none."""
+        if self.backend.version != version:
+            await self.backend.load(self.policy(version), ignore_stage)
 
 
 def lora_executor(folder: Path, rank: int) -> Executor:
@@ -48,7 +53,7 @@ def lora_executor(folder: Path, rank: int) -> Executor:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
     """Version 0 adds nothing; each other version differs a lot from the one before."""
     root = tmp_path_factory.mktemp("adapters")
     executor = lora_executor(root / "model", rank=4)
@@ -65,10 +70,17 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     backend = VllmBackend(ENGINE, VllmSettings(eager=True), client.deliver)
     stage = Stage(backend, client, Path(base.where), adapters, models)
     try:
-        await backend.load(stage.policy(0), ignore_stage)
+        await stage.at(0)
         yield stage
     finally:
         await backend.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(running: Stage) -> Stage:
+    """Return the backend of all tests, which serves version 0 again."""
+    await running.at(0)
+    return running
 
 
 async def test_an_adapter_that_adds_nothing_samples_like_its_base_model(stage: Stage) -> None:
@@ -78,7 +90,10 @@ async def test_an_adapter_that_adds_nothing_samples_like_its_base_model(stage: S
 
 
 @pytest.mark.parametrize("version", range(1, VERSIONS))
-async def test_an_adapter_replaces_the_previous_one_while_requests_go_on(stage: Stage, version: int) -> None:
+async def test_an_adapter_replaces_the_previous_one_while_requests_go_on(
+    stage: Stage, version: int, tmp_path: Path
+) -> None:
+    await stage.at(version - 1)
     before = family(stage.backend)
     prompts = [[5, 9, seed] for seed in range(4)]
     tickets = [
@@ -87,9 +102,9 @@ async def test_an_adapter_replaces_the_previous_one_while_requests_go_on(stage: 
     ]
     await until_metric(stage.backend, "running", lambda value: value == len(tickets))
     await stage.client.until(lambda: min(map(stage.client.sampled, tickets[:2])) > 3)
-    await stage.backend.load(stage.policy(version), ignore_stage)
-    for gone in stage.adapters[:version]:  # as a trainer does: they are not read again
-        shutil.rmtree(gone, ignore_errors=True)
+    mine = shutil.copytree(stage.adapters[version], tmp_path / "adapter")
+    await stage.backend.load(stage.policy(version, mine), ignore_stage)
+    shutil.rmtree(mine)  # as a trainer does with old ones: it is not read again
     after = stage.client.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=40))
     for prompt, ticket in zip(prompts, tickets, strict=True):
         made = (await stage.client.finished(ticket)).only

@@ -61,7 +61,7 @@ class Stage:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
     folders = []
     for seed in (0, 1):
         folder = tmp_path_factory.mktemp(f"model{seed}")
@@ -75,6 +75,13 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
         yield stage
     finally:
         await backend.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(running: Stage) -> Stage:
+    """Return the backend of all tests, which serves version 0 again; a test that ended it is followed by a start."""
+    await running.at(0)
+    return running
 
 
 def family(backend: VllmBackend) -> list[psutil.Process]:
