@@ -19,7 +19,8 @@ def adding(url: str, last: int) -> None:
     with SwarmClient(url) as client:
         while client.get_global_step() < last:
             outputs = client.run_group(question(), agent, NUM_REPEAT)
-            print("adding:  ", [round(output.reward, 2) for output in outputs if output])
+            rewards = [round(output.reward, 2) for output in outputs if output]
+            print(f"adding: {rewards}\n", end="")  # one piece: the other client prints, too
 
 
 async def counting(url: str, last: int) -> None:
@@ -42,7 +43,8 @@ async def counting(url: str, last: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         while (await http.get("/get_engine_status")).json()["global_step"] < last:
             letter = random.choice("abcdefgh")
-            print("counting:", await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT))))
+            rewards = await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT)))
+            print(f"counting: {rewards}\n", end="")
 
 
 async def main() -> None:
