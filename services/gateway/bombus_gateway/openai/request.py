@@ -288,11 +288,12 @@ def _check_message(found: _Message, place: str) -> None:
 
 
 def _message(found: _Message, index: int) -> ChatMessage:
-    """Return a message as it is stored, compared and rendered: text content, and nothing that is null."""
+    """Return a message as it is stored, compared and rendered: text content, null only beside calls."""
     place = f"messages.{index}"
     _check_message(found, place)
-    message: ChatMessage = {"role": found.role, "content": _text(found.content, f"{place}.content")}
-    if found.refusal and not message["content"]:
+    content = None if found.content is None and found.tool_calls else _text(found.content, f"{place}.content")
+    message: ChatMessage = {"role": found.role, "content": content}
+    if found.refusal and not content:
         message["content"] = found.refusal
     if found.name:
         message["name"] = found.name
