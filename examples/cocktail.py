@@ -19,8 +19,7 @@ def adding(url: str, last: int) -> None:
     with SwarmClient(url) as client:
         while client.get_global_step() < last:
             outputs = client.run_group(question(), agent, NUM_REPEAT)
-            rewards = [round(output.reward, 2) for output in outputs if output]
-            print(f"adding: {rewards}\n", end="")  # one piece: the other client prints, too
+            print(f"adding: {[round(output.reward, 2) for output in outputs if output]}\n", end="")  # in one piece
 
 
 async def counting(url: str, last: int) -> None:
@@ -43,8 +42,7 @@ async def counting(url: str, last: int) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         while (await http.get("/get_engine_status")).json()["global_step"] < last:
             letter = random.choice("abcdefgh")
-            rewards = await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT)))
-            print(f"counting: {rewards}\n", end="")
+            print(f"counting: {await asyncio.gather(*(episode(http, letter) for _ in range(NUM_REPEAT)))}\n", end="")
 
 
 async def main() -> None:

@@ -38,7 +38,12 @@ from tests.trainer.small_batches import item, tiny_settings
 JOB = {
     "bombus": {
         "model": {"path": "tiny"},
-        "rollout": {"max_prompt_length": 200, "max_response_length": 300, "max_response_length_in_one_turn": 24},
+        "rollout": {
+            "max_prompt_length": 200,
+            "max_response_length": 300,
+            "max_response_length_in_one_turn": 24,
+            "history": "keep",  # an untrained model may end an answer with <eos>, where its template has <|im_end|>
+        },
     }
 }
 
