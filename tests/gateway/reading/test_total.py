@@ -169,9 +169,9 @@ def test_a_reader_holds_back_only_a_few_letters_however_long_a_call_is(name: str
     reading = reading_of(name)
     reader: Any = reading.reader("<|start|>assistant", TOOLS)
     opens = reading.syntax.opens[0] if reading.syntax and reading.syntax.opens else " to=functions.f<|message|>"
-    reader.feed(opens, [])
+    reader.feed(opens)
     for _ in range(2000):
-        reader.feed(filling, [])
+        reader.feed(filling)
         assert len(reader._rest) <= HELD_MAX
     reader.finish()
 

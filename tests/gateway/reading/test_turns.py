@@ -154,15 +154,15 @@ def test_calls_are_separated_from_text(name: str, text: str, expected: list[Delt
 
 def test_text_goes_out_as_soon_as_it_cannot_be_a_mark_any_more() -> None:
     reader = READINGS["hermes"].reader("", TOOLS)
-    assert reader.feed("one ", []) == [TextDelta("one")]
-    assert reader.feed("two <tool", []) == [TextDelta(" two")]
-    assert reader.feed("box", []) == [TextDelta(" <toolbox")]
-    assert reader.feed('<tool_call>{"name": "f", "arguments": {"a": 1}}', []) == []
-    assert reader.feed("</tool_call>", []) == [MADE]
+    assert reader.feed("one ") == [TextDelta("one")]
+    assert reader.feed("two <tool") == [TextDelta(" two")]
+    assert reader.feed("box") == [TextDelta(" <toolbox")]
+    assert reader.feed('<tool_call>{"name": "f", "arguments": {"a": 1}}') == []
+    assert reader.feed("</tool_call>") == [MADE]
 
 
 def test_where_no_mark_can_come_nothing_is_held_back() -> None:
-    assert Reading().reader("", TOOLS).feed("one \n<", []) == [TextDelta("one \n<")]
+    assert Reading().reader("", TOOLS).feed("one \n<") == [TextDelta("one \n<")]
 
 
 def test_without_tools_calls_are_text_and_reasoning_is_read() -> None:

@@ -20,20 +20,10 @@ from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.checking import check_faithful, disagreement
 from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.settings import ComputeSettings
+from tests import small_models
 from tests.inference.backends.small_engines import finish, request
 
-SHAPE = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
+SHAPE = small_models.SHAPE | {"head_dim": 8, "initializer_range": 0.3, "pad_token_id": 0}
 FAMILIES = {
     "a window": MistralConfig(**SHAPE, sliding_window=16),
     "a window, caps on scores and logits": Gemma2Config(

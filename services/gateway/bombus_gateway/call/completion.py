@@ -50,7 +50,7 @@ class Completion:
         self._request = request
         self._stream = TextStream(model.tokenizer.pieces, request.stops)
         tools = request.tools if request.parse_tool_calls else ()
-        self._reader = model.renderer.reader(prompt, tools, request.stops) if request.chat else PlainReader()
+        self._reader = model.renderer.reader(prompt, tools) if request.chat else PlainReader()
         self._tokens: list[bytes] = []
         self._packed_logprobs: list[bytes] = []
         self._spans: list[Span] = []
@@ -73,7 +73,7 @@ class Completion:
         tokens = unpack_tokens(frame.tokens)
         text, used = self._read(frame, tokens) if self._request.logprobs else self._stream.feed(tokens)
         self._keep(frame, used)
-        deltas = self._reader.feed(text, tokens[:used])
+        deltas = self._reader.feed(text)
         if self._stream.stopped:
             return self._close(FinishReason.STOP, deltas)
         self._add(deltas)
@@ -82,7 +82,7 @@ class Completion:
     def end(self, reason: str) -> CompletionDelta:
         """End the completion for the reason that the replica gives."""
         text = self._stream.finish()
-        deltas = self._reader.feed(text, []) if text else []
+        deltas = self._reader.feed(text) if text else []
         return self._close(FinishReason.STOP if self._stream.stopped else reason, deltas)
 
     def replay(self, choice: Choice) -> list[CompletionDelta]:

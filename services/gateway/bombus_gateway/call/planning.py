@@ -77,7 +77,7 @@ async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histor
 def _plain_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
     prompt = request.completion.prompt
     if isinstance(prompt, str):
-        tokens = pack_tokens(model.tokenizer.encode_marked_up(prompt))
+        tokens = pack_tokens(model.tokenizer.encode(prompt))
     elif max(prompt) >= len(model.tokenizer.pieces):
         raise Refused(Code.MALFORMED, f"prompt holds token {max(prompt)}, which is outside the vocabulary.")
     else:

@@ -22,7 +22,7 @@ class TemplateRefused(ValueError):
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model writes, for those who train on text. The marked text stays as it is."""
+    """Renders what stands in `{% generation %}`, a block that marks what the model writes, for training on text."""
 
     tags = {"generation"}  # noqa: RUF012  the base class has a set
 

@@ -46,18 +46,11 @@ class ControlTokens:
     def encode(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
         """Encode a rendered conversation, in which each placeholder stands for a name that is text."""
         if not placeholders:
-            return self._encode(self._fast, text)
+            return list(self._fast.encode(text, add_special_tokens=False).ids)
         text = self._pattern.sub(lambda found: self._private[found.group()], text)
         for name, character in placeholders.items():
             text = text.replace(character, name)
-        return self._encode(self._tokenizer_without_names(), text)
-
-    def _encode(self, fast: Fast, text: str) -> list[int]:
-        before, fast.encode_special_tokens = fast.encode_special_tokens, False
-        try:
-            return list(fast.encode(text, add_special_tokens=False).ids)
-        finally:
-            fast.encode_special_tokens = before
+        return list(self._tokenizer_without_names().encode(text, add_special_tokens=False).ids)
 
     def _tokenizer_without_names(self) -> Fast:
         if self._guarded is None:

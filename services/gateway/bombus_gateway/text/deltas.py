@@ -31,17 +31,19 @@ Delta = TextDelta | ReasoningDelta | ToolCallDelta
 class DeltaReader(Protocol):
     """Reads one completion while it is generated, and returns its deltas."""
 
-    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
-        """`text` is the new text, `tokens` are the new ids."""
+    def feed(self, text: str) -> list[Delta]:
+        """Take the text that is new, and return what is certain now."""
         ...
 
-    def finish(self) -> list[Delta]: ...
+    def finish(self) -> list[Delta]:
+        """Return what was held back, as the completion has ended."""
+        ...
 
 
 class PlainReader:
     """Reads a completion as text alone."""
 
-    def feed(self, text: str, tokens: list[int]) -> list[Delta]:
+    def feed(self, text: str) -> list[Delta]:
         return [TextDelta(text)] if text else []
 
     def finish(self) -> list[Delta]:

@@ -80,6 +80,12 @@ def short_id(call_id: str) -> str:
     return hashlib.blake2b(call_id.encode("utf-8", "replace")).hexdigest()[:ID_CHARACTERS]
 
 
+def common_start(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
+    return one[:length]
+
+
 def user(content: str) -> ChatMessage:
     return {"role": "user", "content": content}
 

@@ -12,7 +12,7 @@ from bombus.hive.records import unpack_tokens
 from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import TOOL, WORD, call_of, find_form, user
+from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import find_reading
 from bombus_gateway.text.tokenizer import Tokenizer
@@ -116,11 +116,11 @@ class TemplateRenderer:
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
 
-    def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> "Probe":
+    def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> Probe:
         """Return the messages with words of ours in place of what was sampled, to find it in the rendering."""
-        before = self._tokenizer.decode(tokens[:completion_at], with_specials=True)
-        text = self._tokenizer.decode(tokens[completion_at:], with_specials=True)
-        reasoned = bool(self._reasoning_of(tokens, completion_at))
+        before = self._tokenizer.decode(tokens[:completion_at])
+        text = self._tokenizer.decode(tokens[completion_at:])
+        reasoned = bool(self._reasoning_of(tokens[:completion_at], text))
         earlier = self._has_reasoning(before)
         probe = list(messages)
         for index, message in enumerate(messages[:count]):
@@ -144,14 +144,12 @@ class TemplateRenderer:
         unclosed = thinking is not None and before.rstrip().endswith(thinking.open) and thinking.close not in text
         return Probe(probe, count, sampled, unclosed)
 
-    def _reasoning_of(self, tokens: Sequence[int], completion_at: int) -> str:
+    def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
         """Return the reasoning in a completion."""
         if not self.reading.reasoning:
             return ""
-        end = tokens[max(0, completion_at - PROMPT_END_TOKENS) : completion_at]
-        reader = self.reading.reader(self._tokenizer.decode(end, with_specials=True), ())
-        sampled = list(tokens[completion_at:])
-        deltas = [*reader.feed(self._tokenizer.decode(sampled), sampled), *reader.finish()]
+        reader = self.reading.reader(self._end_of(prompt), ())
+        deltas = [*reader.feed(completion), *reader.finish()]
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
     def _has_reasoning(self, text: str) -> bool:
@@ -162,7 +160,7 @@ class TemplateRenderer:
         closed = (part.partition(thinking.close) for part in text.split(thinking.open)[1:])
         return any(close and reasoning.strip() for reasoning, close, _ in closed)
 
-    def _keeps(self, probe: "Probe", tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
+    def _keeps(self, probe: Probe, tools: Sequence[Mapping[str, Any]], rendered: Rendered) -> bool:
         """Whether the template leaves the prompt of the last completion as it was, and shows all that was sampled."""
         if probe.unclosed:
             return False  # the template would close it
@@ -206,7 +204,7 @@ class TemplateRenderer:
         name is left to the template: replacing it would change what the template gives.
         """
         conversation: list[Any] = [*self.form.apply(messages), list(tools)]
-        plain = self._template.render(conversation[:-1], conversation[-1], True)
+        text = plain = self._template.render(conversation[:-1], conversation[-1], True)
         held = [self._held_names(part) for part in conversation]
         names = set().union(*held)
         if not names:
@@ -215,13 +213,14 @@ class TemplateRenderer:
         for index, those in enumerate(held):
             # All names of a message at once; where the template looks for one of them, one by one.
             for some in (those, *({name} for name in sorted(those))) if those else ():
-                replaced = _replaced(conversation[index], {name: placeholders[name] for name in some})
+                replaced = _changed(conversation[index], _replacing({name: placeholders[name] for name in some}))
                 tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
-                if self._same(tried, plain, placeholders):
-                    conversation = tried
+                found = self._rendered_or_none(tried)
+                if found is not None and restored(found, placeholders) == plain:
+                    conversation, text = tried, found
                     if some is those:
                         break
-        return Rendered(self._template.render(conversation[:-1], conversation[-1], True), placeholders)
+        return Rendered(text, placeholders)
 
     def _held_names(self, part: Any) -> set[str]:
         """Return the names of control tokens in a message, or in the tools.
@@ -232,12 +231,11 @@ class TemplateRenderer:
         by_assistant = isinstance(part, dict) and part["role"] == "assistant"
         return found & self._special_names if by_assistant else found
 
-    def _same(self, conversation: Sequence[Any], plain: str, placeholders: Mapping[str, str]) -> bool:
+    def _rendered_or_none(self, conversation: Sequence[Any]) -> str | None:
         try:
-            text = self._template.render(conversation[:-1], conversation[-1], True)
+            return self._template.render(conversation[:-1], conversation[-1], True)
         except TemplateRefused:
-            return False
-        return restored(text, placeholders) == plain
+            return None
 
     # ---- what a template loses ----
 
@@ -285,9 +283,12 @@ class TemplateRenderer:
 
     # ---- completions ----
 
-    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]], stops: Sequence[str]) -> DeltaReader:
-        end = unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])
-        return self.reading.reader(self._tokenizer.decode(end, with_specials=True), tools)
+    def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
+        """Return a reader of the completion of a prompt (int32)."""
+        return self.reading.reader(self._end_of(unpack_tokens(prompt[-4 * PROMPT_END_TOKENS :])), tools)
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
 
     def _has_place_for_tools(self) -> bool:
         try:
@@ -301,7 +302,7 @@ class TemplateRenderer:
         ask, more = user("look"), user("again")
         ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
         continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
-        found.update(self._last_special(_common(ending, continued)) or self._last_special(ending))
+        found.update(self._last_special(common_start(ending, continued)) or self._last_special(ending))
         between, second, _ = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)
         between = between if second else ""  # a template may show one call of a turn alone
         called = self._after(_LAST, [ask, call_of([_LAST])], False)
@@ -357,12 +358,6 @@ def _control_names(tokenizer: Tokenizer, template: ChatTemplate) -> set[str]:
     return added | {name for name in tokenizer.specials.values() if name}
 
 
-def _common(one: str, other: str) -> str:
-    """Return the text that both begin with."""
-    length = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-    return one[:length]
-
-
 def _strings(value: Any) -> Iterable[str]:
     """Yield all texts of a value of JSON, and the keys of its mappings."""
     if isinstance(value, str):
@@ -376,23 +371,27 @@ def _strings(value: Any) -> Iterable[str]:
             yield from _strings(item)
 
 
-def _replaced(value: Any, names: Mapping[str, str], text: Callable[[str], str] | None = None) -> Any:
-    """Return a value of JSON in whose texts each name is replaced, the longest first."""
-    if text is None:
-        ordered = sorted(names.items(), key=lambda item: -len(item[0]))
+def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that replaces each name in a text, the longest first."""
+    ordered = sorted(names.items(), key=lambda item: -len(item[0]))
 
-        def text(found: str) -> str:
-            for name, character in ordered:
-                found = found.replace(name, character)
-            return found
+    def replace(text: str) -> str:
+        for name, character in ordered:
+            text = text.replace(name, character)
+        return text
 
+    return replace
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a value of JSON whose texts are changed, but for those that a template compares."""
     if isinstance(value, str):
-        return text(value)
+        return change(value)
     if isinstance(value, Mapping):
         return {
-            key if key in _NOT_TEXT else text(str(key)): item if key in _NOT_TEXT else _replaced(item, names, text)
+            key if key in _NOT_TEXT else change(str(key)): item if key in _NOT_TEXT else _changed(item, change)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_replaced(item, names, text) for item in value]
+        return [_changed(item, change) for item in value]
     return value

@@ -46,7 +46,7 @@ class TextModel:
         kind = HermesTemplate if options.tools == "hermes" else ChatTemplate
         template = kind(self.tokenizer.chat_template, {**self.tokenizer.named, **options.variables})
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
-        self.tokenizer.pieces = self.tokenizer.pieces_showing(self.renderer.reading.markers)
+        self.tokenizer.shown = self.renderer.reading.markers
         limit = self.tokenizer.model_config.get("max_position_embeddings")
         self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
         reading = self.renderer.reading

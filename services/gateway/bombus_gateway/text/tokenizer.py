@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken
@@ -11,9 +11,7 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
 
-ENCODINGS_KEPT = 2048
-ENCODING_CHARACTERS_MAX = 8192  # longer texts are encoded each time
-# Special tokens that parsers of the text need; all others are left out of it.
+# Special tokens that are part of the text where nothing else is said; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
@@ -24,8 +22,9 @@ NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class Tokenizer:
-    """One model's tokenizer. `pieces[id]` has the bytes that a token adds to the text: none for most special tokens.
+    """One model's tokenizer.
 
+    `shown` has the names of special tokens that are part of the text. It may be set before the first text is decoded.
     `added` has the names of all added tokens by id, `specials` those of special ones. `named` has the special tokens
     that a chat template may name, such as `bos_token`.
     """
@@ -45,30 +44,28 @@ class Tokenizer:
         self.chat_template = _chat_template(files, self.config)
         self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
         self._add_tokens()
-        # `<|im_end|>` in a user's message must stay text, and not become the token that ends a turn.
-        self.fast.encode_special_tokens = True
-        self._cached = lru_cache(ENCODINGS_KEPT)(self._encode)
         added = self.fast.get_added_tokens_decoder()
         self.added = {index: str(token.content) for index, token in added.items()}
         named = set(self._named_or_extra())
         self.specials = {i: str(token.content) for i, token in added.items() if token.special or token.content in named}
         self.size = self.fast.get_vocab_size(with_added_tokens=True)
         self._decoder = described.get("decoder")
-        self.pieces = self.pieces_showing(SHOWN_SPECIALS)
+        self.shown: Collection[str] = SHOWN_SPECIALS
 
     def _add_tokens(self) -> None:
         """Add the tokens that only tokenizer_config.json has, and take over the flags that it gives to others.
 
         transformers does the same when it loads the files.
         """
+        known = set(self.fast.get_added_tokens_decoder().values())
         listed = self.config.get("added_tokens_decoder")
         for _, token in sorted(listed.items(), key=lambda item: int(item[0])) if isinstance(listed, dict) else ():
             flags = {flag: bool(token[flag]) for flag in _FLAGS if flag in token}
             added = AddedToken(token["content"], **flags)
-            if added not in self.fast.get_added_tokens_decoder().values():
+            if added not in known:
                 self.fast.add_tokens([added])
-        known = {token.content for token in self.fast.get_added_tokens_decoder().values()}
-        absent = [name for name in dict.fromkeys(self._named_or_extra()) if name not in known]
+        names = {token.content for token in self.fast.get_added_tokens_decoder().values()}
+        absent = [name for name in dict.fromkeys(self._named_or_extra()) if name not in names]
         self.fast.add_tokens([AddedToken(name, special=True) for name in absent])
 
     def _named_or_extra(self) -> list[str]:
@@ -76,18 +73,8 @@ class Tokenizer:
         return [*self.named.values(), *(_content(token) for token in (extra if isinstance(extra, list) else ()))]
 
     def encode(self, text: str) -> list[int]:
-        """Encode plain text: the name of a special token in it stays text."""
-        if len(text) <= ENCODING_CHARACTERS_MAX:
-            return list(self._cached(text))
-        return list(self._encode(text))
-
-    def encode_marked_up(self, text: str) -> list[int]:
         """Encode text in which names of special tokens stand for these tokens."""
-        self.fast.encode_special_tokens = False
-        try:
-            return list(self.fast.encode(text, add_special_tokens=False).ids)
-        finally:
-            self.fast.encode_special_tokens = True
+        return list(self.fast.encode(text, add_special_tokens=False).ids)
 
     def token_id(self, token: str) -> int | None:
         index: int | None = self.fast.token_to_id(token)
@@ -106,11 +93,9 @@ class Tokenizer:
         except IndexError:
             raise EngineFault(f"a sampled token is outside the tokenizer's vocabulary of {len(pieces)}") from None
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return tuple(self.fast.encode(text, add_special_tokens=False).ids)
-
-    def pieces_showing(self, shown: Collection[str]) -> list[bytes]:
-        """Return the bytes that each token adds to a text in which only the special tokens `shown` are visible."""
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """The bytes that each token adds to the text, by id: none for a special token that is not in `shown`."""
         to_bytes = _piece_reader(self._decoder)
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
         # A model's head may be padded beyond its vocabulary: such tokens have no text.
@@ -119,7 +104,7 @@ class Tokenizer:
         for token, index in vocabulary.items():
             if index not in self.added:
                 pieces[index] = to_bytes(token)
-            elif index not in self.specials or token in shown:
+            elif index not in self.specials or token in self.shown:
                 pieces[index] = token.encode()
         return pieces
 

@@ -74,7 +74,15 @@ class BodyEnd:
             if start == len(text):
                 return start, False
             at = start
-        return self._marked(text, at) if self._form.close else self._bracketed(text, at)
+        look = self._look_for_mark if self._form.close else self._look_for_bracket
+        while True:
+            if self._quote:
+                at, closed = self._string(text, at)
+                if not closed:
+                    return at, False
+            at, ends = look(text, at)
+            if not self._quote:
+                return at, ends
 
     def _begin(self, text: str, at: int) -> int | None:
         """Return where the first bracket is, or None if something else comes first."""
@@ -87,34 +95,25 @@ class BodyEnd:
         self._begun = text.startswith(self._form.bracket, at) and at < len(text)
         return at if self._begun or at == len(text) else None
 
-    def _marked(self, text: str, at: int) -> tuple[int, bool]:
+    def _look_for_mark(self, text: str, at: int) -> tuple[int, bool]:
+        """Go to the closing marker, or into a string. Returns like `take`."""
         close = self._form.close
-        while True:
-            if self._quote:
-                at, closed = self._string(text, at)
-                if not closed:
-                    return at, False
-            if not self._strings:
-                place = text.find(close, at)
-                return (place + len(close), True) if place >= 0 else (self._open_end(text, at), False)
-            found = self._form.outside.search(text, at)
-            if found is None:
-                return self._open_end(text, at), False
-            if found[0] == close:
-                return found.end(), True
-            at, self._quote = found.end(), found[0]
+        if not self._strings:
+            place = text.find(close, at)
+            return (place + len(close), True) if place >= 0 else (self._open_end(text, at), False)
+        found = self._form.outside.search(text, at)
+        if found is None:
+            return self._open_end(text, at), False
+        if found[0] == close:
+            return found.end(), True
+        self._quote = found[0]
+        return found.end(), False
 
-    def _bracketed(self, text: str, at: int) -> tuple[int, bool]:
-        while True:
-            if self._quote:
-                at, closed = self._string(text, at)
-                if not closed:
-                    return at, False
-                if not self._strings:
-                    return at, True  # broken: the rest is text again
-            found = self._form.outside.search(text, at)
-            if found is None:
-                return len(text), False
+    def _look_for_bracket(self, text: str, at: int) -> tuple[int, bool]:
+        """Go to the last bracket, or into a string. Returns like `take`."""
+        if self._form.strings and not self._strings:
+            return at, True  # a string was broken: the rest is text again
+        while found := self._form.outside.search(text, at):
             at = found.end()
             if found[0] in _OPENING:
                 self._depth += 1
@@ -124,6 +123,8 @@ class BodyEnd:
                     return at, True
             else:
                 self._quote = found[0]
+                return at, False
+        return len(text), False
 
     def _string(self, text: str, at: int) -> tuple[int, bool]:
         """Look for the end of the string. Strings do not count any more once one was broken."""

@@ -101,7 +101,7 @@ class ChannelReader:
             self.feed(header)
             self._kept = [] if self._kind is None else self._kept
 
-    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Delta]:
+    def feed(self, text: str) -> list[Delta]:
         """Add text. Returns what can no longer change."""
         text = self._rest + text
         out: list[Delta] = []

@@ -9,11 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from os.path import commonprefix
 from typing import Any
 
 from bombus_gateway.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import TextDelta, ToolCallDelta
+from bombus_gateway.text.forms import common_start
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelForm, ChannelReader
@@ -147,7 +147,7 @@ def _turn(render: RenderText, message: ChatMessage) -> tuple[str, str] | None:
     except TemplateRefused:
         return None
     # A prompt may open something that this turn does not have, and then they differ within a tag.
-    before = commonprefix([prompt, whole])  # noqa: RUF071 (characters are meant)
+    before = common_start(prompt, whole)
     before = before if before == prompt else _PART_OF_TAG.sub("", before)
     return before, whole[len(before) :]
 

@@ -26,9 +26,7 @@ def _pythonic_call(code: Literals) -> ToolCallDelta:
     name = code.name()
     code.expect("(")
     arguments: dict[str, Any] = {}
-    while not code.take(")"):
-        if arguments:
-            code.expect(",")
+    for _ in code.items(")"):
         key = code.name()
         code.expect("=")
         arguments[key] = code.value()

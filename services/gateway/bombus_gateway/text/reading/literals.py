@@ -5,6 +5,7 @@ Everything here raises `ValueError`, and nothing else, for what cannot be read: 
 
 import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 DEPTH_MAX = 64  # of lists and objects within each other
@@ -52,6 +53,15 @@ class Literals:
         self._skip()
         return self._match(_NAME)[0]
 
+    def items(self, close: str) -> Iterator[None]:
+        """Yield where each item begins, and take the commas between them and the mark `close` after the last."""
+        if self.take(close):
+            return
+        yield
+        while not self.take(close):
+            self.expect(",")
+            yield
+
     def value(self, depth: int = 0) -> Any:
         if depth > DEPTH_MAX:
             raise ValueError("nested too deeply")
@@ -64,21 +74,14 @@ class Literals:
     def rest_of_object(self, depth: int = 1) -> dict[str, Any]:
         """Take an object whose brace has been taken."""
         found: dict[str, Any] = {}
-        while not self.take("}"):
-            if found:
-                self.expect(",")
+        for _ in self.items("}"):
             key = self._key()
             self.expect(":")
             found[key] = self.value(depth)
         return found
 
     def _list(self, depth: int) -> list[Any]:
-        found: list[Any] = []
-        while not self.take("]"):
-            if found:
-                self.expect(",")
-            found.append(self.value(depth))
-        return found
+        return [self.value(depth) for _ in self.items("]")]
 
     def _key(self) -> str:
         self._skip()

@@ -45,7 +45,7 @@ class TurnReader:
         self._after: Thinking | CallSyntax | None = None  # what ended since the last text
         self._take = self._take_reasoning if inside_reasoning and thinking else self._take_text
 
-    def feed(self, text: str, tokens: Sequence[int] = ()) -> list[Delta]:
+    def feed(self, text: str) -> list[Delta]:
         """Add text. Returns what can no longer change."""
         text = self._rest + text
         out: list[Delta] = []
