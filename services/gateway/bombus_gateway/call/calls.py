@@ -389,6 +389,7 @@ class Call:
             replica=self.replica,
             timings=Timings(request.received_ns, self.first_token_ns, time.time_ns()),
             trace=request.traceparent,
+            chat_template_kwargs={} if node is not None else request.completion.chat_template_kwargs,
         )
 
     def _choice(self, completion: Completion) -> Choice:

@@ -1,16 +1,19 @@
 """Runs a model's own chat template, with the filters and globals that transformers gives it, in jinja2's sandbox."""
 
+import copy
 import datetime
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from bombus.config.template_variables import GIVEN
 from bombus.errors import EngineFault
 from bombus_gateway.text.message import ChatMessage
 
@@ -43,6 +46,12 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
 
+    def given(self, variables: Mapping[str, Any]) -> Self:
+        """Return this template with further variables, or other values of those that it has."""
+        made = copy.copy(self)
+        made.variables = {**self.variables, **variables}
+        return made
+
     def render(
         self,
         messages: Sequence[ChatMessage],
@@ -52,16 +61,23 @@ class ChatTemplate:
         """Return the text of a conversation, with special tokens by their names. Raises `TemplateRefused`."""
         try:
             return self._template.render(
-                **self.variables,
-                messages=[_for_template(message) for message in messages],
-                tools=list(tools) or None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self.variables,
+                    "messages": [_for_template(message) for message in messages],
+                    "tools": list(tools) or None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except jinja2.TemplateError as error:
             raise TemplateRefused(str(error.message or type(error).__name__)) from error
         except Exception as error:  # a template is a program: it can fail in any way that a program can
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
+
+    def switches(self) -> list[str]:
+        """Return the variables that the template looks up and that a request might give: nothing else gives them."""
+        looked_up = find_undeclared_variables(_environment().parse(self.source))
+        return sorted(looked_up - GIVEN - _environment().globals.keys())
 
     def literals(self) -> str:
         """Return the texts that the template itself can write, with NUL between them."""

@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
+from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
 
 # Special tokens that are part of the text where nothing else is said; all others are left out of it.
@@ -16,9 +17,6 @@ SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
-
-
-NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -125,7 +123,7 @@ def _content(token: Any) -> str:
 
 
 def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name) or special_map.get(name)) for name in NAMED_SPECIALS}
+    found = {name: _content(config.get(name) or special_map.get(name)) for name in SPECIAL_TOKENS}
     return {name: content for name, content in found.items() if content}
 
 
