@@ -18,6 +18,7 @@ from bombus.hive.records import digest
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
 LIST_MAX = 64
+NO_CHAT_TEMPLATE = "none"  # of model.chat_template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that take a mapping of scalars
 
 
@@ -38,7 +39,9 @@ class ModelConfig(ConfigGroup):
     model's folder has none.
 
     `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
-    or a file on the trainer's machine. `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
+    or a file on the trainer's machine; `none` is for jobs of plain completions alone, which need no template.
+
+    `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
     Requests may give others, or other values, where `rollout.allow_chat_template_kwargs` says so.
     `tools` is for models whose template has no place for tools: `hermes` describes them in texts of messages.
     """

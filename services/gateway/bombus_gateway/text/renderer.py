@@ -10,13 +10,13 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
+from bombus.text.chat_template import ChatTemplate, TemplateRefused
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
 from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText, find_reading
-from bombus_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from bombus_gateway.text.chat_template import TemplateRefused
+from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import TextDelta, ToolCallDelta
 from bombus_gateway.text.forms import common_start
 from bombus_gateway.text.message import ChatMessage

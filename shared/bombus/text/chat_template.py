@@ -15,7 +15,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bombus.config.template_variables import GIVEN
 from bombus.errors import EngineFault
-from bombus_gateway.text.message import ChatMessage
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -43,7 +42,7 @@ class ChatTemplate:
         self.variables = dict(variables)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
 
     def given(self, variables: Mapping[str, Any]) -> Self:
@@ -54,7 +53,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[ChatMessage],
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
     ) -> str:
@@ -87,7 +86,7 @@ class ChatTemplate:
         return "\0".join([*texts, *constants])
 
 
-def _for_template(message: ChatMessage) -> ChatMessage:
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message without keys that are null, and with its reasoning under each name that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[key] for key in _REASONING if key in message), None)
