@@ -267,6 +267,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "unsupported", "response_format"),
     ({"presence_penalty": 1}, "unsupported", "presence_penalty"),
     ({"tool_choice": "required", "tools": TOOLS}, "unsupported", "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "maximum": 2**70}}]}, "malformed", "tools.0.function"),
     ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
     ({"modalities": ["text", "audio"]}, "unsupported", "modalities"),
     ({"top_p": 0.5}, "unsupported", "top_p"),

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -66,6 +67,9 @@ async def test_a_requests_variables_reach_the_template_and_are_recorded(served: 
     assert plain == thinking + "<think>\n\n</think>\n\n"
     records = await served.records(episode, 2)
     assert [record.chat_template_kwargs for record in records] == [{}, {"enable_thinking": False}]
+    async with httpx.AsyncClient(base_url=served.base_url) as http:
+        replay = (await http.post("/replay_latest_llm_call")).json()
+    assert replay["input"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert b"chat_template_kwargs" not in encode_record(records[0]), "the bytes are those of earlier versions"
 
 

@@ -128,6 +128,7 @@ class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
 
 _chat = msgspec.json.Decoder(_ChatBody)
 _completion = msgspec.json.Decoder(_CompletionBody)
+_packed = msgspec.msgpack.Encoder().encode  # as the log has it
 _unknown = re.compile(r"unknown field `([^`]+)`")
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 
@@ -342,4 +343,10 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise BadParameter(Code.MALFORMED, f"{place}.function.name", "A tool has a name.")
     kept = {key: value for key, value in function.items() if value is not None}
+    try:
+        _packed(kept)
+    except OverflowError:
+        raise BadParameter(
+            Code.MALFORMED, f"{place}.function", f"{place}.function has a whole number of more than 64 bits."
+        ) from None
     return {"type": "function", "function": kept}
