@@ -147,6 +147,14 @@ def test_a_chat_template_that_the_boot_would_refuse_is_missing_with_the_same_sen
     assert sentence in capsys.readouterr().out
 
 
+def test_it_says_how_calls_and_reasoning_of_a_model_are_read(tiny: Path) -> None:
+    found = deployment(job=job(tiny))["engine main: chat template"]
+    assert found.detail == "it renders what a user says; tool calls: hermes; reasoning: text, as none is known"
+    contents_alone = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    found = deployment(job=job(tiny, chat_template=contents_alone))["engine main: chat template"]
+    assert "tool calls: text, as none is known" in found.detail
+
+
 def test_a_model_that_may_be_fetched_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     elsewhere = job("nobody/has-this-model")

@@ -19,7 +19,9 @@ CHECKS = {
     "served": ("bombus_inference.backends.torch.backend", "inference"),
     "trained": ("bombus_trainer.loading", "trainer"),
 }
+READER = ("bombus_gateway.text.rendering", "gateway")
 SHORTER = "set rollout.max_model_len lower, or use a model with a longer context"
+_AS_TEXT = "text, as none is known"
 TEXT_CURE = "correct the model's files, or the job's model.chat_template"
 CURE = "use a model of a family in docs/models.md, or vLLM for the replicas and verl for the trainer"
 
@@ -31,13 +33,17 @@ def examine_text(what: str, model: ModelConfig) -> Finding:
         tokenizer = resolve_tokenizer(model.tokenizer) if model.tokenizer else None
         files = load_tokenizer_files(resolve_model(model.path), tokenizer)
         check_fit(files, model.path, model.tokenizer or model.path)
-        checking.check_text(checking.with_chat_template(files, model.chat_template), model)
+        files = checking.with_chat_template(files, model.chat_template)
+        checking.check_text(files, model)
+        if model.chat_template == NO_CHAT_TEMPLATE:
+            return Finding(what, State.OK, "none, for plain completions alone")
+        found = load(*READER).syntaxes_of(files, model)
     except EngineFault as error:
         return check(what, False, str(error), TEXT_CURE)
     except NotInstalled as error:
         return check(what, False, str(error), error.remedy, needed=False)
-    plain = model.chat_template == NO_CHAT_TEMPLATE
-    return Finding(what, State.OK, "none, for plain completions alone" if plain else "it renders what a user says")
+    calls, reasoning = (_AS_TEXT if syntax == "text" else syntax for syntax in found.values())
+    return Finding(what, State.OK, f"it renders what a user says; tool calls: {calls}; reasoning: {reasoning}")
 
 
 def examine_model(name: str, tokens: int | None = None, given: ModelConfig | None = None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 import msgspec
 
 from bombus.bus import Blobs, Bus
-from bombus.config.job import NO_CHAT_TEMPLATE, RunConfig
+from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
 from bombus.hive.state import EngineState
 from bombus_gateway.text.rendering import TextModel, TextOptions
@@ -48,12 +48,7 @@ class EngineModels:
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
         config = self.job(engine)
-        options = TextOptions(
-            config.model.chat_template_kwargs,
-            config.model.tools,
-            config.rollout.history,
-            chat=config.model.chat_template != NO_CHAT_TEMPLATE,
-        )
+        options = TextOptions.of(config.model, config.rollout.history)
         key = weights.weights.tokenizer, msgspec.json.encode(options)
         model = self._models.get(key)
         if model is None:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
 from bombus.text.chat_template import ChatTemplate
 from bombus.text.checking import template_of
 from bombus.text.tokenizer import Tokenizer
@@ -31,6 +32,11 @@ class TextOptions(msgspec.Struct, frozen=True):
     history: Literal["template", "keep"] = "template"
     chat: bool = True
 
+    @classmethod
+    def of(cls, model: ModelConfig, history: Literal["template", "keep"] = "template") -> "TextOptions":
+        """Return what a job's section about its model says."""
+        return cls(model.chat_template_kwargs, model.tools, history, chat=model.chat_template != NO_CHAT_TEMPLATE)
+
 
 DEFAULTS = TextOptions()
 
@@ -51,10 +57,20 @@ class TextModel:
         self.tokenizer.shown = self.renderer.reading.markers
         limit = self.tokenizer.model_config.get("max_position_embeddings")
         self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
-        reading = self.renderer.reading
         log.info(
             "the model's own chat template renders its prompts"
             if options.chat
             else "the job has plain completions alone",
-            extra={"model": name, "tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"},
+            extra={"model": name, **self.syntaxes},
         )
+
+    @property
+    def syntaxes(self) -> dict[str, str]:
+        """The names of the syntaxes in which tool calls and reasoning are found: "text" where they stay text."""
+        reading = self.renderer.reading
+        return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
+
+
+def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:
+    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` when its files cannot be used."""
+    return TextModel(files, model.path, TextOptions.of(model)).syntaxes
