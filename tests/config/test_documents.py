@@ -172,6 +172,14 @@ def test_short_names_of_methods_are_accepted(name: str) -> None:
         ({"bombus": {"trainer": {"use_tis": True, "correction": "none"}}}, ["use_tis", "correction", "only one"]),
         ({"bombus": {"trainer": {"eps_clip": 2}}}, ["bombus.trainer.eps_clip = 2", "at most 1"]),
         ({"ajet": {"data": {"train_batch_size": {"a": 1}}}}, ["ajet.data.train_batch_size must be a plain value"]),
+        (
+            {"bombus": {"model": {"chat_template_kwargs": {"bos_token": "x"}}}},
+            ["bombus.model.chat_template_kwargs", "bos_token is what rendering itself gives to the template"],
+        ),
+        (
+            {"bombus": {"model": {"chat_template_kwargs": {"a": None}}}},
+            ["bombus.model.chat_template_kwargs", "it takes a mapping of up to 64 names to scalars"],
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_value_and_its_range(job: Any, words: list[str]) -> None:

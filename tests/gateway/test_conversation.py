@@ -33,7 +33,7 @@ class Episode:
     def call(
         self, messages: list[ChatMessage], sampled: list[int], message: ChatMessage, tools: Any = ()
     ) -> CallRecord:
-        digests = prefix_digests(root_digest(tools), messages)
+        digests = prefix_digests(root_digest(tools, {}), messages)
         count, node = self.conversation.longest(digests) or (0, None)
         if node is None:
             prompt = tail = TEXT.renderer.render(messages, tools)

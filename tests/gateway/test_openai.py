@@ -14,7 +14,9 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.records import LengthLimit, unpack_tokens
 from bombus_gateway.call.admission import seed_of_episode
 from tests.gateway.openai_hive import (
+    FILES,
     IM_END,
+    JOB,
     MODEL,
     TEXT,
     GatewayHive,
@@ -40,6 +42,20 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool
 async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
     async with gateway_hive(bus) as hive:
         yield hive
+
+
+async def test_a_model_without_a_chat_template_answers_plain_completions_where_the_job_says_so(bus: Bus) -> None:
+    base = {name: content for name, content in FILES.items() if name != "chat_template.jinja"}
+    groups = JOB["bombus"]
+    job = {"bombus": {**groups, "model": {"path": MODEL, "chat_template": "none"}}}
+    async with gateway_hive(bus, job, base) as hive:
+        _, key = await hive.claim()
+        hive.replica.scripts.append(says("jumps over"))
+        answer = await hive.client(key).completions.create(model=MODEL, prompt="the quick brown fox")
+        assert answer.choices[0].text == "jumps over"
+        assert hive.replica.requests[0].sampling.stop_token_ids == (IM_END,)
+        with pytest.raises(openai.BadRequestError, match=r"the job has model\.chat_template: none, for plain"):
+            await hive.client(key).chat.completions.create(model=MODEL, messages=USER)
 
 
 async def test_a_chat_is_answered_and_recorded_with_its_exact_tokens(served: GatewayHive) -> None:
@@ -251,6 +267,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_object"}}, "unsupported", "response_format"),
     ({"presence_penalty": 1}, "unsupported", "presence_penalty"),
     ({"tool_choice": "required", "tools": TOOLS}, "unsupported", "tool_choice"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "maximum": 2**70}}]}, "malformed", "tools.0.function"),
     ({"functions": [{"name": "f"}]}, "unsupported", "functions"),
     ({"modalities": ["text", "audio"]}, "unsupported", "modalities"),
     ({"top_p": 0.5}, "unsupported", "top_p"),

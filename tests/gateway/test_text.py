@@ -88,7 +88,9 @@ def test_responses_to_parallel_tool_calls_share_one_turn() -> None:
 
 
 def test_a_model_without_a_chat_template_is_refused_by_name() -> None:
-    with pytest.raises(EngineFault, match=r"'some/model' has no chat template: set model\.chat_template"):
+    with pytest.raises(
+        EngineFault, match=r"'some/model' has no chat template: set model\.chat_template in the job to one"
+    ):
         TextModel({**FILES, "chat_template.jinja": b" "}, "some/model")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -128,6 +129,30 @@ def test_a_model_and_its_tokenizer_are_checked(tiny: Path, tmp_path: Path) -> No
     found = deployment(job=job(tmp_path / "nowhere"))
     assert found["engine main: model"].state == State.MISSING
     assert "there is no model at" in found["engine main: model"].detail
+
+
+def test_a_chat_template_that_the_boot_would_refuse_is_missing_with_the_same_sentence(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    (base / "chat_template.jinja").write_text("")
+    sentence = f"{str(base)!r} has no chat template: set model.chat_template in the job to one, or to none for plain "
+    found = deployment(job=job(base))["engine main: chat template"]
+    assert found.state == State.MISSING
+    assert found.detail.startswith(sentence)
+    assert deployment(job=job(base, chat_template="none"))["engine main: chat template"].state == State.OK
+    assert deployment(job=job(base, chat_template="{{ messages }}"))["engine main: chat template"].state == State.OK
+    assert main(["doctor", "--model", str(base), "--port", str(free_port()), "--data-dir", str(tmp_path)]) == 1
+    assert sentence in capsys.readouterr().out
+
+
+def test_it_says_how_calls_and_reasoning_of_a_model_are_read(tiny: Path) -> None:
+    found = deployment(job=job(tiny))["engine main: chat template"]
+    assert found.detail == "it renders what a user says; tool calls: hermes; reasoning: text, as none is known"
+    contents_alone = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    found = deployment(job=job(tiny, chat_template=contents_alone))["engine main: chat template"]
+    assert "tool calls: text, as none is known" in found.detail
 
 
 def test_a_model_that_may_be_fetched_is_not_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

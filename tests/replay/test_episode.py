@@ -221,6 +221,7 @@ def transcript_of(shown: str, advantage: float | None = 0.5) -> EpisodeTranscrip
     turn = Turn(
         number=1, call="c1", parent=0, parent_reply=0, role=shown, messages=(message,), prompt=shown, prompt_tokens=3,
         tools=({"function": {"name": shown, "description": shown}},), prompt_added=3, sampling=SamplingParams(),
+        variables={"tone": shown},
         replies=(TurnReply(tokens=tokens, finish="stop", message=message),), seconds=0.1, untrained="",
         advantage=advantage,
     )  # fmt: skip
@@ -262,6 +263,7 @@ def test_a_page_is_self_contained_and_runs_nothing() -> None:
     assert HOSTILE[:25] in drawn.words
     assert "\x1b" not in drawn.words
     assert "\u202e" not in drawn.words
+    assert 'template variables {"tone": ' in drawn.words
 
 
 def test_a_token_on_the_page_has_its_figures_in_its_title() -> None:
@@ -287,6 +289,7 @@ def test_the_command_writes_the_page(tmp_path: Path, capsys: Capture) -> None:
 def test_a_terminal_gets_colours_and_a_file_gets_none() -> None:
     plain = "\n".join(text(transcript_of("a"), 10, colour=False))
     assert "\x1b" not in plain
+    assert '\n  variables {"tone": "a"}\n' in plain
     painted = "\n".join(text(transcript_of("a"), 10, colour=True))
     assert "\x1b[2m" in painted, "what is not trained is dim"
     assert "\x1b[31m" not in "\n".join(text(transcript_of(HOSTILE), 10, colour=False))

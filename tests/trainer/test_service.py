@@ -343,12 +343,13 @@ async def test_a_job_that_names_a_path_elsewhere_for_debug_rollout_data_is_refus
     )
 
 
-def other_tokenizer(folder: Path, words: int) -> Path:
-    """Save a tokenizer of so many words, without a model."""
+def other_tokenizer(folder: Path, words: int, template: str = "{{ messages }}") -> Path:
+    """Save a tokenizer of so many words with a chat template, without a model."""
     folder.mkdir()
     Tokenizer(WordLevel({f"v{token}": token for token in range(words)}, unk_token="v0")).save(
         str(folder / "tokenizer.json")
     )
+    (folder / "chat_template.jinja").write_text(template)
     return folder
 
 
@@ -386,6 +387,22 @@ async def test_an_architecture_that_is_not_computed_and_a_context_that_is_too_sh
     await stage.follower.wait_for(lambda _: "max_model_len" in stage.engine.failure, WAIT_S)
     assert stage.engine.phase == Phase.OFFLINE
     assert "set rollout.max_model_len to at most" in stage.engine.failure
+
+
+async def test_a_model_without_a_chat_template_ends_the_run_at_boot_unless_the_job_wants_none(stage: Stage) -> None:
+    base = str(other_tokenizer(stage.folder / "base", VOCAB, template=""))
+    job = stage.job()
+    stage.train()
+    await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"tokenizer": base})}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert stage.engine.phase == Phase.OFFLINE
+    assert stage.engine.failure == (
+        f"{job.model.path!r} has no chat template: set model.chat_template in the job to one, or to none for plain "
+        "completions alone"
+    )
+    plain = job.model.model_copy(update={"tokenizer": base, "chat_template": "none"})
+    await stage.start(job.model_copy(update={"model": plain}))
+    await stage.until(Phase.ROLLING, version=0)
 
 
 async def test_gateways_get_the_jobs_own_tokenizer_if_it_fits(stage: Stage) -> None:

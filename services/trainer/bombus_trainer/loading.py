@@ -11,6 +11,7 @@ import msgspec
 from bombus.architectures.probing import check_context, config_of
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
+from bombus.text.checking import check_text, with_chat_template
 from bombus.weights.models import SEEDS, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
@@ -86,24 +87,17 @@ def _folder(job: RunConfig, allow_download: bool) -> Path:
 
 
 def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> dict[str, bytes]:
-    """Return the files of the tokenizer for the model in `folder`. Raises `EngineFault` when they do not fit it."""
+    """Return the files of the tokenizer for the model in `folder`, with the job's chat template.
+
+    Raises `EngineFault` when they do not fit the model, or when no gateway could use them.
+    """
     name = job.model.tokenizer
     other = resolve_tokenizer(name, allow_download=allow_download) if name else None
     files = load_tokenizer_files(folder, other)
     check_fit(files, job.model.path, name or job.model.path)
-    if job.model.chat_template:
-        files["chat_template.jinja"] = _chat_template(job.model.chat_template)
+    files = with_chat_template(files, job.model.chat_template)
+    check_text(files, job.model)
     return files
-
-
-def _chat_template(given: str) -> bytes:
-    """Return the text of a job's chat template: given as it is, or as the name of a file."""
-    if "{" in given:
-        return given.encode()
-    try:
-        return Path(given).read_bytes()
-    except OSError as error:
-        raise EngineFault(f"model.chat_template {given!r} is neither a template nor a file here: {error}") from error
 
 
 def pack_tokenizer(files: Mapping[str, bytes]) -> tuple[str, bytes]:

@@ -17,7 +17,9 @@ WIDTH = 26
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_deployment_arguments(parser)
     parser.add_argument(
-        "--model", metavar="PATH_OR_NAME", help="a model: whether engine and trainer compute its architecture"
+        "--model",
+        metavar="PATH_OR_NAME",
+        help="a model: whether its chat template renders, and engine and trainer compute its architecture",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON, for programs")
 
@@ -31,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.config is not None:
         findings += examine_deployment(cluster, jobs)
     if arguments.model is not None:
-        findings += examine_model(arguments.model, longest_sequence(jobs))
+        given = next((job.model for job in jobs.values() if job.model.path == arguments.model), None)
+        findings += examine_model(arguments.model, longest_sequence(jobs), given)
     bad = [finding for finding in findings if finding.state == State.MISSING]
     if arguments.json:
         document = {"ok": not bad, "findings": [msgspec.to_builtins(finding) for finding in findings]}

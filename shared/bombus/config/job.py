@@ -5,11 +5,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from bombus.config.algorithms import Overlong
 from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
+from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
 from bombus.hive.events import Collection, Method
 from bombus.hive.records import digest
@@ -17,6 +18,7 @@ from bombus.hive.records import digest
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
 LIST_MAX = 64
+NO_CHAT_TEMPLATE = "none"  # of model.chat_template
 MAPPINGS = ("model.chat_template_kwargs",)  # the fields that take a mapping of scalars
 
 
@@ -37,7 +39,10 @@ class ModelConfig(ConfigGroup):
     model's folder has none.
 
     `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
-    or a file on the trainer's machine. `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
+    or a file on the trainer's machine; `none` is for jobs of plain completions alone, which need no template.
+
+    `chat_template_kwargs` are variables of the template, such as `enable_thinking`.
+    Requests may give others, or other values, where `rollout.allow_chat_template_kwargs` says so.
     `tools` is for models whose template has no place for tools: `hermes` describes them in texts of messages.
     """
 
@@ -46,8 +51,18 @@ class ModelConfig(ConfigGroup):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = Field(default=0, ge=0, lt=2**63)
     chat_template: str = Field(default="", max_length=1 << 20)
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(default={}, max_length=LIST_MAX)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default={}, max_length=VARIABLES_MAX, description=f"a mapping of up to {VARIABLES_MAX} names to scalars"
+    )
     tools: Literal["template", "hermes"] = "template"
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _can_be_given(cls, given: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        problem = problem_of(given)
+        if problem:
+            raise ValueError(problem)
+        return given
 
 
 class RolloutConfig(ConfigGroup):
@@ -58,6 +73,8 @@ class RolloutConfig(ConfigGroup):
 
     `history` says what holds where the model's chat template drops a part of what was sampled, such as the reasoning of
     earlier turns: with `template` the next call begins a sequence of its own, with `keep` all of it stays in one.
+
+    `allow_chat_template_kwargs` lets requests give variables to the chat template: see docs/templates.md.
     """
 
     num_repeat: int = Field(default=4, ge=1, le=4096)
@@ -69,6 +86,7 @@ class RolloutConfig(ConfigGroup):
     temperature: Float = Field(default=1.0, ge=0, le=2)
     history: Literal["template", "keep"] = "template"
     allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
+    allow_chat_template_kwargs: bool = False  # in requests
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "RolloutConfig":

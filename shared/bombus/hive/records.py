@@ -145,6 +145,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True, tag="call.v1", tag_f
     replica: str = ""
     timings: Timings = Timings()
     trace: str = ""
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}  # the request's; only on a call without a parent
 
     def completion_tokens(self) -> int:
         return sum(len(choice.tokens) // 4 for choice in self.choices)

@@ -17,6 +17,7 @@ from bombus.config.placement import gpus_of_replicas
 from bombus.errors import BombusError
 from bombus.hive.status import byte_size
 from bombus.host.doctor import Finding, State, check
+from bombus.host.doctor_model import examine_text
 from bombus.host.hardware import Gpu, memory_bytes, nvidia_gpus
 from bombus.weights.models import SMOLLM2, SMOLLM2_WHEEL, TINY, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
@@ -120,6 +121,7 @@ def _model(name: str, job: RunConfig, may_download: bool) -> Iterator[Finding]:
         yield check(f"engine {name}: tokenizer", False, str(error), "correct model.tokenizer")
     else:
         yield Finding(f"engine {name}: tokenizer", State.OK, "it is the model's own")
+        yield examine_text(f"engine {name}: chat template", job.model)
 
 
 def parameters(path: str) -> int | None:

@@ -1,27 +1,55 @@
-"""Checks whether engine and trainer compute a model's architecture, on a tiny model of the same architecture."""
+"""Checks a model: whether gateways can use its tokenizer and chat template, and engine and trainer compute it.
+
+The latter is tried on a tiny model of the same architecture.
+"""
 
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from bombus.cli import NotInstalled, load
+from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
 from bombus.errors import EngineFault
 from bombus.host.doctor import Finding, State, check
-from bombus.weights.models import resolve_model
+from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.tokenizer_fit import check_fit
 
 TRIAL_TOKENS = 256  # far beyond the windows of a tiny model
 CHECKS = {
     "served": ("bombus_inference.backends.torch.backend", "inference"),
     "trained": ("bombus_trainer.loading", "trainer"),
 }
+READER = ("bombus_gateway.text.rendering", "gateway")
 SHORTER = "set rollout.max_model_len lower, or use a model with a longer context"
+_AS_TEXT = "text, as none is known"
+TEXT_CURE = "correct the model's files, or the job's model.chat_template"
 CURE = "use a model of a family in docs/models.md, or vLLM for the replicas and verl for the trainer"
 
 
-def examine_model(name: str, tokens: int | None = None) -> Iterator[Finding]:
+def examine_text(what: str, model: ModelConfig) -> Finding:
+    """Check that gateways can use the tokenizer and the chat template of a job's model, as its trainer does at boot."""
+    try:
+        checking = load("bombus.text.checking", "gateway")
+        tokenizer = resolve_tokenizer(model.tokenizer) if model.tokenizer else None
+        files = load_tokenizer_files(resolve_model(model.path), tokenizer)
+        check_fit(files, model.path, model.tokenizer or model.path)
+        files = checking.with_chat_template(files, model.chat_template)
+        checking.check_text(files, model)
+        if model.chat_template == NO_CHAT_TEMPLATE:
+            return Finding(what, State.OK, "none, for plain completions alone")
+        found = load(*READER).syntaxes_of(files, model)
+    except EngineFault as error:
+        return check(what, False, str(error), TEXT_CURE)
+    except NotInstalled as error:
+        return check(what, False, str(error), error.remedy, needed=False)
+    calls, reasoning = (_AS_TEXT if syntax == "text" else syntax for syntax in found.values())
+    return Finding(what, State.OK, f"it renders what a user says; tool calls: {calls}; reasoning: {reasoning}")
+
+
+def examine_model(name: str, tokens: int | None = None, given: ModelConfig | None = None) -> Iterator[Finding]:
     """Check the model `name`, for sequences of `tokens`; up to its context if that is None.
 
-    Its weights are not read: what a family computes does not depend on them.
+    `given` is what the job says about it. Its weights are not read: what a family computes does not depend on them.
     """
     what = f"model {name}"
     try:
@@ -30,6 +58,7 @@ def examine_model(name: str, tokens: int | None = None) -> Iterator[Finding]:
     except (EngineFault, NotInstalled) as error:
         yield check(what, False, str(error), "name its folder, or download it to this machine")
         return
+    yield examine_text(f"{what}: chat template", given or ModelConfig(path=name))
     try:
         context = probing.context_of(config)
         yield check(f"{what}: context", tokens is None or tokens <= context, _context(context, tokens), SHORTER)

@@ -86,18 +86,20 @@ def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Map
 
 def _marker_misfit(files: Mapping[str, bytes], ids: Mapping[str, int]) -> str:
     """Say which marker of the chat template is not a token, unless none is: some models learned them as plain text."""
-    template = files.get("chat_template.jinja", b"").decode("utf-8", "replace")
-    template = template or _template_of(_read(files, "tokenizer_config.json").get("chat_template"))
-    markers = sorted(set(_MARKER.findall(template)))
+    markers = sorted(set(_MARKER.findall(template_source(files))))
     missing = [marker for marker in markers if marker not in ids]
     plain = len(missing) == len(markers) and "<|im_end|>" not in missing
     return "" if plain or not missing else f"its chat template has {missing[0]!r}, which is not one of its tokens"
 
 
-def _template_of(value: object) -> str:
-    if isinstance(value, list):  # several templates, each with a name
-        return next((str(one.get("template", "")) for one in value if one.get("name") == "default"), "")
-    return value if isinstance(value, str) else ""
+def template_source(files: Mapping[str, bytes]) -> str:
+    """Return the chat template of a model's files; empty when they have none."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8", "replace")
+    found = _read(files, "tokenizer_config.json").get("chat_template")
+    if isinstance(found, list):  # several templates, each with a name
+        return next((str(one.get("template", "")) for one in found if one.get("name") == "default"), "")
+    return found if isinstance(found, str) else ""
 
 
 def _name_of(value: object) -> str | None:

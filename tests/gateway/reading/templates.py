@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bombus_gateway.text.chat_template import TemplateRefused
+from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelReader
 from bombus_gateway.text.reading.finding import Reading, RenderText

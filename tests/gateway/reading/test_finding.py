@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bombus_gateway.text.chat_template import TemplateRefused
+from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.finding import Reading, find_reading
 from bombus_gateway.text.reading.syntaxes import THINKING

@@ -159,6 +159,15 @@ def test_its_environment_is_ours_without_keys_and_python_paths(monkeypatch: pyte
     assert vllm_environment(ComputeSettings(device="cuda:2"), VllmSettings())["CUDA_VISIBLE_DEVICES"] == "2"
 
 
+def test_what_torch_compiles_is_kept_for_the_next_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("BOMBUS_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    settings = ComputeSettings(), VllmSettings()
+    assert Path(vllm_environment(*settings)["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    assert vllm_environment(*settings)["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+
+
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

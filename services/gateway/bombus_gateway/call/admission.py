@@ -124,6 +124,7 @@ class Admission:
         job = self._models.job(engine)
         episode = engine.open[claims.episode]
         check_unbiased(request.completion, job, episode.type)
+        check_variables(request.completion, job)
         return Admitted(engine, job, await self._models.text_model(engine), claims.episode, episode.type)
 
     async def _engine(self, claims: KeyClaims) -> EngineState:
@@ -180,6 +181,18 @@ def check_unbiased(request: CompletionRequest, job: RunConfig, episode: EpisodeT
                 "which biases the gradient. Leave it out, claim an eval episode, or set "
                 "rollout.allow_biased_sampling in the job.",
             )
+
+
+def check_variables(request: CompletionRequest, job: RunConfig) -> None:
+    """Raise `InvalidField` for variables of the chat template, unless the job allows requests to give them."""
+    if request.chat_template_kwargs and not job.rollout.allow_chat_template_kwargs:
+        raise InvalidField(
+            Code.UNSUPPORTED,
+            "chat_template_kwargs",
+            "chat_template_kwargs is refused: this job renders all conversations alike. Leave it out, or set in the "
+            "job model.chat_template_kwargs for all of them, or rollout.allow_chat_template_kwargs to let each "
+            "request choose.",
+        )
 
 
 def is_known(engine: EngineState, claims: KeyClaims) -> bool:

@@ -28,6 +28,7 @@ from bombus.hive.records import (
     encode_record,
 )
 from bombus.hive.state import EngineState
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.call.admission import Admission
 from bombus_gateway.call.capacity import CallCapacity, record_bytes
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
@@ -41,7 +42,6 @@ from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.settings import GatewaySettings
 from bombus_gateway.text.rendering import TextModel
-from bombus_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -389,6 +389,7 @@ class Call:
             replica=self.replica,
             timings=Timings(request.received_ns, self.first_token_ns, time.time_ns()),
             trace=request.traceparent,
+            chat_template_kwargs={} if node is not None else request.completion.chat_template_kwargs,
         )
 
     def _choice(self, completion: Completion) -> Choice:

@@ -32,8 +32,13 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     sampled: int = 0
 
 
-def root_digest(tools: Sequence[Mapping[str, Any]]) -> bytes:
-    """Return the digest that a conversation's chain begins with: that of its tools."""
+def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
+    """Return the digest that a conversation's chain begins with: that of its tools, and of the template's variables.
+
+    So a conversation is only continued with the variables with which it was rendered.
+    """
+    if variables:
+        return blake2b(_encode_sorted({"tools": tools, "variables": variables}), digest_size=DIGEST_BYTES).digest()
     return blake2b(_encode_sorted(tools), digest_size=DIGEST_BYTES).digest() if tools else b""
 
 
@@ -132,7 +137,7 @@ class Conversation:
     def add_stored(self, ref: CallRef, record: CallRecord) -> None:
         """Add a call that was read from the log. Raises `KeyError` unless its parent was added before."""
         if record.parent is None:
-            before, tokens = root_digest(record.tools), b""
+            before, tokens = root_digest(record.tools, record.chat_template_kwargs), b""
         else:
             parent = self._by_call[record.parent.seq, record.parent_choice]
             before, tokens = parent.digest, parent.tokens

@@ -48,7 +48,7 @@ class EngineModels:
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
         config = self.job(engine)
-        options = TextOptions(config.model.chat_template_kwargs, config.model.tools, config.rollout.history)
+        options = TextOptions.of(config.model, config.rollout.history)
         key = weights.weights.tokenizer, msgspec.json.encode(options)
         model = self._models.get(key)
         if model is None:

@@ -59,18 +59,20 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 
 
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
-    messages, tools = model.renderer.adapted(request.completion.messages), request.completion.tools
-    digests = prefix_digests(root_digest(tools), messages)
+    tools, variables = request.completion.tools, request.completion.chat_template_kwargs
+    renderer = model.renderer.given(variables)
+    messages = renderer.adapted(request.completion.messages)
+    digests = prefix_digests(root_digest(tools, variables), messages)
     roles = [message["role"] for message in messages]
     match = await histories.match(request.claims, roles, digests, request.traceparent)
     node = match.node
     if node is not None:
-        tail = model.renderer.extend(node.tokens, node.completion_at, messages, match.count, tools)
+        tail = renderer.extend(node.tokens, node.completion_at, messages, match.count, tools)
         if tail is not None:
             packed = pack_tokens(tail)
             return Prompt(node.tokens + packed, len(packed), match, digests)
         # The model's template drops part of what was sampled (reasoning): the call begins a branch of its own.
-    tokens = pack_tokens(model.renderer.render(messages, tools))
+    tokens = pack_tokens(renderer.render(messages, tools))
     return Prompt(tokens, len(tokens), Match(), digests)
 
 

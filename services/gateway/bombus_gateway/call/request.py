@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from bombus.config.template_variables import problem_of
 from bombus.errors import Code, Refused
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.text.message import ChatMessage
@@ -25,8 +26,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     A prompt is text, in which special tokens are written by name, or token ids. `n` completions are sampled, and end
     at one of `stops`. `parse_tool_calls`: whether the answer is searched for calls of `tools`. `stream`: whether text
-    is wanted as it comes. None leaves a value to the job. Raises `Refused` when it is made with too many messages or
-    completions.
+    is wanted as it comes. `chat_template_kwargs` are variables of the model's chat template, which win over the job's.
+    None leaves a value to the job. Raises `Refused` when it is made with too many messages or completions, or with
+    variables that nobody may give.
     """
 
     chat: bool
@@ -44,12 +46,16 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0
     seed: int | None = None
     max_tokens: int | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
 
     def __post_init__(self) -> None:
         if len(self.messages) > MESSAGES_MAX:
             raise Refused(Code.TOO_LARGE, f"{len(self.messages)} messages are over the limit of {MESSAGES_MAX}.")
         if self.n > CHOICES_MAX:
             raise Refused(Code.MALFORMED, f"n is {self.n}, and the limit is {CHOICES_MAX}.")
+        problem = problem_of(self.chat_template_kwargs)
+        if problem:
+            raise InvalidField(Code.MALFORMED, "chat_template_kwargs", f"chat_template_kwargs: {problem}.")
 
     @property
     def input_field(self) -> str:

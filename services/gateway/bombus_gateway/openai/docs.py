@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from bombus.config.template_variables import VARIABLES_MAX
+
 _ERROR = {
     "description": "OpenAI's error body",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/OpenAIError"}}},
@@ -30,6 +32,12 @@ _CHAT: dict[str, Any] = {
         "logprobs": {"type": "boolean", "default": False},
         "top_logprobs": {**_INTEGER, "minimum": 0, "maximum": 20},
         "max_completion_tokens": _INTEGER,
+        "chat_template_kwargs": {
+            "type": "object",
+            "description": "variables of the chat template, which win over the job's; where the job allows them",
+            "additionalProperties": {"anyOf": [{"type": "boolean"}, _NUMBER, {"type": "string"}]},
+            "maxProperties": VARIABLES_MAX,
+        },
         **_SAMPLING,
     },
 }

@@ -99,6 +99,7 @@ class _ChatBody(_Common, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     max_completion_tokens: _Count | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     functions: list[Unused] | None = None
     function_call: Unused = None
     audio: Unused = None
@@ -127,6 +128,7 @@ class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
 
 _chat = msgspec.json.Decoder(_ChatBody)
 _completion = msgspec.json.Decoder(_CompletionBody)
+_packed = msgspec.msgpack.Encoder().encode  # as the log has it
 _unknown = re.compile(r"unknown field `([^`]+)`")
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 
@@ -155,6 +157,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
         logprobs=bool(found.logprobs),
         top_logprobs=found.top_logprobs or 0,
         max_tokens=found.max_completion_tokens or found.max_tokens,
+        chat_template_kwargs=found.chat_template_kwargs or {},
         **_common_fields(found),
     )
     return OpenAIRequest(completion=completion, model=found.model, include_usage=_wants_usage(found))
@@ -248,7 +251,7 @@ def _check_output(found: _ChatBody) -> None:
     if found.modalities not in (None, ["text"]):
         _unsupported("modalities", "this is a model of text")
     if found.reasoning_effort not in (None, "none"):
-        _unsupported("reasoning_effort", "the model's template decides; leave it out")
+        _unsupported("reasoning_effort", "the model's template decides; leave it out, or send chat_template_kwargs")
     if found.verbosity not in (None, "medium"):
         _unsupported("verbosity", "the model has no such setting; leave it out")
     if found.service_tier not in (None, "auto", "default"):
@@ -340,4 +343,10 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise BadParameter(Code.MALFORMED, f"{place}.function.name", "A tool has a name.")
     kept = {key: value for key, value in function.items() if value is not None}
+    try:
+        _packed(kept)
+    except OverflowError:
+        raise BadParameter(
+            Code.MALFORMED, f"{place}.function", f"{place}.function has a whole number of more than 64 bits."
+        ) from None
     return {"type": "function", "function": kept}

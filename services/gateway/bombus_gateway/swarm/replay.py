@@ -32,6 +32,8 @@ async def replay_call(bus: Bus, ref: CallRef, model: str) -> dict[str, Any]:
     }
     if chain[0].tools:
         request["tools"] = list(chain[0].tools)
+    if chain[0].chat_template_kwargs:
+        request["chat_template_kwargs"] = chain[0].chat_template_kwargs
     return {"input": request, "output": _completion(last, model)}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
+from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus_gateway.text.message import ChatMessage
 
 WORD = "bumblebee"  # stands for a text in probes of a template

@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bombus_gateway.text.chat_template import ChatTemplate
-from bombus_gateway.text.message import ChatMessage
+from bombus.text.chat_template import ChatTemplate
 
 _HEAD = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -22,7 +21,7 @@ class HermesTemplate(ChatTemplate):
     """A chat template whose conversations have their tools, calls and results as texts."""
 
     def render(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
     ) -> str:
         return super().render(as_texts(messages, tools), (), add_generation_prompt)
 
@@ -30,13 +29,13 @@ class HermesTemplate(ChatTemplate):
         return "\0".join([super().literals(), _HEAD, _TAIL, "<tool_response></tool_response>"])
 
 
-def as_texts(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+def as_texts(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return a conversation without tools, calls and results, whose messages say the same as texts.
 
     The tools are described at the end of the system message, which is added where there is none. Results that follow
     each other are one message of the user.
     """
-    made: list[ChatMessage] = []
+    made: list[Mapping[str, Any]] = []
     if tools:
         given = str(messages[0].get("content") or "") if messages and messages[0]["role"] == "system" else ""
         messages = messages[1:] if messages and messages[0]["role"] == "system" else messages
@@ -59,7 +58,7 @@ def _described(tools: Sequence[Mapping[str, Any]]) -> str:
     return _HEAD + "".join("\n" + json.dumps(tool, ensure_ascii=False) for tool in tools) + _TAIL
 
 
-def _with_calls_as_text(message: ChatMessage) -> ChatMessage:
+def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     blocks = []
     for call in message.get("tool_calls") or ():
         function = call["function"]

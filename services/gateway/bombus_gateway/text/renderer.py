@@ -1,21 +1,22 @@
 """Renders conversations with the model's own chat template, into the ids that transformers gives them."""
 
+import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import unpack_tokens
-from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
+from bombus.text.chat_template import ChatTemplate, TemplateRefused
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
 from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
 from bombus_gateway.text.message import ChatMessage
-from bombus_gateway.text.reading.finding import find_reading
-from bombus_gateway.text.tokenizer import Tokenizer
+from bombus_gateway.text.reading.finding import RenderText, find_reading
 
 log = logging.getLogger(__name__)
 
@@ -62,10 +63,30 @@ class TemplateRenderer:
         self._special_names = set(tokenizer.specials.values())
         self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
-        self.reading = find_reading(self._text)
+        self.reading = find_reading(self._text, self._switched())
         self._shows_tools = self._has_place_for_tools()
         self.stop_token_ids = self._find_stops()
         self._stops = frozenset(self.stop_token_ids)
+
+    def given(self, variables: Mapping[str, Any]) -> Self:
+        """Return this renderer with further variables for its template, or other values of those that it has.
+
+        How messages are given to the template, and how completions are read and end, stays as it was found at load.
+        """
+        if not variables:
+            return self
+        made = copy.copy(self)
+        made._template = self._template.given(variables)
+        made._shows_tools = False  # a variable may hide them: each conversation says
+        return made
+
+    def _switched(self) -> Iterator[RenderText]:
+        """Yield the rendering with each variable that the template looks up, as a request may turn it on and off."""
+        for name in self._template.switches():
+            for value in (True, False):
+                made = copy.copy(self)
+                made._template = self._template.given({name: value})
+                yield made._text
 
     # ---- prompts ----
 

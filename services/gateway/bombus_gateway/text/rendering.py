@@ -6,15 +6,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from bombus.errors import EngineFault
-from bombus_gateway.text.chat_template import ChatTemplate
+from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
+from bombus.text.chat_template import ChatTemplate
+from bombus.text.checking import template_of
+from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.hermes import HermesTemplate
 from bombus_gateway.text.renderer import TemplateRenderer
-from bombus_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
+_NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions alone') }}"
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -22,11 +24,18 @@ class TextOptions(msgspec.Struct, frozen=True):
 
     `variables` are given to the chat template. `tools`: "template" gives it the tools, "hermes" describes them in texts
     of messages. `history`: what holds where the template drops a part of what was sampled, see `TemplateRenderer`.
+    `chat`: whether there are conversations at all; without them, nothing needs a template.
     """
 
     variables: dict[str, Any] = {}
     tools: Literal["template", "hermes"] = "template"
     history: Literal["template", "keep"] = "template"
+    chat: bool = True
+
+    @classmethod
+    def of(cls, model: ModelConfig, history: Literal["template", "keep"] = "template") -> "TextOptions":
+        """Return what a job's section about its model says."""
+        return cls(model.chat_template_kwargs, model.tools, history, chat=model.chat_template != NO_CHAT_TEMPLATE)
 
 
 DEFAULTS = TextOptions()
@@ -41,16 +50,27 @@ class TextModel:
         Raises `EngineFault` when the tokenizer or the chat template cannot be used.
         """
         self.tokenizer = Tokenizer(files)
-        if not self.tokenizer.chat_template.strip():
-            raise EngineFault(f"{name!r} has no chat template: set model.chat_template in the job")
+        source = template_of(self.tokenizer, name) if options.chat else _NO_CHAT
         kind = HermesTemplate if options.tools == "hermes" else ChatTemplate
-        template = kind(self.tokenizer.chat_template, {**self.tokenizer.named, **options.variables})
+        template = kind(source, {**self.tokenizer.named, **options.variables})
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
         limit = self.tokenizer.model_config.get("max_position_embeddings")
         self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
-        reading = self.renderer.reading
         log.info(
-            "the model's own chat template renders its prompts",
-            extra={"model": name, "tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"},
+            "the model's own chat template renders its prompts"
+            if options.chat
+            else "the job has plain completions alone",
+            extra={"model": name, **self.syntaxes},
         )
+
+    @property
+    def syntaxes(self) -> dict[str, str]:
+        """The names of the syntaxes in which tool calls and reasoning are found: "text" where they stay text."""
+        reading = self.renderer.reading
+        return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
+
+
+def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:
+    """Return `TextModel.syntaxes` of a job's model. Raises `EngineFault` when its files cannot be used."""
+    return TextModel(files, model.path, TextOptions.of(model)).syntaxes

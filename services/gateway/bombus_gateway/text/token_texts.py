@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from bombus_gateway.text.tokenizer import Tokenizer
+from bombus.text.tokenizer import Tokenizer
 
 
 class TextsOfTokens:

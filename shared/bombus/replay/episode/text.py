@@ -112,6 +112,8 @@ def _turn(turn: Turn, tokens_max: int, paint: _Paint) -> Iterator[str]:
 
 
 def _prompt(turn: Turn) -> Iterator[str]:
+    if turn.variables:
+        yield f"  variables {one_line(json.dumps(turn.variables, ensure_ascii=False))}"
     if any(turn.seen):
         for name, part in zip(("prompt", "added") if turn.seen[0] else ("", "prompt"), turn.seen):
             yield from _as_seen(name, part)

@@ -39,8 +39,9 @@ class TurnReply(msgspec.Struct, frozen=True, kw_only=True):
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """One call. `parent` is the number of the turn that it extends, 0 when it starts a branch of its own.
 
-    `messages` and `prompt` are what it added to its parent's; `advantage` is None where none is known. `seen` is its
-    whole prompt with special tokens marked: what its parent and that one's reply were, and what it added.
+    `messages` and `prompt` are what it added to its parent's; `tools`, and the `variables` that its request gave to the
+    chat template, are those of its whole branch. `advantage` is None where none is known. `seen` is its whole prompt
+    with special tokens marked: what its parent and that one's reply were, and what it added.
     """
 
     number: int
@@ -50,6 +51,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
+    variables: dict[str, bool | int | float | str]
     prompt: str
     prompt_tokens: int
     prompt_added: int
@@ -170,6 +172,7 @@ class _TurnDecoder:
             role=record.role,
             messages=record.messages,
             tools=record.tools,
+            variables=record.chat_template_kwargs,
             prompt="".join(map(self._token_text, tail)),
             prompt_tokens=record.prompt_tokens,
             prompt_added=len(tail),

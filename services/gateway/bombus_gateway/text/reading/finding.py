@@ -7,11 +7,11 @@ what the template wrote. So each is verified on the template itself, and no mode
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from bombus_gateway.text.chat_template import TemplateRefused
+from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import TextDelta, ToolCallDelta
 from bombus_gateway.text.forms import common_start
 from bombus_gateway.text.message import ChatMessage
@@ -62,8 +62,19 @@ class Reading:
         return TurnReader(self.syntax if tools else None, self.thinking, tools, inside)
 
 
-def find_reading(render: RenderText) -> Reading:
-    """Find how the template's model writes calls and reasoning. Raises nothing: what is not found stays text."""
+def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Reading:
+    """Find how the template's model writes calls and reasoning. Raises nothing: what is not found stays text.
+
+    `switched` are renderings with other variables. Reasoning is looked for in these where `render` has none of it: a
+    request may turn it on.
+    """
+    found = _find_shown(render)
+    if found.thinking or found.channels:
+        return found
+    return replace(found, thinking=next(filter(None, map(_find_thinking, switched)), None))
+
+
+def _find_shown(render: RenderText) -> Reading:
     thinking = _find_thinking(render)
     for empty, call_ids in product(("", None), _CALL_IDS):
         probes = list(_call_probes(render, empty, call_ids))

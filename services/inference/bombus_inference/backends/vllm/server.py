@@ -24,6 +24,7 @@ from bombus.errors import EngineFault, Refused
 from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES
 from bombus.weights.adapters import VLLM_RANKS, read_adapter_config
+from bombus.weights.models import cache_folder
 from bombus_inference.backends.limits import TOP_LOGPROBS_MAX
 from bombus_inference.backends.protocol import Policy, ReportStage
 from bombus_inference.backends.vllm import keeper as vllm_keeper
@@ -113,6 +114,8 @@ def vllm_environment(compute: ComputeSettings, vllm: VllmSettings) -> dict[str, 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    # What torch compiles outlives the child, whose temporary files do not: without it every start compiles again.
+    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "torchinductor"))
     if compute.device == "cpu":
         # By default it pins its threads to cores, which trainers need too. One core is left for its other processes,
         # and waiting threads must not use it up by spinning.

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back with the light `tokenizers` library: the gateway has no torch or transformers."""
+"""Converts text to token ids and back with the light `tokenizers` library: no torch, no transformers."""
 
 import json
 import re
@@ -9,16 +9,15 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
+from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
+from bombus.weights.tokenizer_fit import template_source
 
 # Special tokens that are part of the text where nothing else is said; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
-
-
-NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -36,12 +35,13 @@ class Tokenizer:
         try:
             described: dict[str, Any] = json.loads(files["tokenizer.json"])
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
-        except (ValueError, UnicodeDecodeError) as error:
+        except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
+        self._to_bytes = _piece_reader(described.get("decoder"))
         self.config = _json_file(files, "tokenizer_config.json")
         self.model_config = _json_file(files, "config.json")
         self.generation_config = _json_file(files, "generation_config.json")
-        self.chat_template = _chat_template(files, self.config)
+        self.chat_template = template_source(files)
         self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -49,7 +49,6 @@ class Tokenizer:
         named = set(self._named_or_extra())
         self.specials = {i: str(token.content) for i, token in added.items() if token.special or token.content in named}
         self.size = self.fast.get_vocab_size(with_added_tokens=True)
-        self._decoder = described.get("decoder")
         self.shown: Collection[str] = SHOWN_SPECIALS
 
     def _add_tokens(self) -> None:
@@ -96,14 +95,13 @@ class Tokenizer:
     @cached_property
     def pieces(self) -> list[bytes]:
         """The bytes that each token adds to the text, by id: none for a special token that is not in `shown`."""
-        to_bytes = _piece_reader(self._decoder)
         vocabulary = self.fast.get_vocab(with_added_tokens=True)
         # A model's head may be padded beyond its vocabulary: such tokens have no text.
         size = max(max(vocabulary.values(), default=0) + 1, int(self.model_config.get("vocab_size") or 0))
         pieces = [b""] * size
         for token, index in vocabulary.items():
             if index not in self.added:
-                pieces[index] = to_bytes(token)
+                pieces[index] = self._to_bytes(token)
             elif index not in self.specials or token in self.shown:
                 pieces[index] = token.encode()
         return pieces
@@ -125,15 +123,8 @@ def _content(token: Any) -> str:
 
 
 def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name) or special_map.get(name)) for name in NAMED_SPECIALS}
+    found = {name: _content(config.get(name) or special_map.get(name)) for name in SPECIAL_TOKENS}
     return {name: content for name, content in found.items() if content}
-
-
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str:
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8", "replace")
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else ""
 
 
 class _PieceReader:

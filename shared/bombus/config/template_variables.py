@@ -1,0 +1,31 @@
+"""The variables that a job or a request gives to a chat template, and which of them cannot be given."""
+
+from collections.abc import Mapping
+
+VARIABLES_MAX = 64
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What rendering itself gives to a template: nothing else may take these names.
+GIVEN = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "raise_exception",
+        "strftime_now",
+        *SPECIAL_TOKENS,
+    }
+)
+
+
+def problem_of(variables: Mapping[str, bool | int | float | str]) -> str:
+    """Say in a clause why these variables cannot be given to a chat template; empty when they can."""
+    taken = sorted(GIVEN & variables.keys())
+    if taken:
+        return f"{taken[0]} is what rendering itself gives to the template; take it out"
+    large = [name for name, value in variables.items() if isinstance(value, int) and not -(2**63) <= value < 2**63]
+    if large:
+        return f"{large[0]} is a whole number of more than 64 bits"
+    if len(variables) > VARIABLES_MAX:
+        return f"there are {len(variables)} variables, and the limit is {VARIABLES_MAX}"
+    return ""
