@@ -4,7 +4,10 @@ The task: the prompt is a letter and `=`, the reward the share of eight sampled 
 with the same weights. TRL runs in an environment of its own:
 
 python -m venv .venv-trl && .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
-python -m bench.grpo --trl .venv-trl/bin/python --seeds 3
+python -m bench.grpo --trl .venv-trl/bin/python --seeds 20 --entropy 0.03
+
+Runs differ more than trainers do: compare the numbers of steps by the rank test that is printed last, over 20 seeds or
+more. A run that does not arrive within `--steps` counts as the longest.
 """
 
 import argparse
@@ -35,6 +38,7 @@ CHARACTERS = "abcdefghijklmnopqrstuvwxyz=.0123456"
 TOKENS = 8
 WINDOW = 10  # steps over which a reward is averaged
 GOAL = 0.9
+SHUFFLES = 20_000
 TRL_SCRIPT = Path(__file__).with_name("grpo_trl.py")
 
 
@@ -108,7 +112,13 @@ def play(engine: Engine, letters: list[int], group: int, step: int) -> tuple[lis
 
 
 def ours(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    trainer = {"lr": arguments.lr, "weight_decay": 0.0, "grad_clip": 1.0, "loss_aggregation": "token"}
+    trainer = {
+        "lr": arguments.lr,
+        "weight_decay": 0.0,
+        "grad_clip": 1.0,
+        "loss_aggregation": "token",
+        "entropy_coef": arguments.entropy,
+    }
     job = validated({"model": {"dtype": "float32", "seed": arguments.seed}, "trainer": trainer}, {})
     executor = Executor(folder, TrainerSettings(job=job))
     limits = ComputeSettings(kv_cache_bytes=64 << 20, max_model_len=64, max_running=256)
@@ -154,13 +164,16 @@ def one(python: str, script: list[str], folder: Path, seed: int, arguments: argp
 
 
 def compare(arguments: argparse.Namespace) -> None:
-    contestants = {"bombus": [sys.executable, "-m", "bench.grpo", "--ours"]}
+    ours = [sys.executable, "-m", "bench.grpo", "--ours"]
+    contestants = {"bombus": ours}
+    if arguments.entropy:
+        contestants["bombus, entropy"] = [*ours, "--entropy", str(arguments.entropy)]
     if arguments.trl:
         contestants["TRL"] = [arguments.trl, "-P", str(TRL_SCRIPT)]  # -P: this folder has a vllm.py
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contestants}
     print("| seed | who | steps/s | steps to 0.9 | seconds to 0.9 | last reward |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(prefix="bombus-grpo-") as place:
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
             folder = Path(place) / str(seed)
             build(folder, seed)
             for name, (python, *script) in contestants.items():
@@ -172,9 +185,38 @@ def compare(arguments: argparse.Namespace) -> None:
                     f"| {result['last_reward']:.3f} |",
                     flush=True,
                 )
-    if len(found) == 2:
-        rate = {name: statistics.median(result["steps_per_s"] for result in results) for name, results in found.items()}
-        print(f"\nsteps a second, ours over TRL's (medians): {rate['bombus'] / rate['TRL']:.2f}")
+    summarise(found)
+
+
+def summarise(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Print medians, and how probable such a difference from the first is by chance."""
+    first, *others = found
+    print("\n| who | arrived | median steps to 0.9 | median steps/s | p, beside " + first + " |\n|---|---|---|---|---|")
+    steps = {name: [result["goal_steps"] or float("inf") for result in results] for name, results in found.items()}
+    for name, results in found.items():
+        arrived = sum(each < float("inf") for each in steps[name])
+        rate = statistics.median(result["steps_per_s"] for result in results)
+        chance = f"{rank_test(steps[first], steps[name]):.2f}" if name in others else ""
+        print(f"| {name} | {arrived}/{len(results)} | {statistics.median(steps[name])} | {rate:.2f} | {chance} |")
+
+
+def rank_test(one: list[float], other: list[float]) -> float:
+    """Return the two-sided p-value of Wilcoxon's rank-sum test, from random permutations.
+
+    It is the probability that two sets of one distribution have ranks that differ at least as much.
+    """
+    values = sorted([*one, *other])
+    # Equal values share the mean of their ranks.
+    rank = {value: values.index(value) + (values.count(value) - 1) / 2 for value in set(values)}
+    ranks = [rank[value] for value in (*one, *other)]
+    expected = len(one) * (len(ranks) - 1) / 2
+    seen = abs(sum(ranks[: len(one)]) - expected)
+    numbers = random.Random(0)
+    as_far = 0
+    for _ in range(SHUFFLES):
+        numbers.shuffle(ranks)
+        as_far += abs(sum(ranks[: len(one)]) - expected) >= seen - 1e-9
+    return (as_far + 1) / (SHUFFLES + 1)
 
 
 def main() -> None:
@@ -183,6 +225,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1, help="how many runs of each (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--entropy", type=float, default=0.0, help="also run ours with an entropy bonus of this weight")
     parser.add_argument("--ours", action="store_true", help="one run of ours on the model in --folder")
     add_task_arguments(parser)
     arguments = parser.parse_args()

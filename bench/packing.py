@@ -1,17 +1,18 @@
-"""Trained tokens a second, forward and backward: shared prefixes, packed without sharing, and padded.
+"""Trained tokens a second, forward and backward: shared prefixes, packed without sharing, and padded batches.
 
     python bench/packing.py                          a tiny model
     python bench/packing.py --smollm2 FOLDER         a real one (any Hugging Face folder)
 
-All three compute the same loss in the same run, with the same output layer (logits at trained tokens only), and may
-use as many rows in a micro-batch. What differs is which hidden states they compute. Ratios are of CPU seconds: on
-a machine that others use too they repeat, wall time does not.
+All compute the same loss in the same run, with the same output layer (logits at trained tokens only), and may use as
+many rows in a micro-batch. What differs is which hidden states they compute. Padded batches are made of sequences in
+the order in which they come, and of sequences of similar length. Ratios are of CPU seconds: on a machine that others
+use too they repeat, wall time does not.
 """
 
 import argparse
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, process_time
@@ -30,17 +31,31 @@ from bombus_trainer.settings import TrainerSettings
 
 @dataclass(frozen=True)
 class Workload:
-    """`groups` prompts with `members` completions each, of 1 to `completion_max` tokens."""
+    """`groups` prompts with `members` completions each, of `completion_min` to `completion_max` tokens.
+
+    Lengths are equally frequent, or, with a `tail`, Pareto's: the share of those over x falls like x to the power of
+    -`tail`.
+    """
 
     name: str
     groups: int
     members: int
     prompt: int
     completion_max: int
+    completion_min: int = 1
+    tail: float = 0.0
+
+    def lengths(self, random: np.random.Generator) -> np.ndarray:
+        """Return the lengths of one group's completions."""
+        if not self.tail:
+            return random.integers(self.completion_min, self.completion_max + 1, self.members)
+        drawn = self.completion_min * (1 + random.pareto(self.tail, self.members))
+        return np.minimum(drawn, self.completion_max).astype(int)
 
 
 SHORT = Workload("short answers: 8 x 8, prompt 54, completions 1-15", 8, 8, 54, 15)
 LONG = Workload("long prompts: 2 x 8, prompt 300, completions 1-100", 2, 8, 300, 100)
+HEAVY = Workload("a heavy tail: 8 x 8, prompt 54, completions 16-1500", 8, 8, 54, 1500, completion_min=16, tail=0.8)
 
 
 def items_of(work: Workload, vocab: int) -> list[TrainingItem]:
@@ -49,8 +64,8 @@ def items_of(work: Workload, vocab: int) -> list[TrainingItem]:
     first_id = 0
     for _ in range(work.groups):
         prompt = random.integers(0, vocab, work.prompt)
-        for _ in range(work.members):
-            tokens = np.concatenate([prompt, random.integers(0, vocab, random.integers(1, work.completion_max + 1))])
+        for length in work.lengths(random):
+            tokens = np.concatenate([prompt, random.integers(0, vocab, length)])
             positions = np.arange(work.prompt, len(tokens))
             ones = np.ones(len(positions), dtype=np.float32)
             ids = np.arange(first_id, first_id + len(positions))
@@ -69,16 +84,23 @@ def run_packed(policy: PolicyModel, items: list[TrainingItem], bin_tokens: int, 
     return total, rows
 
 
+def padded_batches(items: list[TrainingItem], bin_tokens: int) -> Iterator[list[TrainingItem]]:
+    """Yield runs of items that have at most `bin_tokens` tokens when they are padded to their longest."""
+    batch: list[TrainingItem] = []
+    for item in items:
+        longest = max(len(each.tokens_T) - 1 for each in (*batch, item))
+        if batch and (len(batch) + 1) * longest > bin_tokens:
+            yield batch
+            batch = []
+        batch.append(item)
+    yield batch
+
+
 def run_padded(model: PreTrainedModel, items: list[TrainingItem], bin_tokens: int) -> tuple[float, int]:
-    """Do the same with batches padded to their longest sequence, each of sequences of similar length."""
-    ordered = sorted(items, key=lambda each: len(each.tokens_T))
-    total, rows, start = 0.0, 0, 0
-    while start < len(ordered):
-        end = start + 1
-        while end < len(ordered) and (end + 1 - start) * (len(ordered[end].tokens_T) - 1) <= bin_tokens:
-            end += 1
-        batch, start = ordered[start:end], end
-        longest = len(batch[-1].tokens_T) - 1
+    """Do the same with batches padded to their longest sequence."""
+    total, rows = 0.0, 0
+    for batch in padded_batches(items, bin_tokens):
+        longest = max(len(each.tokens_T) for each in batch) - 1
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         mask = torch.zeros(len(batch), longest, dtype=torch.long)
         for line, each in enumerate(batch):
@@ -105,10 +127,12 @@ def measure(work: Workload, folder: Path, bin_tokens: int, repeats: int) -> None
     policy = PolicyModel.load(folder, TrainerSettings(job=validated({"model": {"dtype": "float32"}}, {})))
     plain = load_model(folder, dtype="float32")
     items = items_of(work, policy.vocab_size)
+    by_length = sorted(items, key=lambda each: len(each.tokens_T))
     trained = sum(len(each.terms) for each in items)
     ways: dict[str, Callable[[], tuple[float, int]]] = {
         "packed and shared": lambda: run_packed(policy, items, bin_tokens, share=True),
         "packed": lambda: run_packed(policy, items, bin_tokens, share=False),
+        "padded, by length": lambda: run_padded(plain, by_length, bin_tokens),
         "padded": lambda: run_padded(plain, items, bin_tokens),
     }
     wall, cpu = dict.fromkeys(ways, float("inf")), dict.fromkeys(ways, float("inf"))
@@ -143,7 +167,7 @@ def main() -> None:
         if folder is None:
             folder = Path(made)
             build_tiny(folder)
-        for work in (SHORT, LONG):
+        for work in (SHORT, LONG, HEAVY):
             measure(work, folder, asked.bin_tokens, asked.repeats)
 
 
