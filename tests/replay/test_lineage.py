@@ -3,11 +3,12 @@
 import json
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from bombus.cli import main
 from bombus.replay.archive import FileSource
-from bombus.replay.lineage import trace
+from bombus.replay.lineage import as_text, trace
 from bombus.replay.source import NotOnLog
 from tests.logs.facts import TINY, recorded
 
@@ -39,6 +40,16 @@ async def test_the_newest_run_is_the_default(golden: FileSource) -> None:
     assert (await trace(golden, 1)).run == 2
     assert (await trace(golden, 1, run=1)).run == 1
     assert (await trace(golden, 1)).steps[0].checkpoint_digest == FACTS["engines"]["main"]["checkpoint_digest"]
+
+
+async def test_a_step_without_a_checkpoint_is_not_called_unfinished(golden: FileSource) -> None:
+    def says(**changes: object) -> str:
+        changed = msgspec.structs.replace(lineage.steps[-1], checkpoint="", checkpoint_digest="", **changes)
+        return "\n".join(as_text(msgspec.structs.replace(lineage, steps=[changed]), episodes=False))
+
+    lineage = await trace(golden, 2, run=1)
+    assert "none of this step (trainer.checkpoint_every), made by trainer epoch 1" in says()
+    assert "none: the step was not completed on this log" in says(trainer_epoch=0)
 
 
 async def test_a_missing_step_is_refused_with_the_steps_that_exist(golden: FileSource) -> None:

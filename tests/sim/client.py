@@ -15,7 +15,7 @@ from bombus.hive.state import Phase
 from tests.sim.faults import Fault, Faults
 from tests.sim.gateway import Gateway, GatewayFault, Hangup
 from tests.sim.loop import Process
-from tests.sim.referee import ENGINE, Referee
+from tests.sim.referee import ENGINE, JobConfig, Referee
 
 T = TypeVar("T")
 Request = Callable[[Gateway], Coroutine[Any, Any, T]]
@@ -214,10 +214,11 @@ class Operator(Caller):
         await self.request_until_answered(command.id, lambda gateway: gateway.command(command))
 
     def _configure(self) -> inbox.Configure:
+        job = JobConfig(checkpoint_every=self._pick.choice((1, 1, 2, 3)))
         return inbox.Configure(
             id=self.fresh("configure"),
             engine=ENGINE,
-            config="{}",
+            config=msgspec.json.encode(job).decode(),
             config_digest="d",
             collection=self._rules(),
             model="tiny",

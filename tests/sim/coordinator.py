@@ -11,7 +11,7 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import FOLD
+from bombus.hive.state import FOLD, Hive
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.decision import CommandReply
 from bombus_coordinator.retention import floors_of
@@ -233,7 +233,8 @@ class Coordinator(Process):
         """Purge calls that are not needed (R12), by a state that was on the log a period ago, as in retention.py."""
         calls = self.link.server.streams[CALLS_STREAM]
         while True:
-            floors = floors_of(self.core.hive)
+            hive = self.core.hive
+            floors = floors_of(_without_earlier_steps(hive) if self._variant == Variant.STEPS_PURGED else hive)
             position = self._consumed
             await self.sleep(TRIM_S)
             if self._consumed == position or not floors:
@@ -244,6 +245,7 @@ class Coordinator(Process):
                 below = self.core.hive.engine(ENGINE).newest_call
             try:
                 await self.link.call(lambda: calls.purge_below(below))  # noqa: B023
+                self._referee.purged_below(calls.first_seq)
                 self._referee.seen["calls purged"] += calls.first_seq > 1
             except BusUnavailable:
                 pass  # the next one covers this one
@@ -275,3 +277,8 @@ class Coordinator(Process):
         )
         self._referee.count("snapshots")
         self.link.call(lambda: self.link.server.put_snapshot(position, body))
+
+
+def _without_earlier_steps(hive: Hive) -> Hive:
+    engines = {name: msgspec.structs.replace(engine, steps=engine.steps[-1:]) for name, engine in hive.engines.items()}
+    return msgspec.structs.replace(hive, engines=engines)

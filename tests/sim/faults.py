@@ -24,6 +24,7 @@ class Fault(StrEnum):
     VANISH = "a client forgets everything"
     ZOMBIE = "a second trainer takes the run"
     BROKEN_STEP = "a step fails"
+    LOST_CHECKPOINT = "the newest checkpoint is damaged"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}

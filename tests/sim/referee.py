@@ -22,6 +22,23 @@ RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold
 SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # the fold has their answers
 
 
+LOADED = b"loaded"  # the model at step 0
+
+
+class JobConfig(msgspec.Struct, frozen=True):
+    """The part of a job's configuration that the simulated trainer reads."""
+
+    checkpoint_every: int
+
+
+class Published(msgspec.Struct, frozen=True):
+    """A policy version, with the model that stands for its weights."""
+
+    run: int
+    version: int
+    model: bytes
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """A step attempt on disk. `model` stands for its tensors: a hash of the model before and the batch."""
 
@@ -30,6 +47,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     trainer_epoch: int
     model: bytes
     digest: str
+    damaged: bool = False
 
 
 class Referee:
@@ -39,10 +57,12 @@ class Referee:
         self.hive = Hive()  # the fold of the log
         self.position = 0
         self.disk: dict[str, Checkpoint] = {}
-        self.weights: dict[str, tuple[int, int]] = {}  # path: run and version
+        self.weights: dict[str, Published] = {}
         self.seen: Counter[str] = Counter()
         self.batches: dict[tuple[int, int], ev.BatchReady] = {}
         self.models: dict[tuple[int, int], bytes] = {}  # the model after each completed step, by run and step
+        self.saved: list[ev.StepCompleted] = []  # the run's newest two steps with a checkpoint, oldest first
+        self.lacking: list[ev.BatchReady] = []  # what the older of them lacks, or the model as loaded
         self.ended: dict[str, bytes] = {}  # episode: digest of the outcome that is on the log
         self.training: set[str] = set()  # ended training episodes
         self.batched: set[str] = set()
@@ -133,20 +153,24 @@ class Referee:
                 assert event.run not in self.runs
                 self.runs.add(event.run)
                 self.gone |= set(engine.pool)
-                self.models[event.run, 0] = b"loaded"
+                self.models[event.run, 0] = LOADED
+                self.saved, self.lacking = [], []
             case ev.TrainerOpened():
                 assert event.trainer_epoch == engine.trainer_epoch + 1
             case ev.StepCompleted():
                 self._check_step(event, engine)
             case ev.WeightsReady():
                 assert event.version == engine.version + 1, "versions increase by one"
-                assert event.version == 0 or (event.run, event.version) in self.models
-                assert self.weights.get(event.weights.where) == (event.run, event.version), "weights are durable"
+                model = self.models.get((event.run, event.version))
+                assert model is not None, "only a completed step has weights"
+                published = self.weights.get(event.weights.where)
+                assert published == Published(event.run, event.version, model), "weights are durable, and the step's"
 
     def _check_files(self, engine: EngineState) -> None:
         """Check that the files that the log names are on disk."""
-        done, weights = engine.step_done, engine.weights
-        assert done is None or done.checkpoint in self.disk, f"checkpoint {done.checkpoint} is gone"
+        weights = engine.weights
+        for done in self.saved:
+            assert done.checkpoint in self.disk, f"checkpoint {done.checkpoint} is gone"
         assert weights is None or weights.weights.where in self.weights, f"weights {weights.weights.where} are gone"
 
     def _once(self, command: str) -> None:
@@ -179,6 +203,7 @@ class Referee:
         assert not set(episodes) & self.batched, "no episode is in two batches"
         self.batched |= set(episodes)
         self.batches[batch.run, batch.step] = batch
+        self.lacking.append(batch)
         check_as_asked(batch, engine.collection)
         self._check_ages(batch, engine)
 
@@ -201,14 +226,45 @@ class Referee:
         assert engine.batch is not None
         assert engine.batch.step == event.step
         assert (event.run, event.step) not in self.models, "a step happens once"
+        assert event.trainer_epoch == engine.trainer_epoch, "the step is the current trainer's"
+        model = trained(self.models[event.run, event.step - 1], engine.batch)
+        self.models[event.run, event.step] = model
+        due = event.step % checkpoint_every(engine) == 0
+        assert bool(event.checkpoint) == due, "every so many steps leave a checkpoint"
+        if due:
+            self._check_checkpoint(event, engine, model)
+
+    def _check_checkpoint(self, event: ev.StepCompleted, engine: EngineState, model: bytes) -> None:
         saved = self.disk.get(event.checkpoint)
         assert saved is not None, f"checkpoint {event.checkpoint} of step {event.step} is not durable"
         assert saved.digest == event.checkpoint_digest
         assert (saved.run, saved.step) == (event.run, event.step)
-        assert saved.trainer_epoch == engine.trainer_epoch, "the step is the current trainer's"
-        before = self.models[event.run, event.step - 1]
-        assert saved.model == trained(before, engine.batch), "the model is the one before, trained on this batch once"
-        self.models[event.run, event.step] = saved.model
+        assert saved.trainer_epoch == engine.trainer_epoch, "the checkpoint is the current trainer's"
+        assert saved.model == model, "the model is the one before, trained on this batch once"
+        self.saved = [*self.saved[-1:], event]
+        older = self.saved[0].step if len(self.saved) == 2 else 0
+        self.lacking = [batch for batch in self.lacking if batch.step > older]
+
+    # ---- what faults and purges remove ----
+
+    def damage_checkpoint(self) -> str:
+        """Damage the newest checkpoint, unless the one before is damaged too. Return its path, "" if nothing is done.
+
+        A run goes on from the one before, or from the model as loaded (R11).
+        """
+        named = [(done.checkpoint, self.disk[done.checkpoint]) for done in self.saved]
+        if not named or any(saved.damaged for _, saved in named):
+            return ""
+        newest, saved = named[-1]
+        self.disk[newest] = msgspec.structs.replace(saved, damaged=True)
+        return newest
+
+    def purged_below(self, seq: int) -> None:
+        """Check that no call was purged of a step that has to be made, or may have to be made again (R12)."""
+        refs = [
+            ref for batch in self.lacking for group in batch.groups for each in group.episodes for ref in each.calls
+        ]
+        assert all(ref.seq >= seq for ref in refs), "calls of a step that may have to be made again are purged"
 
     # ---- leaders ----
 
@@ -283,3 +339,9 @@ class Referee:
 def trained(model: bytes, batch: ev.BatchReady) -> bytes:
     """Stand for an optimizer step: any other order, repeat or omission gives another model."""
     return digest(model + ev.encode_event(batch))
+
+
+def checkpoint_every(engine: EngineState) -> int:
+    """Return how many steps of the running job lie between two checkpoints."""
+    assert engine.active is not None
+    return msgspec.json.decode(engine.active.config, type=JobConfig).checkpoint_every

@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
-from bombus.errors import BusUnavailable, Refused
+from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.events import BatchReady, Weights
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
+from bombus.hive.steps import checkpoints, steps_after
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.gateway import read_record
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process
-from tests.sim.referee import ENGINE, Checkpoint, Referee, trained
+from tests.sim.referee import ENGINE, LOADED, Checkpoint, Published, Referee, checkpoint_every, trained
 from tests.sim.server import CALLS_STREAM
 from tests.sim.variants import Variant
 
@@ -95,7 +96,7 @@ class Trainer(Process):
             try:
                 if model is None:
                     model = await self._load()
-                await self._publish_missing_weights()
+                await self._publish_missing_weights(model)
                 await self._wait(lambda engine: engine.batch is not None)
                 batch = self._engine.batch
                 assert batch is not None
@@ -126,26 +127,48 @@ class Trainer(Process):
             raise RunOver
 
     async def _load(self) -> bytes:
-        """Return the model after the newest step on the log."""
+        """Return the model after the newest step on the log: steps since the newest good checkpoint are made again."""
         if self._engine.phase == Phase.BOOTING:
             stage = inbox.StageReached(id=f"{self._id}-{self._run}-load", engine=ENGINE, run=self._run, stage="loading")
             await self._send(stage)
         await self.sleep(self._net.pick.random() * 0.5)
-        done = self._engine.step_done
-        if done is None:
-            return b"loaded"
-        saved = self._referee.disk.get(done.checkpoint)
-        if saved is None:
-            assert self._is_stale(), f"checkpoint {done.checkpoint}, which the log names, is gone"
+        engine = self._engine
+        if engine.step_done is None:
+            return LOADED
+        model, restored = self._restored(engine)
+        for step in steps_after(engine.steps, restored, engine.step_done.step) or ():
+            await self._read(step.batch)
+            await self.sleep(self._net.pick.random() * 0.5)
+            model = trained(model, step.batch)
+            self._referee.count("steps made again")
+            if engine.weights is not None and engine.weights.version == step.batch.step:
+                assert engine.weights.weights.sha256 == digest(model).hex(), f"step {step.batch.step}, made again"
+                self._referee.count("steps made again to the bytes on the log")
+        return model
+
+    def _restored(self, engine: EngineState) -> tuple[bytes, int]:
+        """Return the model of the newest checkpoint from which the run can go on, and its step, as service.py does."""
+        assert engine.step_done is not None
+        newest = engine.step_done.step
+        for done in checkpoints(engine.steps):
+            saved = self._referee.disk.get(done.checkpoint)
+            if saved is None or saved.damaged:
+                self._referee.count("checkpoints passed over")
+                continue
+            assert saved.digest == done.checkpoint_digest
+            if steps_after(engine.steps, done.step, newest) is not None:
+                return saved.model, done.step
+        if steps_after(engine.steps, 0, newest) is None:
+            assert self._is_superseded(), f"no checkpoint from which step {newest} can be made again is left"
             raise StepBroken
-        assert saved.digest == done.checkpoint_digest
-        return saved.model
+        return LOADED, 0
 
-    def _is_stale(self) -> bool:
-        """Return whether our fold lags, so that files that it names may be gone already."""
-        return self.follower.position < self._referee.position
+    def _is_superseded(self) -> bool:
+        """Return whether the run is not ours any more on the log, so that what our fold names may be gone already."""
+        engine = self._referee.hive.engine(ENGINE)
+        return (engine.run, engine.trainer) != (self._run, self._id) or engine.phase == Phase.OFFLINE
 
-    async def _publish_missing_weights(self) -> None:
+    async def _publish_missing_weights(self, model: bytes) -> None:
         done = self._engine.step_done
         version = 0 if done is None else done.step
         if self._engine.version >= version:
@@ -153,7 +176,7 @@ class Trainer(Process):
         await self.sleep(self._net.pick.random() * 0.5)
         epoch = self._engine.trainer_epoch
         where = f"weights/{self._run}/{version}/{epoch}"
-        self._referee.weights[where] = self._run, version
+        self._referee.weights[where] = Published(self._run, version, model)
         await self._send(
             inbox.WeightsSaved(
                 id=self._fact_id(f"weights-{version}"),
@@ -161,20 +184,19 @@ class Trainer(Process):
                 run=self._run,
                 step=version,
                 trainer_epoch=epoch,
-                weights=Weights(where=where),
+                weights=Weights(where=where, sha256=digest(model).hex()),
             )
         )
         await self._wait(lambda engine: engine.version >= version)
         named = {ready.weights.where for ready in (self._engine.weights, self._engine.weights_before) if ready}
-        for path, (run, _) in list(self._referee.weights.items()):
+        for path, published in list(self._referee.weights.items()):
             ours = int(path.rpartition("/")[2]) <= epoch or self._variant == Variant.SWEPT_ALL
-            if path not in named and run == self._run and ours:
+            if path not in named and published.run == self._run and ours:
                 del self._referee.weights[path]
 
     async def _step(self, model: bytes, batch: BatchReady) -> None:
-        """Make one attempt: read, train, write the checkpoint, report it."""
+        """Make one attempt: read, train, write the checkpoint if one is due, report it."""
         self._attempt += 1
-        before = self._engine.step_done
         epoch = self._engine.trainer_epoch
         await self._read(batch)
         await self.sleep(self._net.pick.random() * 1.5)
@@ -182,6 +204,7 @@ class Trainer(Process):
             raise RunOver
         if self._net.faults.strikes(Fault.BROKEN_STEP):
             raise StepBroken
+        due = batch.step % checkpoint_every(self._engine) == 0
         path = f"checkpoints/{self._run}/step-{batch.step}-epoch-{epoch}-attempt-{self._attempt}"
         saved = Checkpoint(self._run, batch.step, epoch, model, digest(path.encode() + model).hex())
         done = inbox.StepDone(
@@ -190,17 +213,18 @@ class Trainer(Process):
             run=self._run,
             step=batch.step,
             trainer_epoch=epoch,
-            checkpoint=path,
-            checkpoint_digest=saved.digest,
+            checkpoint=path if due else "",
+            checkpoint_digest=saved.digest if due else "",
         )
         if self._variant == Variant.UNSAVED_STEP:
             await self._send(done)
-        await self.sleep(self._net.pick.random() * 0.3)
-        self._referee.disk[path] = saved
-        await self.sleep(self._net.pick.random() * 0.1)
+        if due:
+            await self.sleep(self._net.pick.random() * 0.3)
+            self._referee.disk[path] = saved
+            await self.sleep(self._net.pick.random() * 0.1)
         await self._send(done)
         await self._wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
-        kept = {path, before.checkpoint if before is not None else ""}
+        kept = {done.checkpoint for done in checkpoints(self._engine.steps)}
         for other, checkpoint in list(self._referee.disk.items()):
             ours = checkpoint.trainer_epoch <= epoch or self._variant == Variant.SWEPT_ALL
             if other not in kept and checkpoint.run == self._run and ours:
@@ -217,7 +241,12 @@ class Trainer(Process):
                 record = read_record(calls.get(ref.seq).body, ref)
                 assert bound is None or batch.step - 1 - record.oldest <= bound
 
-        await self.link.call(read)
+        try:
+            await self.link.call(read)
+        except LogCorrupted:
+            if self._is_superseded():
+                raise StepBroken from None
+            raise
 
     async def _report_failure(self) -> None:
         batch = self._engine.batch

@@ -165,6 +165,8 @@ class World:
                 second.kill()
                 second.start()
                 return second.name
+            case Fault.LOST_CHECKPOINT:
+                return self.referee.damage_checkpoint()
             case _:
                 return self._inject_into_server(fault, seconds)
         return f"{victim.name}, {seconds:.1f} s"

@@ -143,9 +143,9 @@ async def test_r11_weights_of_a_completed_step_that_never_reached_the_log_are_pu
     assert all(torch.equal(same[name], value) for name, value in executor.model.dense_weights())
 
 
-@pytest.mark.parametrize(("steps", "kept", "again"), [(5, 2, 1), (5, 1, 3), (3, 0, 3)])
+@pytest.mark.parametrize(("steps", "kept", "again"), [(5, 2, 1), (5, 1, 3), (3, 0, 3), (1, 0, 1)])
 async def test_r11_without_its_newest_checkpoints_a_run_goes_on_from_what_is_left(
-    stage: Stage, steps: int, kept: int, again: int
+    stage: Stage, caplog: pytest.LogCaptureFixture, steps: int, kept: int, again: int
 ) -> None:
     trainer = stage.train()
     await stage.start(stage.job(checkpoint_every=2))
@@ -165,6 +165,8 @@ async def test_r11_without_its_newest_checkpoints_a_run_goes_on_from_what_is_lef
     done = stage.engine.step_done
     assert done is not None
     assert (done.metrics["steps_made_again"], done.metrics["made_again_differs"]) == (again, 0.0)
+    passed_over = [record.message for record in caplog.records if record.message.endswith("going back further")]
+    assert len(passed_over) == len(found[kept:]), "a step that left no checkpoint is not looked for"
 
 
 async def test_r11_a_run_whose_steps_cannot_be_made_again_ends_with_one_sentence(stage: Stage) -> None:

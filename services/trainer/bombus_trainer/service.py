@@ -376,7 +376,8 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
     if newest is None:
         return executor, 0
     lost: CheckpointLost | None = None
-    for done in checkpoints(engine.steps) or [newest]:  # an older snapshot has only the newest step
+    older = [newest] if newest.checkpoint else []  # an older snapshot has only the newest step
+    for done in checkpoints(engine.steps) or older:
         if done is not newest and steps_after(engine.steps, done.step, newest.step) is None:
             continue
         try:

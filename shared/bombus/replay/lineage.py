@@ -220,11 +220,7 @@ def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
     if last.weights is not None:
         yield f"  weights     {one_line(last.weights.where)}, {byte_size(last.weights.bytes)}"
         yield f"              sha256 {last.weights.sha256}"
-    if last.checkpoint:
-        yield f"  checkpoint  {one_line(last.checkpoint)}, by trainer epoch {last.trainer_epoch}"
-        yield f"              digest {last.checkpoint_digest}"
-    else:
-        yield "  checkpoint  none: the step was not completed on this log"
+    yield from _checkpoint_of(last)
     yield f"  job         configuration {last.config_digest}"
     yield f"  made of     version {last.step - 1}, and the batch of event {last.batch_event}: {_summary(last.members)}"
     yield f"\n  {'task':<24} episodes  reward             sampled on  tokens  clients"
@@ -248,6 +244,16 @@ def _summary(members: Sequence[Member]) -> str:
     clients = len({member.client for member in members})
     mean = sum(member.reward for member in members) / max(len(members), 1)
     return f"{len(members)} episodes of {clients} client{'s' * (clients != 1)}, mean reward {mean:.3f}"
+
+
+def _checkpoint_of(step: Step) -> Iterator[str]:
+    if step.checkpoint:
+        yield f"  checkpoint  {one_line(step.checkpoint)}, by trainer epoch {step.trainer_epoch}"
+        yield f"              digest {step.checkpoint_digest}"
+    elif step.trainer_epoch:
+        yield f"  checkpoint  none of this step (trainer.checkpoint_every), made by trainer epoch {step.trainer_epoch}"
+    else:
+        yield "  checkpoint  none: the step was not completed on this log"
 
 
 def _row(name: str, members: Sequence[Member], named: bool = True) -> str:

@@ -125,7 +125,7 @@ def _newest_kept(logged: LoggedRun, step: int, report: Report) -> Checkpoint | N
 
 
 def logged_machine(done: StepCompleted) -> str:
-    """Return what the trainer ran on, from the step's checkpoint; "" when that is gone."""
+    """Return what the trainer ran on, from the step's checkpoint; "" when there is none."""
     try:
         return checkpoint.read_facts(Path(done.checkpoint), done.checkpoint_digest).machine
     except EngineFault:

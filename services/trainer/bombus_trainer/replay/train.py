@@ -141,8 +141,8 @@ def _explanation(logged: LoggedRun, trained: Trained, device: str) -> str:
             f"it was made with {threads} threads, here with {torch.get_num_threads()}: run it with --threads {threads}"
         )
     return (
-        f"this is {here}; what the step was made on is not known, its checkpoint is gone. On another machine, or with "
-        "another version of torch, the last bits differ"
+        f"this is {here}; what the step was made on is not known, as there is no checkpoint of it. On another "
+        "machine, or with another version of torch, the last bits differ"
     )
 
 
