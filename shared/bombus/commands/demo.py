@@ -27,13 +27,13 @@ TINY_THRESHOLDS = (0.5, 0.8, 0.9)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument(
-        "--tiny", action="store_true", help="train a model of 0.4 M parameters from scratch (default: SmolLM2-135M)"
+        "--tiny", action="store_true", help="train a model of 0.4 M parameters from scratch, on two tasks"
     )
     model.add_argument(
         "--model",
         default=SMOLLM2,
         metavar="FOLDER",
-        help="train this model as SmolLM2 is trained: a folder as `save_pretrained` leaves it, of any name",
+        help="the model: a folder as `save_pretrained` leaves it, of any name (default: %(default)s, SmolLM2-135M)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the seed of everything random (default: %(default)s)")
     parser.add_argument(
