@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bombus.architectures.probing import context_of, refusing
+from bombus.architectures.probing import refusing, sequence_limit
+from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
@@ -118,7 +119,8 @@ def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
     """Load a policy and check that this engine computes it faithfully. Raises `EngineFault`."""
     model = load_policy(policy.folder, settings, policy.adapter)
     with refusing(model.config, "served"):
-        limit = settings.length_within(context_of(model.config), policy.max_model_len)
+        layer_shapes(model, attention.PLAN)
+    limit = sequence_limit(model.config, settings.length_within(policy.max_model_len))
     check_faithful(model, settings.block_tokens, limit)
     return Engine(model, settings, run=policy.run, version=policy.version, job_tokens=policy.max_model_len)
 
