@@ -53,6 +53,7 @@ class TorchBackend:
             torch.set_num_threads(settings.threads)
         self.run = 0
         self.version = -1
+        self.sequence_tokens = 0
         self.lost = asyncio.Event()
         self.thread = EngineThread(deliver)
         self._settings = settings
@@ -85,7 +86,9 @@ class TorchBackend:
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
-            await self.thread.install(await asyncio.to_thread(self._make_engine, policy), UNLOADED)
+            engine = await asyncio.to_thread(self._make_engine, policy)
+            self.sequence_tokens = engine.max_model_len
+            await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
         self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
 
