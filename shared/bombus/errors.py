@@ -12,6 +12,8 @@ A refusal tells the caller what to do next. A bug raises none of these: it crash
 
 from enum import StrEnum
 
+FOREIGN_TEXT_MAX = 300  # characters of an error that other code raised
+
 
 class Code(StrEnum):
     """Stable names of refusals. A client may match on these; the sentences beside them may change."""
@@ -114,3 +116,9 @@ class LogCorrupted(BombusError):
 
 class EngineFault(BombusError):
     """A model, tokenizer, checkpoint or device cannot do what was requested."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the kind and the text of an error that other code raised, shortened, without line breaks."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:FOREIGN_TEXT_MAX]}" if text else type(error).__name__

@@ -648,8 +648,12 @@ def test_rolling_waits_for_at_least_one_replica() -> None:
     harness.save_weights(1)
     harness.tick(after_s=10_000)
     assert harness.phase() == Phase.WEIGHT_SYNCING
-    harness.send(inbox.ReplicaAlive(id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1))
+    alive = inbox.ReplicaAlive(
+        id="y", engine=ENGINE, replica="r2", url="http://r2", run=1, version=1, sequence_tokens=99
+    )
+    harness.send(alive)
     assert harness.phase() == Phase.ROLLING
+    assert harness.engine.replicas["r2"].sequence_tokens == 99
 
 
 def test_a_replica_without_heartbeats_leaves() -> None:

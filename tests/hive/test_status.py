@@ -41,6 +41,14 @@ def test_the_text_shows_the_state_of_the_engine(hive: Hive) -> None:
     assert text.endswith("\n")
 
 
+def test_how_long_the_sequences_of_a_replica_may_be_is_shown_where_it_says_so() -> None:
+    story = rolling(1)
+    story.tell(ev.WeightsLoaded(**story.at, run=story.run, version=1, replica="replica-b", sequence_tokens=2048))
+    text = render_status(hive_of(story))
+    assert "replica-b http://10.0.0.5:8000 version 1, sequences of up to 2048 tokens\n" in text
+    assert text.count("sequences of up to") == 1
+
+
 def test_a_failure_is_shown_with_its_reason() -> None:
     text = render_status(hive_of(failed()))
     assert "engine main: OFFLINE for 0.0 s (the last run failed)" in text

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from transformers import MambaConfig
+from transformers import MambaConfig, MusicgenConfig, T5Config
 
 from bombus.cli import main
 from bombus.demo.hive import free_port
@@ -290,3 +290,13 @@ def test_a_model_is_served_and_trained_or_refused_by_the_name_of_its_architectur
     said = capsys.readouterr().out
     assert "this model's architecture (mamba) cannot be served here" in said
     assert "this model's architecture (mamba) cannot be trained here" in said
+
+
+def test_a_family_of_which_transformers_makes_no_causal_language_model_is_missing_too(tmp_path: Path) -> None:
+    MusicgenConfig().save_pretrained(tmp_path / "musicgen")  # its class is listed, and fails to be made
+    T5Config().save_pretrained(tmp_path / "t5")
+    for family in ("musicgen", "t5"):
+        (found,) = examine_model(str(tmp_path / family))
+        assert (found.what.rpartition(": ")[2], found.state) == ("architecture", State.MISSING)
+        assert f"this model's architecture ({family}) cannot be loaded" in found.detail
+        assert "\n" not in found.detail

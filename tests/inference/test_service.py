@@ -121,6 +121,7 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
         loaded = await coordinator.receive(WeightsLoadedFact)
         assert (loaded.run, loaded.version, loaded.replica) == (1, 0, "r1")
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 0)
+        assert loaded.sequence_tokens == alive.sequence_tokens == 256
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(old, [1, 2, 3], made) < 1e-4
 

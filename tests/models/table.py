@@ -3,12 +3,11 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
 from bombus.architectures.logits import AS_IS, LogitsForm
 from bombus.architectures.miniatures import miniature_config
-from tests.models.families import FIELDS, NOT_TRIED, Found, families, measure
+from tests.models.families import Found, families, full_config, measure
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 AGREES = 1e-5  # nats
@@ -17,15 +16,19 @@ BEGINNING = """\
 # Models
 
 This page is generated (`python -m tests.models.table`, transformers 5.23), and `make test-models` compares it with what
-engine and trainer do.
+engine, trainer and `bombus doctor` do with each of the {count} families of which transformers has a causal language
+model.
 
 What a model is called decides nothing. When trainer or replica load one, they compare what they compute with
 transformers' own forward pass, on a probe that is longer than every window that a sequence of the job can reach, and
 longer than a page of the cache. Where the logprobs differ, or the model's code fails, the run ends in BOOTING with one
 sentence that names the architecture. `bombus doctor --model PATH_OR_NAME` says so beforehand: it makes a tiny model of
-the same architecture and lets engine and trainer check it. A window that is longer than the job's `max_model_len` is no
-reason to refuse a model. A model whose context is shorter than a `max_model_len` that the job sets is refused; where
-the job leaves it at its default, sequences end at the model's context.
+the same architecture and lets engine and trainer check it. Code in a model's own folder is never run, and a folder that
+lacks some of the model's weights is refused.
+
+A window that is longer than the job's `max_model_len` is no reason to refuse a model. A model whose context is shorter
+than a `max_model_len` that the job sets is refused. Where the job leaves it at its default, sequences end at the
+model's context: trainer and replica log it, and `bombus status` shows how long the sequences of each replica may be.
 
 Models whose rotary embedding depends on the longest sequence (`dynamic`, `longrope`) are taken up to the length at
 which it changes. Caps on attention scores, and sinks, are computed with all scores in memory: a layer then needs 4
@@ -40,35 +43,48 @@ eager forward pass to 1e-5 nats.
 REFUSED = """
 ## Families that are refused
 
-Engine, trainer and doctor refuse them in one sentence: they are not causal language models of attention alone
-(encoders, encoder-decoders, recurrent and hybrid models), choose their keys themselves, or take no attention function
-from outside.
+Engine, trainer and doctor refuse them in one sentence each, by what their models do and not by their names: a model of
+such a family that has only layers of attention, as some of `granitemoehybrid` have, is computed. The vllm backend of
+the replicas and `trainer.backend: verl` run architectures of their own choice; verl's engine checks itself in the same
+way.
 """
 
-UNTRIED = """
-## Families that are not tried here
-
-Their default configuration does not make a tiny model. The check at load decides on a real one.
-"""
+# What a refusal says, and what the page says about the families that are refused with it.
+REASONS = {
+    "keep another state": "some of their layers keep another state than keys and values: hybrid models",
+    "take no attention function": "they have no attention, or one that cannot be replaced from outside",
+    "do not pass on": "their layers do not pass on the arguments of an attention function",
+    "more than once": "a layer attends more than once",
+    "and not in its": "layers outside the decoder attend too: encoders",
+    "share their attention": "layers share their attention",
+    "a mask of their own": "their layers attend through masks of their own",
+    "which is not known here": "their attention takes biases of its own",
+    "differ by up to": "they compute more than their attention function shows: encoders, their decoders, recurrences",
+    "cannot be loaded": "transformers makes no causal language model of their configuration in this environment",
+    "": "their own code fails with another attention: among them those that choose their keys themselves",
+}
 
 
 def page(found: Iterable[Found]) -> str:
     results = list(found)
-    refused = [each.family for each in results if each.refusals and NOT_TRIED not in each.refusals[0]]
-    untried = [each.family for each in results if each.refusals and NOT_TRIED in each.refusals[0]]
     rows = [f"| `{each.family}` | {features(each.family)} |" for each in results if not each.refusals]
     table = "\n".join(["| family | besides plain attention |", "|---|---|", *rows])
-    return f"{BEGINNING}\n{table}\n{REFUSED}\n{_listed(refused)}\n{UNTRIED}\n{_listed(untried)}\n"
+    refused: dict[str, list[str]] = {}
+    for each in results:
+        if each.refusals:
+            refused.setdefault(reason(each.refusals[0]), []).append(f"`{each.family}`")
+    lines = [f"- {why}: {', '.join(refused[why])}" for why in REASONS.values() if why in refused]
+    return "\n".join([BEGINNING.format(count=len(results)), table, REFUSED, *lines, ""])
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def reason(sentence: str) -> str:
+    """Return what the page says about a refusal."""
+    return next(why for part, why in REASONS.items() if part in sentence)
 
 
 def features(family: str) -> str:
     """Say what the tiny model of a family has that a Llama has not."""
-    config = AutoConfig.for_model(family, **FIELDS.get(family, {}))
-    text = miniature_config(config).get_text_config()
+    text = miniature_config(full_config(family)).get_text_config()
     form = LogitsForm.of(text)
     kinds = set(getattr(text, "layer_types", None) or [])
     windowed = bool(getattr(text, "sliding_window", None)) and (not kinds or "sliding_attention" in kinds)
@@ -84,12 +100,12 @@ def features(family: str) -> str:
     return ", ".join(name for name, present in has.items() if present)
 
 
-def listed(text: str) -> tuple[set[str], set[str], set[str]]:
-    """Return the families that a page says are computed, refused and not tried."""
-    computed, rest = text.split(REFUSED)
-    refused, untried = rest.split(UNTRIED)
+def listed(text: str) -> tuple[set[str], dict[str, str]]:
+    """Return the families that a page says are computed, and why it says that the others are refused."""
+    computed, refused = text.split(REFUSED)
     rows = {line.split("`")[1] for line in computed.splitlines() if line.startswith("| `")}
-    return rows, set(refused.split("`")[1::2]), set(untried.split("`")[1::2])
+    reasons = {name: line[2:].split(": `")[0] for line in refused.splitlines() for name in line.split("`")[1::2]}
+    return rows, reasons
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from bombus.errors import EngineFault
@@ -76,6 +77,44 @@ def test_a_folder_with_broken_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(EngineFault, match="cannot be loaded"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (
+            {"model_type": "t5"},
+            r"architecture \(t5\) cannot be loaded: transformers .* has no causal language model of it",
+        ),
+        ({"model_type": "made-up"}, r"architecture \(made-up\) cannot be loaded: transformers \S+ does not know it$"),
+        (
+            {"model_type": "made-up", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}},
+            "does not know it; code in the model's own folder is not run$",
+        ),
+        ({}, "cannot be loaded: "),
+    ],
+)
+def test_a_model_that_transformers_does_not_have_is_refused_by_its_family(
+    tmp_path: Path, config: dict[str, object], why: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    with pytest.raises(EngineFault, match=why) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_whose_files_lack_weights_is_refused_rather_than_made_up(tmp_path: Path) -> None:
+    folder = resolve_model("tiny", cache=tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        EngineFault, match=r"\(llama\) .* lack 1 of its weights, such as model\.layers\.1\.mlp\.up_proj"
+    ):
+        load_model(folder)
 
 
 def test_the_tokenizer_files_are_those_that_a_gateway_needs_without_the_weights(tmp_path: Path) -> None:

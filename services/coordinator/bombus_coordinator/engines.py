@@ -260,6 +260,7 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
                 run=message.run,
                 version=message.version,
                 replica=message.replica,
+                sequence_tokens=message.sequence_tokens,
             ),
         )
 
@@ -285,6 +286,7 @@ def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) 
                     run=engine.run,
                     version=message.version,
                     replica=message.replica,
+                    sequence_tokens=message.sequence_tokens,
                 ),
             )
         )

@@ -198,6 +198,7 @@ class ReplicaService:
             run=run,
             version=version,
             replica=self.name,
+            sequence_tokens=self.app.backend.sequence_tokens,
         )
         await self._bus.inbox.send_when_back(loaded)
 
@@ -235,6 +236,7 @@ class ReplicaService:
                 run=self.app.backend.run,
                 version=self.app.backend.version,
                 capacity=self._settings.compute.max_running,
+                sequence_tokens=self.app.backend.sequence_tokens,
             )
             try:
                 await self._bus.inbox.send(alive, timeout_s=self._settings.alive_every_s)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from bombus.architectures.probing import check_context, config_of
+from bombus.architectures.probing import check_context
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.text.checking import check_text, with_chat_template
-from bombus.weights.models import SEEDS, load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.models import SEEDS, load_config, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
@@ -82,7 +82,7 @@ def _folder(job: RunConfig, allow_download: bool) -> Path:
     dtype = "bfloat16" if job.model.dtype == "auto" else job.model.dtype
     folder = resolve_model(job.model.path, dtype=dtype, seed=job.model.seed % SEEDS, allow_download=allow_download)
     if job.rollout.max_model_len != LENGTH_BY_DEFAULT:  # which gives way to the model's context
-        check_context(config_of(folder), job.rollout.max_model_len)
+        check_context(load_config(folder), job.rollout.max_model_len)
     return folder
 
 

@@ -5,17 +5,19 @@ heads. Widths and counts shrink, and so do windows, so that a short probe reache
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bombus.architectures.probing import cuts_attention
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 LAYERS, LAYERS_MAX = 2, 12
+PARAMETERS_MAX = 50_000_000
 WINDOW = 16
 CONTEXT = 512
 HEAD_DIM = 8
@@ -25,16 +27,30 @@ NUDGE = 0.1  # of biases, norms and sinks, which are otherwise born as zeros or 
 SIZES = {
     "vocab_size": 96,
     "vocab_size_per_layer_input": 96,
+    "encoder_hash_byte_group_vocab": 96,
     "hidden_size": 32,
     "hidden_size_per_layer_input": 8,
     "d_model": 32,
+    "emb_dim": 32,
+    "embedding_size": 32,
+    "input_embedding_size": 32,
+    "output_embedding_size": 32,
     "n_embd": 32,
     "n_ctx": CONTEXT,
     "word_embed_proj_dim": 32,
     "num_attention_heads": 4,
     "n_head": 4,
     "n_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 2 * HEAD_DIM,
+    "mamba_d_ssm": 64,
+    "mamba_d_state": 16,
     "head_dim": HEAD_DIM,
+    "d_head": HEAD_DIM,
+    "attention_head_dim": 2 * HEAD_DIM,
+    "attention_hidden_size": 64,
     "global_head_dim": 2 * HEAD_DIM,
     "qk_nope_head_dim": HEAD_DIM,
     "qk_rope_head_dim": HEAD_DIM,
@@ -52,7 +68,12 @@ SIZES = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "shared_intermediate_size": 16,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
     "laurel_rank": 4,
+    "adapter_in_dim": 32,
+    "adapter_out_dim": 32,
+    "adapter_input_size": 32,
     "max_position_embeddings": CONTEXT,
     "n_positions": CONTEXT,
     "max_seq_len": CONTEXT,
@@ -66,16 +87,24 @@ AT_MOST = {
     "moe_num_shared_experts": 1,
     "n_shared_experts": 1,
     "n_group": 2,
+    "kv_n_heads": 2,
     "topk_group": 1,
     "first_k_dense_replace": 1,
     "num_dense_layers": 1,
-    "num_kv_shared_layers": 2,
     "zero_expert_num": 2,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
 COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+PER_LAYER = "per_layer_config"
+# Where a family's numbers depend on each other in ways of its own.
+OF_FAMILY: Mapping[str | None, Mapping[str, Any]] = {
+    "dots3_note_text": {"head_dim": 32, "qk_nope_head_dim": 16},
+    "mamba2": {"num_heads": 8},
+    "reformer": {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24], "attention_head_size": HEAD_DIM},
+}
+TIED_LAYERS = ("zamba",)  # families whose layers of a kind have the same weights, and which need two of them for it
 
 
 def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -87,48 +116,116 @@ def miniature_config(config: "PretrainedConfig") -> "PretrainedConfig":
     return small
 
 
-def miniature(config: "PretrainedConfig", seed: int = 0) -> "PreTrainedModel":
-    """Make a small random model of `config`'s architecture. Raises `EngineFault` where its code cannot make one."""
+def write_miniature(config: "PretrainedConfig", folder: Path, seed: int = 0) -> None:
+    """Write a small random model of `config`'s architecture. Raises `EngineFault` where its code cannot make one."""
+    try:
+        small = miniature_config(config)
+        _miniature(small, seed).save_pretrained(folder)
+        small.save_pretrained(folder)  # of some families the model has only the part of it that concerns text
+    except Exception as error:  # a family's own code may raise anything
+        raise EngineFault(
+            f"this model's architecture ({config.model_type}) cannot be tried in a small size: {in_one_line(error)}"
+        ) from error
+
+
+def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(small).parameters())
+    if size > PARAMETERS_MAX:
+        raise EngineFault(f"it would still have {size} parameters")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                parameter.copy_(SPREAD * noise if parameter.ndim > 1 else parameter + NUDGE * noise)
+    return model
+
+
+def check_exists(config: "PretrainedConfig") -> None:
+    """Raise `EngineFault` where transformers cannot make a model of `config` at all. None of its weights are made."""
     from transformers import AutoModelForCausalLM
 
     try:
-        small = miniature_config(config)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=torch.float32)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    noise = torch.randn_like(parameter)
-                    parameter.copy_(SPREAD * noise if parameter.ndim > 1 else parameter + NUDGE * noise)
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config)
     except Exception as error:  # a family's own code may raise anything
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise EngineFault(
-            f"this model's architecture ({config.model_type}) cannot be tried in a small size: {why}"
+            f"this model's architecture ({config.model_type}) cannot be loaded here: {in_one_line(error)}"
         ) from error
-    return model.eval()
 
 
 def _shrunken(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration, as a document, with smaller numbers."""
-    before = next((document[name] for name in COUNTS_OF_LAYERS if isinstance(document.get(name), int)), 0)
-    layers = min(before, _layers_needed(document))
+    """Return a configuration, as a document, with smaller numbers and fewer layers."""
+    before = _count_of_layers(document)
+    kept = _kept_layers(document, before)
+    tail = before - (document.get("num_kv_shared_layers") or 0)
+    own = {"num_kv_shared_layers": sum(layer >= tail for layer in kept), **_of_family(document)}
     small: dict[str, Any] = {}
     for name, value in document.items():
-        if isinstance(value, dict):
+        if name in own:
+            small[name] = own[name]
+        elif isinstance(value, dict):
             small[name] = _inner(name, value)
         elif isinstance(value, list) and before and len(value) == before:
-            small[name] = value[:layers]
+            small[name] = [_number(name, value[layer], document) for layer in kept]
         elif name in COUNTS_OF_LAYERS:
-            small[name] = layers
+            small[name] = len(kept)
         else:
             small[name] = _number(name, value, document)
+    if PER_LAYER in document:
+        small[PER_LAYER] = _per_layer(document, small, kept)
     return small
 
 
 def _inner(name: str, value: Mapping[str, Any]) -> Mapping[str, Any]:
     if "rope" in name:
         return _rope(value)
-    return _shrunken(value) if name.endswith("config") else value
+    return _shrunken(value) if name.endswith("config") and name != PER_LAYER else value
+
+
+def _of_family(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    return OF_FAMILY.get(document.get("model_type"), {})
+
+
+def _count_of_layers(document: Mapping[str, Any]) -> int:
+    return next((document[name] for name in COUNTS_OF_LAYERS if isinstance(document.get(name), int)), 0)
+
+
+def _kept_layers(document: Mapping[str, Any], before: int) -> list[int]:
+    """Return the layers that stay: the first of each kind, as the lists with an entry for each layer tell them apart.
+
+    Layers that take their keys from others are a kind of their own.
+    """
+    columns = [value for value in document.values() if isinstance(value, list) and len(value) == before]
+    tail = before - (document.get("num_kv_shared_layers") or 0)
+    kinds: dict[str, list[int]] = {}
+    for layer in range(before):
+        kinds.setdefault(repr([layer >= tail, *(column[layer] for column in columns)]), []).append(layer)
+    of_each = 2 if document.get("model_type") in TIED_LAYERS else 1
+    kept = sorted(layer for layers in kinds.values() for layer in layers[:of_each])[:LAYERS_MAX]
+    more = [layer for layer in range(before) if layer not in kept]
+    return sorted([*kept, *more[: LAYERS - len(kept)]]) if len(kept) < LAYERS else kept
+
+
+def _per_layer(document: Mapping[str, Any], small: Mapping[str, Any], kept: list[int]) -> dict[str, dict[str, Any]]:
+    """Return what single layers have instead of the numbers of all, in the same proportion to them as before."""
+    given = {int(layer): instead for layer, instead in document[PER_LAYER].items()}
+    return {
+        str(place): {
+            name: _in_proportion(value, document.get(name), small.get(name)) for name, value in given[layer].items()
+        }
+        for place, layer in enumerate(kept)
+        if layer in given
+    }
+
+
+def _in_proportion(value: Any, before: Any, after: Any) -> Any:
+    numbers = all(isinstance(each, int) and not isinstance(each, bool) for each in (value, before, after))
+    return max(1, value * after // before) if numbers and before else value
 
 
 def _number(name: str, value: Any, document: Mapping[str, Any]) -> Any:
@@ -138,22 +235,12 @@ def _number(name: str, value: Any, document: Mapping[str, Any]) -> Any:
         heads = document.get("num_attention_heads") or document.get("n_head") or value
         return 4 if value == heads else min(value, 2)
     if name in SIZES:
-        return SIZES[name]
+        return value and SIZES[name]
     if name in EXPERTS:
         return min(value, 8)
     if name in AT_MOST:
         return min(value, AT_MOST[name])
     return min(value, WINDOW) if cuts_attention(name) else value
-
-
-def _layers_needed(document: Mapping[str, Any]) -> int:
-    """Return how many of the first layers show every kind of layer."""
-    needed = LAYERS
-    for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
-        kinds = document.get(name) or []
-        if isinstance(kinds, list):
-            needed = max(needed, *(kinds.index(kind) + 1 for kind in kinds), 0)
-    return min(needed, LAYERS_MAX)
 
 
 def _rope(parameters: Mapping[str, Any]) -> dict[str, Any]:

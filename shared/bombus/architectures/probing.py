@@ -3,20 +3,22 @@
 What a family is called decides nothing. Whatever its code raises on the way is a refusal too, in one sentence.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 48  # without windows and large blocks
 BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
@@ -36,34 +38,43 @@ def refusing(config: "PretrainedConfig", what: str) -> Iterator[None]:
 
 
 def _refusal(config: "PretrainedConfig", what: str, why: str) -> str:
-    return f"this model's architecture ({config.model_type}) cannot be {what} here: {why}"
+    return (
+        f"this model's architecture ({config.model_type}) cannot be {what} here: {why}; docs/models.md lists which can"
+    )
 
 
 def _sentence(error: Exception) -> str:
     """Return an error in one line."""
-    text = " ".join(str(error).split())
     if isinstance(error, EngineFault):
-        return text
-    return f"its own code fails with this attention ({type(error).__name__}: {text[:300]})"
+        return " ".join(str(error).split())
+    return f"its own code fails with this attention ({in_one_line(error)})"
 
 
 def context_of(config: "PretrainedConfig") -> int:
     """Return the longest sequence in tokens. Raises `EngineFault` when the configuration does not state it."""
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
-        raise EngineFault("its configuration states no max_position_embeddings")
+        raise EngineFault(
+            f"the configuration of this model ({config.model_type}) states no max_position_embeddings, so its longest "
+            "sequence cannot be known: use another model"
+        )
     return context
 
 
-def config_of(folder: Path) -> "PretrainedConfig":
-    """Return the configuration in a model's folder. Raises `EngineFault` when it cannot be read."""
-    from transformers import AutoConfig
+def sequence_limit(config: "PretrainedConfig", wanted: int) -> int:
+    """Return how long sequences may be: `wanted` tokens, or the model's context if that is less, which is logged.
 
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # a family's own code may raise anything
-        raise EngineFault(f"the model at {folder} cannot be loaded: {' '.join(str(error).split())}") from error
-    return config
+    Raises `EngineFault` for a model that cannot have sequences of that length, see `check_positions`.
+    """
+    context = context_of(config)
+    if context < wanted:
+        log.info(
+            "sequences end at %d tokens, the context of this model (%s), and not at rollout.max_model_len, which is %d",
+            *(context, config.model_type, wanted),
+        )
+    limit = min(wanted, context)
+    check_positions(config, limit)
+    return limit
 
 
 def check_context(config: "PretrainedConfig", wanted: int) -> None:
@@ -87,8 +98,9 @@ def check_positions(config: "PretrainedConfig", limit: int) -> None:
         usual = rope.get("original_max_position_embeddings") or context_of(config)
         if kind in SCALES_OF_POSITIONS and limit > usual:
             raise EngineFault(
-                f"its {kind} rotary embedding changes all positions once a sequence is longer than {usual} tokens, and "
-                f"sequences may have {limit}: set rollout.max_model_len to at most {usual}"
+                f"the {kind} rotary embedding of this model ({config.model_type}) changes all positions once a "
+                f"sequence is longer than {usual} tokens, and sequences may have {limit}: set rollout.max_model_len to "
+                f"at most {usual}"
             )
 
 

@@ -11,6 +11,8 @@ from bombus.errors import EngineFault
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+NOT_PASSED_ON = "its layers do not pass on the arguments that an attention function gets from outside"
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -33,8 +35,9 @@ class ShapeRecorder:
 
     def note(self, module: torch.nn.Module, query_1HTD: Tensor, key_1HTD: Tensor, value_1HTE: Tensor) -> Tensor:
         """Note a layer's shape, and return an output [1, T, H, E] of zeros."""
-        layer = module.layer_idx
-        assert isinstance(layer, int)
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise EngineFault("layers of its share their attention, and with it the place of their keys")
         if layer in self.shapes:
             raise EngineFault("a layer attends more than once, to other keys each time")
         self.shapes[layer] = LayerShape(key_1HTD.shape[1], key_1HTD.shape[3], value_1HTE.shape[3])

@@ -300,9 +300,12 @@ class WeightsReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="we
 
 
 class WeightsLoaded(Event, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
+    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say."""
+
     run: int
     version: int
     replica: str
+    sequence_tokens: int = 0
 
 
 class ReplicaJoined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.joined"):

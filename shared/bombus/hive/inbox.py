@@ -111,13 +111,17 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
 
 
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
-    """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1."""
+    """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1.
+
+    `sequence_tokens` is the longest sequence that it serves, 0 where it does not say.
+    """
 
     replica: str
     url: str
     run: int = 0
     version: int = -1
     capacity: int = 64
+    sequence_tokens: int = 0
 
 
 class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.leaves"):
@@ -125,9 +129,12 @@ class ReplicaLeaves(Message, frozen=True, kw_only=True, omit_defaults=True, tag=
 
 
 class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="weights.loaded"):
+    """`sequence_tokens` is the longest sequence that the replica serves, 0 where it does not say."""
+
     run: int
     version: int
     replica: str
+    sequence_tokens: int = 0
 
 
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):

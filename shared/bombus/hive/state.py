@@ -82,6 +82,7 @@ class Replica(msgspec.Struct, kw_only=True):
     joined_ns: int
     run: int = 0
     version: int = -1
+    sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
 
 
 class EvalStats(msgspec.Struct):
@@ -492,6 +493,7 @@ def _weights_loaded(engine: EngineState, event: ev.WeightsLoaded) -> None:
     replica = engine.replicas.get(event.replica)
     if replica is not None:
         replica.run, replica.version = event.run, event.version
+        replica.sequence_tokens = event.sequence_tokens
     if event.run == engine.run and event.version == engine.version:
         engine.loaded.add(event.replica)
 

@@ -39,6 +39,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     run: int
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
+    sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +181,7 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             run=replica.run,
             version=replica.version,
             current=name in engine.loaded,
+            sequence_tokens=replica.sequence_tokens,
         )
         for name, replica in sorted(engine.replicas.items())
     )
@@ -328,6 +330,8 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
     lines = [f"replicas: {len(replicas)}"]
     for replica in replicas:
         version = f"version {replica.version}" if replica.version >= 0 else "nothing loaded"
+        if replica.sequence_tokens:
+            version += f", sequences of up to {replica.sequence_tokens} tokens"
         lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
     return lines
 

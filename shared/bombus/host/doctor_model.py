@@ -6,13 +6,18 @@ The latter is tried on a tiny model of the same architecture.
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from bombus.cli import NotInstalled, load
 from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
 from bombus.errors import EngineFault
 from bombus.host.doctor import Finding, State, check
-from bombus.weights.models import load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.models import load_config, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TRIAL_TOKENS = 256  # far beyond the windows of a tiny model
 CHECKS = {
@@ -23,7 +28,12 @@ READER = ("bombus_gateway.text.rendering", "gateway")
 SHORTER = "set rollout.max_model_len lower, or use a model with a longer context"
 _AS_TEXT = "text, as none is known"
 TEXT_CURE = "correct the model's files, or the job's model.chat_template"
-CURE = "use a model of a family in docs/models.md, or vLLM for the replicas and verl for the trainer"
+ELSEWHERE = "name its folder, or download it to this machine"
+CURE = (
+    "use a model of a family that docs/models.md lists as computed; the vllm backend of the replicas and "
+    "trainer.backend verl take some others, which they check themselves"
+)
+AT_LOAD = "the trainer and the replicas check it when they load it"
 
 
 def examine_text(what: str, model: ModelConfig) -> Finding:
@@ -54,32 +64,53 @@ def examine_model(name: str, tokens: int | None = None, given: ModelConfig | Non
     what = f"model {name}"
     try:
         probing, miniatures = (load(f"bombus.architectures.{part}", "trainer") for part in ("probing", "miniatures"))
-        config = probing.config_of(resolve_model(name))
+        folder = resolve_model(name)
     except (EngineFault, NotInstalled) as error:
-        yield check(what, False, str(error), "name its folder, or download it to this machine")
+        yield check(what, False, str(error), ELSEWHERE)
         return
     yield examine_text(f"{what}: chat template", given or ModelConfig(path=name))
     try:
-        context = probing.context_of(config)
-        yield check(f"{what}: context", tokens is None or tokens <= context, _context(context, tokens), SHORTER)
-        with probing.refusing(config, "used"):
-            probing.check_positions(config, min(tokens or context, context))
+        config = load_config(folder)
     except EngineFault as fault:
-        yield check(f"{what}: positions", False, str(fault), SHORTER)
-    try:
-        small = miniatures.miniature(config)
-    except EngineFault as fault:
-        todo = "the trainer and the replicas check it when they load it"
-        yield check(f"{what}: architecture", False, str(fault), todo, needed=False)
+        yield check(f"{what}: architecture", False, str(fault), CURE)
         return
+    findings = list(_architecture(what, config, miniatures))
+    yield from findings
+    if all(finding.state != State.MISSING for finding in findings):  # else its length does not matter
+        yield _lengths(f"{what}: context", config, tokens, probing)
+
+
+def _lengths(what: str, config: "PretrainedConfig", tokens: int | None, probing: ModuleType) -> Finding:
+    try:
+        context = probing.context_of(config)
+        if tokens is not None:
+            probing.check_context(config, tokens)
+        probing.check_positions(config, tokens or context)
+    except EngineFault as fault:
+        return check(what, False, str(fault), SHORTER)
+    wanted = "" if tokens is None else f", and sequences may have {tokens}"
+    return Finding(what, State.OK, f"{context} tokens{wanted}")
+
+
+def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType) -> Iterator[Finding]:
+    """Let engine and trainer check a tiny model, or say why transformers makes none."""
     with tempfile.TemporaryDirectory() as place:
-        small.save_pretrained(place)
+        try:
+            miniatures.write_miniature(config, Path(place))
+        except EngineFault as fault:
+            yield _untried(f"{what}: architecture", config, fault, miniatures)
+            return
         for done, (module, extra) in CHECKS.items():
             yield _tried(f"{what}: {done}", config.model_type, Path(place), module, extra)
 
 
-def _context(context: int, tokens: int | None) -> str:
-    return f"{context} tokens" if tokens is None else f"{context} tokens, and sequences may have {tokens}"
+def _untried(what: str, config: "PretrainedConfig", untried: EngineFault, miniatures: ModuleType) -> Finding:
+    """Return a refusal if transformers makes no model of the full size either."""
+    try:
+        miniatures.check_exists(config)
+    except EngineFault as fault:
+        return check(what, False, str(fault), CURE)
+    return check(what, False, str(untried), AT_LOAD, needed=False)
 
 
 def _tried(what: str, architecture: str, folder: Path, module: str, extra: str) -> Finding:

@@ -5,6 +5,7 @@ or of a model on the hub. torch and transformers are imported only when a model 
 """
 
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -15,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, in_one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -252,24 +253,68 @@ def _find_gguf(package: str) -> Path:
 # ---- loading --------------------------------------------------------------------------------------------
 
 
+def load_config(path: Path) -> "PretrainedConfig":
+    """Read the configuration of the causal language model in folder `path`. Code that lies there is never run.
+
+    Raises `EngineFault` when it cannot be read, or transformers has no such model.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    release = f"transformers {transformers.__version__}"
+    try:
+        document = json.loads((path / "config.json").read_bytes())
+        family = document.get("model_type", "")
+        if family and family not in CONFIG_MAPPING:
+            own = "; code in the model's own folder is not run" if "auto_map" in document else ""
+            raise EngineFault(f"this model's architecture ({family}) cannot be loaded: {release} does not know it{own}")
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except EngineFault:
+        raise
+    except Exception as error:  # a family's own code may raise anything
+        raise EngineFault(f"the model at {path} cannot be loaded: {in_one_line(error)}") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise EngineFault(
+            f"this model's architecture ({config.model_type}) cannot be loaded: {release} has no causal language model "
+            "of it"
+        )
+    return config
+
+
 def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTrainedModel":
     """Load the causal language model in folder `path`, in evaluation mode on the CPU.
 
     `attn` is the name of an attention function known to transformers. Raises `EngineFault` when the model cannot be
-    loaded.
+    loaded, or its files lack weights, which transformers would make up.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    family = load_config(path).model_type
+    model: PreTrainedModel
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation=attn, local_files_only=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:  # a family's own code may raise anything
-        why = " ".join(str(error).split())
-        raise EngineFault(f"the model at {path} cannot be loaded: {type(error).__name__}: {why}") from error
+        listed = isinstance(error, KeyError) and error.args == (attn,)  # it looked for it among its own
+        why = "its layers take no attention function from outside" if listed else in_one_line(error)
+        raise EngineFault(f"the model at {path} ({family}) cannot be loaded: {why}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise EngineFault(
+            f"the model at {path} ({family}) cannot be loaded: its files lack {len(missing)} of its weights, such as "
+            f"{missing[0]}"
+        )
     model.eval()
     return model
 

@@ -1,5 +1,6 @@
 """The packed, shared and chunked computation against plain transformers, one sequence at a time."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,15 @@ def test_the_reference_is_the_initial_model_with_and_without_adapters(folder: Pa
 def test_a_folder_without_a_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(EngineFault, match="cannot be loaded"):
         PolicyModel.load(tmp_path, tiny_settings())
+
+
+def test_a_context_shorter_than_the_jobs_length_ends_its_sequences_and_is_logged(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        PolicyModel.load(folder, tiny_settings({"max_model_len": 18000}))
+    (said,) = [message for message in caplog.messages if "sequences end at" in message]
+    assert said.endswith("the context of this model (llama), and not at rollout.max_model_len, which is 18000")
 
 
 def mistral(folder: Path) -> Path:

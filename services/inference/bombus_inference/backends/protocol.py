@@ -90,6 +90,10 @@ class InferenceBackend(Protocol):
         """The policy version that is served, -1 if none is."""
 
     @property
+    def sequence_tokens(self) -> int:
+        """The longest sequence that is served, prompt and answer together; 0 before any policy was."""
+
+    @property
     def failed(self) -> asyncio.Future[None]: ...
 
     @property

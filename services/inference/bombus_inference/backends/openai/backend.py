@@ -48,6 +48,10 @@ class OpenAIBackend:
         self._label = ""  # the label under which the server loaded our weights
         self._swaps = 0
 
+    @property
+    def sequence_tokens(self) -> int:
+        return self._limits.max_model_len
+
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
-from bombus.architectures.shapes import ShapeRecorder
+from bombus.architectures.shapes import NOT_PASSED_ON, ShapeRecorder
+from bombus.errors import EngineFault
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 from bombus_inference.backends.torch.rows import LaneStep, Rows
 
@@ -190,7 +191,7 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    kv_plan: ForwardPlan | ShapeRecorder,
+    kv_plan: ForwardPlan | ShapeRecorder | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Attend for one layer: query [1, H, T, D], key [1, H_kv, T, D], value [1, H_kv, T, E] -> [1, T, H, E].
@@ -198,6 +199,8 @@ def paged_attention(  # noqa: PLR0913  # the signature is transformers'
     Raises `EngineFault` for a layer that asks for more than `Scoring` has.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
+    if kv_plan is None:
+        raise EngineFault(NOT_PASSED_ON)
     if isinstance(kv_plan, ShapeRecorder):
         return kv_plan.note(module, query, key, value), None
     layer = module.layer_idx

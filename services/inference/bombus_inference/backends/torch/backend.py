@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bombus.architectures.probing import context_of, refusing
+from bombus.architectures.probing import refusing, sequence_limit
+from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
@@ -52,6 +53,7 @@ class TorchBackend:
             torch.set_num_threads(settings.threads)
         self.run = 0
         self.version = -1
+        self.sequence_tokens = 0
         self.lost = asyncio.Event()
         self.thread = EngineThread(deliver)
         self._settings = settings
@@ -84,7 +86,9 @@ class TorchBackend:
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
-            await self.thread.install(await asyncio.to_thread(self._make_engine, policy), UNLOADED)
+            engine = await asyncio.to_thread(self._make_engine, policy)
+            self.sequence_tokens = engine.max_model_len
+            await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
         self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
 
@@ -118,7 +122,8 @@ def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
     """Load a policy and check that this engine computes it faithfully. Raises `EngineFault`."""
     model = load_policy(policy.folder, settings, policy.adapter)
     with refusing(model.config, "served"):
-        limit = settings.length_within(context_of(model.config), policy.max_model_len)
+        layer_shapes(model, attention.PLAN)
+    limit = sequence_limit(model.config, settings.length_within(policy.max_model_len))
     check_faithful(model, settings.block_tokens, limit)
     return Engine(model, settings, run=policy.run, version=policy.version, job_tokens=policy.max_model_len)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from bombus.architectures.logits import LogitsForm
-from bombus.architectures.probing import check_positions, context_of, refusing
+from bombus.architectures.probing import context_of, refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
@@ -76,9 +76,8 @@ class Engine:
         text = model.config.get_text_config()
         with refusing(model.config, "served"):
             shapes = layer_shapes(model, PLAN)
-            context = context_of(model.config)
-            wanted = settings.length_within(context, job_tokens or context)
-            check_positions(model.config, wanted)
+        context = context_of(model.config)
+        wanted = sequence_limit(model.config, settings.length_within(context, job_tokens or context))
         self.settings = settings
         self.run = run
         self.version = version

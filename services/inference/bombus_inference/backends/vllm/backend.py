@@ -89,6 +89,10 @@ class VllmBackend:
         """The process id of the child's keeper, None if there is no child."""
         return None if self._server is None else self._server.pid
 
+    @property
+    def sequence_tokens(self) -> int:
+        return self._limits.max_model_len
+
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def add(self, ticket: int, request: Generate) -> None:

@@ -14,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
-from bombus.architectures.shapes import ShapeRecorder
+from bombus.architectures.shapes import NOT_PASSED_ON, ShapeRecorder
+from bombus.errors import EngineFault
 from bombus_trainer.data.packing import Segment
 from bombus_trainer.data.sequences import Ints
 
@@ -157,7 +158,7 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    tree: TrieAttention | ShapeRecorder,
+    tree: TrieAttention | ShapeRecorder | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
     """Attend: query [1, heads, T, d], key [1, kv heads, T, d], value [1, kv heads, T, e] -> [1, T, heads, e].
@@ -166,6 +167,8 @@ def tree_attention(  # noqa: PLR0913 - the signature that transformers calls
     through the model's forward. Raises `EngineFault` for a layer that asks for more than `Scoring` has.
     """
     scoring = read_scoring(query, attention_mask, scaling, options)
+    if tree is None:
+        raise EngineFault(NOT_PASSED_ON)
     if isinstance(tree, ShapeRecorder):
         return tree.note(module, query, key, value), None
     heads, kv_heads = query.shape[1], key.shape[1]

@@ -14,7 +14,7 @@ from torch import nn
 from bombus_trainer.data.packing import Segment
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 # Dense bfloat16 FLOP/s by CUDA's name of the device, from the makers' data sheets. The first match counts.
 PEAKS = {
@@ -60,13 +60,24 @@ def cost_of(model: "PreTrainedModel", trained: bool) -> Cost:
     """Return the cost of a causal language model of transformers, before it has adapters."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Cost(
         matrices=sum(linear.weight.numel() for linear in linears),
         head=head.weight.numel(),
-        attention=config.num_hidden_layers * config.num_attention_heads * size,
+        attention=sum(_attended(layer) for layer in _layers(config)),
         trained=trained,
     )
+
+
+def _layers(config: "PretrainedConfig") -> "list[PretrainedConfig]":
+    """Return the configuration of each layer: in some families heads differ between layers."""
+    if getattr(config, "is_heterogeneous", False):
+        return list(config.per_layer_config)
+    return [config] * int(config.num_hidden_layers)
+
+
+def _attended(layer: "PretrainedConfig") -> int:
+    heads = int(layer.num_attention_heads)
+    return heads * int(getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def flops_of_step(cost: Cost, tokens: int, heads: int, pairs: int, backward: bool = True) -> float:

@@ -15,18 +15,17 @@ from bombus.architectures.logits import LogitsForm
 from bombus.architectures.probing import (
     PROBE_TOKENS,
     Disagreement,
-    check_positions,
     compared,
-    context_of,
     probe_lines,
     probe_tokens,
     reference_logprobs,
     refusing,
+    sequence_limit,
 )
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig
-from bombus.weights.models import load_model
+from bombus.weights.models import load_config, load_model
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
 from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
@@ -94,8 +93,11 @@ class PolicyModel:
         model = load_model(folder, dtype=str(loaded).removeprefix("torch."), attn=NAME).to(settings.device)
         model.config.use_cache = False
         with refusing(model.config, "trained"):
+            layer_shapes(model, "tree")
             policy = cls(model, export, settings)
-            policy._check_faithful()  # in the precision of the weights: bfloat16 would hide what this looks for
+        limit = sequence_limit(model.config, settings.job.rollout.max_model_len)
+        with refusing(model.config, "trained"):  # in the precision of the weights: bfloat16 would hide differences
+            policy.disagreement(limit).check(model.dtype)
         # Trained weights stay in float32: a step is often smaller than bfloat16 can represent. On a GPU the layers
         # multiply in the precision that will be served.
         policy._autocast = settings.config.lora_rank == 0 and export != torch.float32 and policy.device.type == "cuda"
@@ -171,14 +173,6 @@ class PolicyModel:
 
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, torch.bfloat16) if self._autocast else nullcontext()
-
-    def _check_faithful(self) -> None:
-        """Raise `EngineFault` for an architecture that this trainer does not compute faithfully."""
-        config = self._model.config
-        limit = min(self._settings.job.rollout.max_model_len, context_of(config))
-        check_positions(config, limit)
-        layer_shapes(self._model, "tree")
-        self.disagreement(limit).check(self._model.dtype)
 
     def disagreement(self, limit: int) -> Disagreement:
         """Compare a tree of two branches with transformers' own forward pass of each, beyond the model's windows.
@@ -258,10 +252,5 @@ def probe(line: Ints, first_id: int) -> TrainingItem:
 
 def _stored_dtype(folder: Path) -> torch.dtype:
     """Return the precision that a model's folder names; float32 when it names none."""
-    from transformers import AutoConfig
-
-    try:
-        dtype = AutoConfig.from_pretrained(folder, local_files_only=True).dtype
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineFault(f"the model at {folder} cannot be loaded: {error}") from error
+    dtype = load_config(folder).dtype
     return torch.bfloat16 if dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from bombus.architectures.probing import (
     Disagreement,
-    check_positions,
-    context_of,
     probe_lines,
     probe_tokens,
     refusing,
+    sequence_limit,
 )
 from bombus.errors import EngineFault
 from bombus_trainer.algorithms.losses import PolicyLoss
@@ -119,9 +118,8 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
     hf_config = engine.model_config.hf_config
+    limit = sequence_limit(hf_config, settings.job.rollout.max_model_len)
     with engine.eval_mode(), refusing(hf_config, "trained"):
-        limit = min(settings.job.rollout.max_model_len, context_of(hf_config))
-        check_positions(hf_config, limit)
         _check_packing(engine, probe_tokens(hf_config, limit)).check(DTYPES_COMPUTED[computed])
     return engine
 
