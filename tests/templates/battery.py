@@ -6,7 +6,7 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from bombus.errors import BombusError, Refused
+from bombus.errors import Refused
 from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.rendering import TextModel
@@ -65,15 +65,21 @@ TALLY = Tally()
 ALL = Conversations(CONVERSATIONS)
 
 
-def run(family: Family, conversations: Conversations = ALL) -> list[Outcome]:
-    """Render all conversations with our renderer for a model of an unknown name, and compare each."""
-    reference = Reference(family)
-    cases = reference.cases(conversations)
-    try:
-        ours = TextModel(family.files, MODEL)
-    except BombusError as error:
-        return [Outcome(case.conversation.name, Kind.ERROR, f"the model is refused: {error}") for case in cases]
-    return [_compare(reference, ours, case.conversation, reference.expected(case)) for case in cases]
+class Subject(NamedTuple):
+    """A family as transformers has it, and as we have it: as a model of an unknown name."""
+
+    reference: Reference
+    ours: TextModel
+
+
+def subject(family: Family) -> Subject:
+    return Subject(Reference(family), TextModel(family.files, MODEL))
+
+
+def run(subject: Subject, conversations: Conversations = ALL) -> list[Outcome]:
+    """Render all conversations with our renderer, and compare each with what transformers makes of it."""
+    cases = subject.reference.cases(conversations)
+    return [_compare(*subject, case.conversation, subject.reference.expected(case)) for case in cases]
 
 
 def _compare(reference: Reference, ours: TextModel, sent: Conversation, expected: Expected) -> Outcome:
@@ -166,7 +172,7 @@ WHOLE = Conversations(
 )
 
 
-def bridge(family: Family) -> list[Outcome]:
+def bridge(subject: Subject) -> list[Outcome]:
     """Play six turns, with tools where the template has them, and compare each extension with the template's rendering.
 
     What the model samples is what the template writes for its turn, up to the token that ends it. Its tokens need not
@@ -174,11 +180,10 @@ def bridge(family: Family) -> list[Outcome]:
     template rewrites its prompt, such as one that begins the reasoning that it leaves out of history, any answer is
     sampled, and the extension has to be None.
     """
-    reference, ours = Reference(family), TextModel(family.files, MODEL)
-    plain, tooled = reference.cases(WHOLE)
+    plain, tooled = subject.reference.cases(WHOLE)
     if tooled.refusal is None and not tooled.or_refused:
-        return list(_bridges(reference, ours, SIX_TURNS, TOOLS))
-    return list(_bridges(reference, ours, PLAIN_TURNS, [])) if plain.refusal is None else []
+        return list(_bridges(*subject, SIX_TURNS, TOOLS))
+    return list(_bridges(*subject, PLAIN_TURNS, [])) if plain.refusal is None else []
 
 
 def _bridges(

@@ -123,7 +123,7 @@ class TemplateText:
         if filled.tools and self.text_or_none(filled.messages, _other_tools(filled.tools)) == text:
             yield "tools"
         for index, message in enumerate(filled.messages):
-            if message["role"] == "assistant" or not message["content"].strip():
+            if message["role"] == "assistant" or not (message["content"] or "").strip():
                 continue
             other = _with(filled.messages, index, {**message, "content": OTHER})
             if self.text_or_none(other, filled.tools) == text:
@@ -135,14 +135,23 @@ class TemplateText:
         """Find the first form in which the template shows a word, as text and as an argument of a call."""
         parts = not self._shows(Form(), [user(WORD)]) and self._shows(Form(parts=True), [user(WORD)])
         form = Form(parts=parts)
-        called = [user("hi"), assistant("", call(1, "weather", PARIS)), result(1, "sunny")]
-        as_mapping = self._text_or_none(form, called, [])
         text_arguments = form._replace(text_arguments=True)
-        if (as_mapping is None or repr(PARIS) in as_mapping) and self._text_or_none(text_arguments, called, []):
+        if not self._shows_call(form) and self._shows_call(text_arguments):
             form = text_arguments
+        if self._needs_content(form):
+            form = form._replace(fill_content=True)
         if not self._shows(form, [developer(WORD), user("hi")]) and self._shows(form, [system(WORD), user("hi")]):
             form = form._replace(developer_as_system=True)
         return form
+
+    def _shows_call(self, form: Form) -> bool:
+        texts = (self._text_or_none(form, _called(content), []) or "" for content in ("", None))
+        return any(PARIS["city"] in text and repr(PARIS) not in text for text in texts)
+
+    def _needs_content(self, form: Form) -> bool:
+        """Whether a call is shown beside an empty content, and not without any."""
+        without, empty = (self._text_or_none(form, _called(content), []) or "" for content in (None, ""))
+        return PARIS["city"] in empty and PARIS["city"] not in without
 
     def _shows(self, form: Form, messages: Sequence[ChatMessage]) -> bool:
         return WORD in (self._text_or_none(form, messages, []) or "")
@@ -231,6 +240,10 @@ class Reference:
             return Safe(self.decoded(ids), None, case.or_refused)
         specials = self.specials_of(self.ids(case.harmless.messages, case.harmless.tools))
         return Safe(self.decoded(ids), specials, case.or_refused)
+
+
+def _called(content: str | None) -> list[ChatMessage]:
+    return [user("hi"), assistant(content, call(1, "weather", PARIS)), result(1, "sunny")]
 
 
 def _with(messages: Sequence[ChatMessage], index: int, message: ChatMessage) -> list[ChatMessage]:

@@ -2,13 +2,13 @@
 
 import importlib.util
 import os
-from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.templates.battery import TALLY, Outcome, bridge, run
-from tests.templates.families import VARIANTS, Family, family
+from tests.templates.battery import TALLY, Outcome, Subject, bridge, run, subject
+from tests.templates.families import VARIANTS, family
 
 
 def templates() -> dict[str, Path]:
@@ -28,13 +28,13 @@ def templates() -> dict[str, Path]:
 
 
 TEMPLATES = templates()
-each_template = pytest.mark.parametrize("name", TEMPLATES)
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
-@cache
-def made(name: str, variant: str) -> Family:
-    return family(TEMPLATES[name].read_text(), variant)
+@pytest.fixture(scope="module", params=product(TEMPLATES, VARIANTS), ids=lambda param: f"{param[0]}, {param[1]}")
+def made(request: pytest.FixtureRequest) -> tuple[str, Subject]:
+    """Each template with each kind of tokenizer. All tests of one are run before the next is made."""
+    name, variant = request.param
+    return name, subject(family(TEMPLATES[name].read_text(), variant))
 
 
 def failures(outcomes: list[Outcome]) -> str:
@@ -45,16 +45,13 @@ def test_the_wheel_has_its_templates() -> None:
     assert len(TEMPLATES) >= 41
 
 
-@each_variant
-@each_template
-def test_every_conversation_is_rendered_as_the_template_renders_it(name: str, variant: str) -> None:
-    outcomes = run(made(name, variant))
+def test_every_conversation_is_rendered_as_the_template_renders_it(made: tuple[str, Subject]) -> None:
+    name, played = made
+    outcomes = run(played)
     TALLY.add(name, outcomes)
     assert not failures(outcomes), failures(outcomes)
 
 
-@each_variant
-@each_template
-def test_six_turns_are_one_sequence_where_the_template_keeps_history(name: str, variant: str) -> None:
-    outcomes = bridge(made(name, variant))
+def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: tuple[str, Subject]) -> None:
+    outcomes = bridge(made[1])
     assert not failures(outcomes), failures(outcomes)
