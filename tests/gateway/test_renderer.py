@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
@@ -263,6 +264,52 @@ def test_a_template_that_fails_refuses(source: str) -> None:
         model(source).renderer.render([user("a")], [])
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% set x = 'out' %}{% generation %}{% set x = 'in' %}{{ x }}{% endgeneration %} {{ x }}", "in out"),
+        ("{% set ns = namespace(_x=1) %}", None),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", None),
+        ("{% set ns = namespace(x='the') %}{% set ns.x = ns.x + ' fox' %}{{ ns.x }}", "the fox"),
+        ("{{ dict(a='dog')['a'] }}", "dog"),
+        ("{% for x in range(5) %}{% if x > 1 %}{% break %}{% endif %}{{ x }}{% endfor %}", "01"),
+    ],
+)
+def test_templates_have_the_language_that_transformers_gives_them(source: str, text: str | None) -> None:
+    made = model(source + "{{ messages[0].content }}")
+    if text is None:
+        with pytest.raises(Refused, match="underscore"):
+            made.renderer.render([user("a")], [])
+        with pytest.raises(SecurityError):
+            transformers_ids(made, [user("a")])
+    else:
+        assert made.tokenizer.decode(made.renderer.render([user("a")], [])) == text + "a"
+        assert made.renderer.render([user("a")], []) == transformers_ids(made, [user("a")])
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools() -> None:
+    config = {"chat_template": [{"name": "default", "template": HEADERS}, {"name": "tool_use", "template": WITH_TOOLS}]}
+    in_files = {"chat_template.jinja": HEADERS, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
+    single = model(WITH_TOOLS)
+    for given, files in ((config, {}), ({}, in_files)):
+        made = TextModel(
+            {
+                "tokenizer.json": single.tokenizer.fast.to_str().encode(),
+                "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>", **given}).encode(),
+                **{name: template.encode() for name, template in files.items()},
+            },
+            "some/model",
+        )
+        assert made.renderer.render([user("a")], [TOOL]) == single.renderer.render([user("a")], [TOOL])
+        assert made.renderer.render([user("a")], []) == model(HEADERS).renderer.render([user("a")], [])
+
+
+@pytest.mark.parametrize("config", [{"image_token": "<|body|>"}, {"extra_special_tokens": {"image_token": "<|body|>"}}])
+def test_a_template_may_name_special_tokens_that_only_this_model_has(config: dict[str, Any]) -> None:
+    made = model("{{ image_token }}{{ messages[0].content }}", config=config)
+    assert made.renderer.render([user("a")], [])[:1] == [made.tokenizer.token_id("<|body|>")]
+
+
 def test_a_template_that_is_none_is_reported() -> None:
     with pytest.raises(EngineFault, match="cannot be compiled"):
         model("{% for message in messages %}")
@@ -280,6 +327,22 @@ def test_what_a_template_loses_without_a_word_is_refused_with_the_cure() -> None
     with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool .*: set model\.tools to hermes"):
         renderer.render([user("a"), {"role": "tool", "tool_call_id": "c", "content": "fox"}], [])
     renderer.render([user("a"), {"role": "system", "content": "  "}], [])
+
+
+def test_a_result_that_is_lost_is_noticed_although_the_answer_repeats_it() -> None:
+    no_results = "{% for message in messages if message.role != 'tool' %}"
+    renderer = model(HEADERS.replace("{% for message in messages %}", no_results)).renderer
+    observed = {"role": "tool", "tool_call_id": "c", "content": "twenty degrees and sunny"}
+    with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool"):
+        renderer.render([user("a"), observed, assistant("It is twenty degrees and sunny."), user("b")], [])
+
+
+def test_a_message_that_is_lost_after_an_answer_is_refused_too() -> None:
+    made = model("{% set messages = messages | rejectattr('role', 'equalto', 'tool') %}" + HEADERS)
+    history, at = turns(made, [user("the fox")], "jumps<|end|>")
+    observed = {"role": "tool", "tool_call_id": "c", "content": "the dog"}
+    with pytest.raises(Refused, match=r"messages\.2: .* drops messages of role tool"):
+        made.renderer.extend(history, at, [user("the fox"), assistant("jumps"), observed], 2, [])
 
 
 def test_tools_reach_a_model_without_a_place_for_them_where_the_job_says_so() -> None:

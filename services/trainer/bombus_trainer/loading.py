@@ -11,7 +11,7 @@ import msgspec
 from bombus.architectures.probing import check_context, config_of
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
-from bombus.weights.models import SEEDS, load_tokenizer_files, resolve_model, resolve_tokenizer
+from bombus.weights.models import SEEDS, TOOL_TEMPLATE, load_tokenizer_files, resolve_model, resolve_tokenizer
 from bombus.weights.tokenizer_fit import check_fit
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.backends.torch.executor import Executor
@@ -93,6 +93,7 @@ def text_files(job: RunConfig, folder: Path, allow_download: bool = False) -> di
     check_fit(files, job.model.path, name or job.model.path)
     if job.model.chat_template:
         files["chat_template.jinja"] = _chat_template(job.model.chat_template)
+        files.pop(TOOL_TEMPLATE, None)
     return files
 
 

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
 from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
+from bombus_gateway.text.losses import LossCheck, strings
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import find_reading
 from bombus_gateway.text.tokenizer import Tokenizer
@@ -63,7 +64,7 @@ class TemplateRenderer:
         self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
         self.reading = find_reading(self._text)
-        self._shows_tools = self._has_place_for_tools()
+        self._losses = LossCheck(self._text)
         self.stop_token_ids = self._find_stops()
         self._stops = frozenset(self.stop_token_ids)
 
@@ -84,7 +85,7 @@ class TemplateRenderer:
             rendered = self._rendered(messages, tools)
         except TemplateRefused as error:
             raise Refused(Code.MALFORMED, f"The model's chat template refuses this conversation: {error}") from error
-        self._refuse_losses(messages, tools, rendered.plain(), 0)
+        self._losses.refuse_losses(messages, tools, rendered.plain())
         return self._control.encode(rendered.text, rendered.placeholders)
 
     def extend(
@@ -111,7 +112,7 @@ class TemplateRenderer:
         place = rendered.text.rfind(_LAST)
         if place < 0 or not kept:
             return None
-        self._refuse_losses(messages, tools, rendered.plain(), count)
+        self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text[place + len(_LAST) :]
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
@@ -146,17 +147,18 @@ class TemplateRenderer:
 
     def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
         """Return the reasoning in a completion."""
-        if not self.reading.reasoning:
-            return ""
-        reader = self.reading.reader(self._end_of(prompt), ())
-        deltas = [*reader.feed(completion), *reader.finish()]
+        return self._read_reasoning(self._end_of(prompt), completion) if self.reading.reasoning else ""
+
+    def _read_reasoning(self, prompt_end: str, text: str) -> str:
+        reader = self.reading.reader(prompt_end, ())
+        deltas = [*reader.feed(text), *reader.finish()]
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
     def _has_reasoning(self, text: str) -> bool:
         """Whether a text holds reasoning that is closed, and more than white space."""
         thinking = self.reading.thinking
         if thinking is None:
-            return any(mark in text for mark in self.reading.markers) if self.reading.channels else False
+            return self.reading.channels is not None and bool(self._read_reasoning("", text).strip())
         closed = (part.partition(thinking.close) for part in text.split(thinking.open)[1:])
         return any(close and reasoning.strip() for reasoning, close, _ in closed)
 
@@ -209,7 +211,7 @@ class TemplateRenderer:
         names = set().union(*held)
         if not names:
             return Rendered(plain, {})
-        placeholders = self._control.placeholders(names, (plain, *_strings(conversation)))
+        placeholders = self._control.placeholders(names, (plain, *strings(conversation)))
         for index, those in enumerate(held):
             # All names of a message at once; where the template looks for one of them, one by one.
             for some in (those, *({name} for name in sorted(those))) if those else ():
@@ -227,7 +229,7 @@ class TemplateRenderer:
 
         An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
         """
-        found = self._control.find("\0".join(_strings(part)))
+        found = self._control.find("\0".join(strings(part)))
         by_assistant = isinstance(part, dict) and part["role"] == "assistant"
         return found & self._special_names if by_assistant else found
 
@@ -237,50 +239,6 @@ class TemplateRenderer:
         except TemplateRefused:
             return None
 
-    # ---- what a template loses ----
-
-    def _refuse_losses(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, since: int
-    ) -> None:
-        """Raise `Refused` where the template left out a part of the conversation, from message `since` on."""
-        if since == 0 and tools and self._loses_tools(messages, tools, text):
-            raise Refused(
-                Code.MALFORMED,
-                "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
-                "they are described in the system message, or send none.",
-            )
-        for index, message in enumerate(messages[since:], since):
-            if message["role"] != "assistant":
-                if self._loses(messages, tools, text, index):
-                    raise Refused(Code.MALFORMED, _LOST.format(index, message["role"], _cure(message["role"])))
-            elif any(call["function"]["name"] not in text for call in message.get("tool_calls") or ()):
-                raise Refused(Code.MALFORMED, _LOST.format(index, "assistant", _cure("tool")))
-
-    def _loses_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str) -> bool:
-        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
-        if not all(tool["function"]["name"] in text for tool in tools):
-            return True
-        if self._shows_tools:
-            return False
-        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
-        try:
-            return self._text(messages, others, True) == text
-        except TemplateRefused:
-            return False
-
-    def _loses(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, index: int
-    ) -> bool:
-        content = (messages[index].get("content") or "").strip()
-        if not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
-            return False
-        changed = [*messages]
-        changed[index] = {**messages[index], "content": f"{content} {WORD}"}
-        try:
-            return self._text(changed, tools, True) == text
-        except TemplateRefused:
-            return False
-
     # ---- completions ----
 
     def reader(self, prompt: bytes, tools: Sequence[Mapping[str, Any]]) -> DeltaReader:
@@ -289,12 +247,6 @@ class TemplateRenderer:
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
-
-    def _has_place_for_tools(self) -> bool:
-        try:
-            return TOOL["function"]["name"] in self._text([user("look")], [TOOL], True)
-        except TemplateRefused:
-            return False
 
     def _find_stops(self) -> tuple[int, ...]:
         """Return the ids that end a completion: those of the model's files, and those that the template writes."""
@@ -323,17 +275,6 @@ class TemplateRenderer:
         return [index] if place >= 0 else []
 
 
-_LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
-
-
-def _cure(role: str) -> str:
-    if role == "tool":
-        return "set model.tools to hermes in the job, or send the result as a user's message"
-    if role == "user":
-        return "give the job a model.chat_template that renders it"
-    return "put the text into the first user's message, or give the job a model.chat_template that renders it"
-
-
 def configured_stops(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids at which generation ends, according to the model's files."""
     stops: set[int] = set()
@@ -356,19 +297,6 @@ def _control_names(tokenizer: Tokenizer, template: ChatTemplate) -> set[str]:
     written = template.literals()
     added = {name for name in tokenizer.added.values() if name in written and not name.isspace()}
     return added | {name for name in tokenizer.specials.values() if name}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    """Yield all texts of a value of JSON, and the keys of its mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:

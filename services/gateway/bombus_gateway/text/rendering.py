@@ -44,7 +44,8 @@ class TextModel:
         if not self.tokenizer.chat_template.strip():
             raise EngineFault(f"{name!r} has no chat template: set model.chat_template in the job")
         kind = HermesTemplate if options.tools == "hermes" else ChatTemplate
-        template = kind(self.tokenizer.chat_template, {**self.tokenizer.named, **options.variables})
+        variables = {**self.tokenizer.named, **options.variables}
+        template = kind(self.tokenizer.chat_template, variables, self.tokenizer.template_with_tools)
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
         limit = self.tokenizer.model_config.get("max_position_embeddings")

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import EngineFault
+from bombus.weights.models import TOOL_TEMPLATE
 
 # Special tokens that are part of the text where nothing else is said; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
@@ -41,7 +42,9 @@ class Tokenizer:
         self.config = _json_file(files, "tokenizer_config.json")
         self.model_config = _json_file(files, "config.json")
         self.generation_config = _json_file(files, "generation_config.json")
-        self.chat_template = _chat_template(files, self.config)
+        templates = _chat_templates(files, self.config)
+        self.chat_template = templates.get("default", "")
+        self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -125,15 +128,23 @@ def _content(token: Any) -> str:
 
 
 def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name) or special_map.get(name)) for name in NAMED_SPECIALS}
-    return {name: content for name, content in found.items() if content}
+    """Return the special tokens that have a name: those that all models have, and the model's own."""
+    extra = config.get("extra_special_tokens")
+    given = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
+    own = [name for name in given if name.endswith("_token") or (isinstance(extra, dict) and name in extra)]
+    found = {name: given.get(name) or special_map.get(name) for name in (*NAMED_SPECIALS, *own)}
+    return {name: _content(token) for name, token in found.items() if isinstance(token, str | dict) and _content(token)}
 
 
-def _chat_template(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str:
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8", "replace")
-    template = config.get("chat_template")
-    return template if isinstance(template, str) else ""
+def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the model's chat templates by name: "default", and perhaps "tool_use" for conversations with tools."""
+    in_files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
+    found = {name: files[file].decode("utf-8", "replace") for name, file in in_files.items() if file in files}
+    given = config.get("chat_template")
+    if found or isinstance(given, str):
+        return found or {"default": str(given)}
+    listed = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return {str(each.get("name")): str(each.get("template")) for each in listed}
 
 
 class _PieceReader:
