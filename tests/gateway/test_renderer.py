@@ -173,13 +173,22 @@ def test_an_assistants_message_may_have_tokens_that_assistants_write_and_no_spec
     assert names.count("<|end|>") == 3, "one for each message"
 
 
-def test_names_of_control_tokens_in_tools_and_arguments_are_text() -> None:
-    made = model(WITH_TOOLS)
+@pytest.mark.parametrize("to_json", ["tojson", "tojson(ensure_ascii=True)", "tojson(indent=2)"])
+def test_names_of_control_tokens_in_tools_and_arguments_are_text(to_json: str) -> None:
+    made = model(WITH_TOOLS.replace("tojson", to_json))
     tool = {"type": "function", "function": {"name": "weather", "description": "<|end|> <|head|>"}}
     messages = [user("the"), assistant("", tool_calls=[call('{"<|end|>": "<|tool|>"}')]), user("fox")]
     ids = made.renderer.render(messages, [tool])
     names = [made.tokenizer.added[token] for token in ids if token in made.tokenizer.specials]
     assert names == ["<|tool|>", "<s>", *["<|head|>", "<|body|>", "<|end|>"] * 3, "<|head|>", "<|body|>"]
+
+
+def test_nobody_can_write_what_stands_for_a_name_while_a_conversation_is_rendered() -> None:
+    made = model(WITH_TOOLS.replace("tojson", "tojson(ensure_ascii=True)"))
+    guesses = "".join(chr(0x20000 + index) for index in range(3)) + r"\ud840\udc03 \ud840\udc04"
+    ids = made.renderer.render([user(f"{guesses} <|end|>"), assistant("", tool_calls=[call('{"a": "<|end|>"}')])], [])
+    assert guesses in made.tokenizer.decode(ids, with_specials=True)
+    assert [made.tokenizer.added[token] for token in ids if token in made.tokenizer.added].count("<|end|>") == 2
 
 
 def test_the_same_conversation_has_the_same_ids_in_another_process() -> None:
@@ -406,6 +415,16 @@ def test_variables_of_the_job_reach_the_template() -> None:
 def test_the_token_that_ends_a_turn_is_found_in_the_template() -> None:
     made = model(HEADERS)
     assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>", "<|end|>"]
+
+
+def test_a_token_that_the_template_writes_within_a_turn_does_not_end_one() -> None:
+    thought = (
+        "{% if message.reasoning_content %}{{ message.reasoning_content }}<|end|><|head|>assistant<|body|>{% endif %}"
+    )
+    in_channels = model(HEADERS.replace("{{ message.content", thought + "{{ message.content"))
+    before_calls = model(HEADERS.replace("<tool_call>", "<|end|><|head|>call<|body|>"))
+    for made in (in_channels, before_calls):
+        assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>"]
 
 
 def test_tokens_that_only_the_tokenizers_configuration_names_are_added() -> None:

@@ -10,12 +10,13 @@ import msgspec
 from bombus.errors import Code, Refused
 from bombus.hive.records import unpack_tokens
 from bombus_gateway.text.chat_template import ChatTemplate, TemplateRefused
-from bombus_gateway.text.control import ControlTokens
+from bombus_gateway.text.control import ControlTokens, escaped
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
+from bombus_gateway.text.forms import WORD, find_form
 from bombus_gateway.text.losses import LossCheck, strings
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import find_reading
+from bombus_gateway.text.stops import find_stops
 from bombus_gateway.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class TemplateRenderer:
         self.form = find_form(template)
         self.reading = find_reading(self._text)
         self._losses = LossCheck(self._text)
-        self.stop_token_ids = self._find_stops()
+        self.stop_token_ids = find_stops(self._text, tokenizer)
         self._stops = frozenset(self.stop_token_ids)
 
     # ---- prompts ----
@@ -217,7 +218,7 @@ class TemplateRenderer:
             for some in (those, *({name} for name in sorted(those))) if those else ():
                 replaced = _changed(conversation[index], _replacing({name: placeholders[name] for name in some}))
                 tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
-                found = self._rendered_or_none(tried)
+                found = self._rendered_or_none(tried, placeholders)
                 if found is not None and restored(found, placeholders) == plain:
                     conversation, text = tried, found
                     if some is those:
@@ -233,11 +234,14 @@ class TemplateRenderer:
         by_assistant = isinstance(part, dict) and part["role"] == "assistant"
         return found & self._special_names if by_assistant else found
 
-    def _rendered_or_none(self, conversation: Sequence[Any]) -> str | None:
+    def _rendered_or_none(self, conversation: Sequence[Any], placeholders: Mapping[str, str]) -> str | None:
         try:
-            return self._template.render(conversation[:-1], conversation[-1], True)
+            text = self._template.render(conversation[:-1], conversation[-1], True)
         except TemplateRefused:
             return None
+        for character in placeholders.values():
+            text = text.replace(escaped(character), character)
+        return text
 
     # ---- completions ----
 
@@ -247,42 +251,6 @@ class TemplateRenderer:
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
-
-    def _find_stops(self) -> tuple[int, ...]:
-        """Return the ids that end a completion: those of the model's files, and those that the template writes."""
-        found = set(configured_stops(self._tokenizer))
-        ask, more = user("look"), user("again")
-        ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
-        continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
-        found.update(self._last_special(common_start(ending, continued)) or self._last_special(ending))
-        between, second, _ = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)
-        between = between if second else ""  # a template may show one call of a turn alone
-        called = self._after(_LAST, [ask, call_of([_LAST])], False)
-        found.update(stop for stop in self._last_special(called) if self._tokenizer.added[stop] not in between)
-        if not found:
-            log.warning("the model has no token that ends a completion")
-        return tuple(sorted(found))
-
-    def _after(self, word: str, messages: Sequence[ChatMessage], generate: bool) -> str:
-        try:
-            return self._text(messages, [TOOL] if messages[1].get("tool_calls") else [], generate).rpartition(word)[2]
-        except TemplateRefused:
-            return ""
-
-    def _last_special(self, text: str) -> list[int]:
-        places = [(text.rfind(name), len(name), index) for index, name in self._tokenizer.specials.items()]
-        place, _, index = max(places, default=(-1, 0, 0))
-        return [index] if place >= 0 else []
-
-
-def configured_stops(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids at which generation ends, according to the model's files."""
-    stops: set[int] = set()
-    for config in (tokenizer.generation_config, tokenizer.model_config):
-        found = config.get("eos_token_id")
-        stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
-    named = tokenizer.token_id(tokenizer.named["eos_token"]) if "eos_token" in tokenizer.named else None
-    return tuple(sorted(stops if named is None else stops | {named}))
 
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
