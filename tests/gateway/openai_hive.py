@@ -7,7 +7,7 @@ import asyncio
 import json
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -195,8 +195,8 @@ class GatewayHive:
     async def until(self, holds: Callable[[EngineState], bool]) -> None:
         await self.follower.wait_for(lambda _: holds(self.engine), 10)
 
-    async def start(self, job: dict[str, Any]) -> None:
-        """Configure, start and boot the engine, until it is ROLLING with one replica."""
+    async def start(self, job: dict[str, Any], files: Mapping[str, bytes] = FILES) -> None:
+        """Configure, start and boot the engine, until it is ROLLING with one replica. `files` are its model's."""
         config = parse_job(job)
         configure = inbox.Configure(
             id=new_id(),
@@ -214,7 +214,7 @@ class GatewayHive:
         )
         assert isinstance(answer, inbox.Done)
         self.epoch = answer.epoch
-        await Blobs(self.bus).put("tokenizer-1", msgspec.msgpack.encode(FILES))
+        await Blobs(self.bus).put("tokenizer-1", msgspec.msgpack.encode(files))
         await self.bus.inbox.send(
             inbox.WeightsSaved(
                 id=new_id(),
@@ -331,15 +331,17 @@ JOB: dict[str, Any] = {
 
 
 @asynccontextmanager
-async def gateway_hive(bus: Bus, job: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[GatewayHive]:
-    """Run a hive with one gateway and one replica while the block runs."""
+async def gateway_hive(
+    bus: Bus, job: dict[str, Any] | None = None, files: Mapping[str, bytes] = FILES, **settings: Any
+) -> AsyncIterator[GatewayHive]:
+    """Run a hive with one gateway and one replica while the block runs. `files` are the model's."""
     hive = GatewayHive(bus)
     coordinator = Coordinator(bus)
     hive.leading = asyncio.create_task(coordinator.lead())
     running = [hive.leading, asyncio.create_task(hive.follower.run())]
     try:
         await asyncio.wait_for(coordinator.leading.wait(), 10)
-        await hive.start(job or JOB)
+        await hive.start(job or JOB, files)
         async with gateway_of(bus, **settings) as (gateway, url):
             hive.gateway, hive.base_url = gateway, url
             yield hive

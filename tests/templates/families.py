@@ -20,8 +20,8 @@ MODEL = "nobody/made-up-1b"  # a name that no table knows
 
 # What templates write for control tokens: `<|x|>`, `<|x>`, `<x|>`, `<｜x｜>`, `<start_of_turn>`, `[INST]`.
 CONTROL = re.compile(
-    r"<\|[\w:./-]+\|?>|<[\w:./-]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|</?s>|<(?:bos|eos|image|sop|eop)>"
-    r"|<[A-Z]+(?:_[A-Z]+)*_TOKEN>|\[/?[A-Z]+(?:_[A-Z]+)*\]|\[gMASK\]"
+    r"<\|[\w:./-]+\|?>|<[\w:./-]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|</?s>|<(?:\w+:)?(?:bos|eos|image|sop|eop)>"
+    r"|<[A-Z]+(?:_[A-Z]+)*_TOKEN>|\[/?[A-Z]+(?:_[A-Z]+)*\]|\[gMASK\]|<SPECIAL_\d+>|\]~!?b[\[\]]|\[e~\["
 )
 # Tags that are tokens in many tokenizers, special in some and not in others.
 TAG = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
@@ -36,6 +36,7 @@ ENDS = [
     ("<turn|>", "<bos>"),
     ("<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     ("<|return|>", "<|startoftext|>"),
+    ("<seed:eos>", "<seed:bos>"),
     ("<|eot|>", "<|begin_of_text|>"),
     ("<|end|>", "<s>"),
     ("<|user|>", "<|endoftext|>"),

@@ -82,8 +82,11 @@ class TemplateText:
         """Render a conversation. Raises what the template raises."""
         return self._text(self.form, messages, tools)
 
-    def text_or_none(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
-        return self._text_or_none(self.form, messages, tools)
+    def text_or_none(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], generate: bool = True
+    ) -> str | None:
+        """Render a conversation, with a prompt for the assistant at its end if `generate`. None where that raises."""
+        return self._text_or_none(self.form, messages, tools, generate)
 
     def cases(self, conversation: Conversation, names: Sequence[str]) -> list[Case]:
         """Return the conversation with names filled in: those that the template looks for in a case of their own."""
@@ -93,7 +96,9 @@ class TemplateText:
         worded = self.text_or_none(harmless.messages, harmless.tools)
         sought = [name for name in names if self._looks_for(conversation, name, worded)]
         free = [name for name in names if name not in sought]
-        cases = [self._case(conversation.with_names(" ".join(free)), harmless, True)] if free else []
+        together = " ".join(free)
+        only_text = not self._looks_for(conversation, together, worded)
+        cases = [self._case(conversation.with_names(together), harmless if only_text else None, True)] if free else []
         if sought:
             title = f"{conversation.name} that the template looks for"
             cases.append(self._case(conversation.with_names(" ".join(sought))._replace(name=title), None, True))
@@ -114,10 +119,11 @@ class TemplateText:
             return True
         return any(self.text_or_none(changed, filled.tools) == text for changed in _other_answers(filled.messages))
 
-    def _looks_for(self, conversation: Conversation, name: str, worded: str | None) -> bool:
-        named = conversation.with_names(name)
+    def _looks_for(self, conversation: Conversation, names: str, worded: str | None) -> bool:
+        """Whether the rendering with `names` is not that with harmless words, but for the words."""
+        named = conversation.with_names(names)
         text = self.text_or_none(named.messages, named.tools)
-        return text != (None if worded is None else worded.replace(HARMLESS, name))
+        return text != (None if worded is None else worded.replace(HARMLESS, names))
 
     def _lost_parts(self, filled: Conversation, text: str) -> Iterator[str]:
         if filled.tools and self.text_or_none(filled.messages, _other_tools(filled.tools)) == text:
@@ -156,16 +162,28 @@ class TemplateText:
     def _shows(self, form: Form, messages: Sequence[ChatMessage]) -> bool:
         return WORD in (self._text_or_none(form, messages, []) or "")
 
-    def _text(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+    def _text(
+        self,
+        form: Form,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        generate: bool = True,
+    ) -> str:
         return str(
             self._theirs.apply_chat_template(
-                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
             )
         )
 
-    def _text_or_none(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
+    def _text_or_none(
+        self,
+        form: Form,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        generate: bool = True,
+    ) -> str | None:
         try:
-            return self._text(form, messages, tools)
+            return self._text(form, messages, tools, generate)
         except Exception:  # templates raise whatever Python raises
             return None
 
@@ -225,7 +243,7 @@ class Reference:
 
     def shown(self, text: str) -> str:
         """Return a text as it is compared: without white space where the tokenizer does not keep all of it."""
-        return text if self.family.exact_text else re.sub(r"\s", "", text)
+        return text if self.family.exact_text else re.sub(r"[\s▁]", "", text)
 
     def specials_of(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(index for index in ids if index in self.special_ids)

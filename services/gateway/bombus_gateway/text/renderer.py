@@ -103,6 +103,22 @@ class TemplateRenderer:
         What follows a completion is what the template writes after that message. Returns None where the template, given
         the new messages, changes what came before. Raises `Refused` like `render`.
         """
+        tail = self._extended(history, completion_at, messages, count, tools)
+        last = messages[count - 1]
+        if tail is None and last.get("tool_calls") and last.get("content") is None:
+            # Calls without text: some templates end such a turn only if its content is an empty text.
+            emptied = [*messages[: count - 1], {**last, "content": ""}, *messages[count:]]
+            return self._extended(history, completion_at, emptied, count, tools)
+        return tail
+
+    def _extended(
+        self,
+        history: bytes,
+        completion_at: int,
+        messages: Sequence[ChatMessage],
+        count: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
         tokens = unpack_tokens(history)
         probe = self._probe(tokens, completion_at, messages, count)
         try:

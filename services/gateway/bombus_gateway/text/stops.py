@@ -1,6 +1,6 @@
 """Finds the tokens that end a completion: those that the model's files name, and those that its template writes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from bombus_gateway.text.chat_template import TemplateRefused
 from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, user
@@ -10,7 +10,7 @@ from bombus_gateway.text.tokenizer import Tokenizer
 
 _FIRST, _LAST = f"{WORD}zf", f"{WORD}zl"
 _ANSWER: ChatMessage = {"role": "assistant", "content": _LAST}
-_CALL, _CALLS = call_of([_LAST]), call_of([_FIRST, _LAST])
+_RESULT: ChatMessage = {"role": "tool", "tool_call_id": "call_0", "content": "again"}
 _REASONING = {"reasoning_content": _FIRST}
 
 
@@ -28,23 +28,36 @@ def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a completion, in order.
 
     A token that the template also writes within a turn, as some do between reasoning and what follows it, ends none,
-    unless the model's files name it.
+    unless the model's files name it. Where nothing ends a turn, the token that begins the next one does.
     """
     names = {name: index for index, name in tokenizer.specials.items()}
-    ending, continued = _after(render, _ANSWER), _after(render, _ANSWER, user("again"))
-    written = _last(names, common_start(ending, continued)) or _last(names, ending)
-    between_calls = _between(render, _CALLS)
-    written += [name for name in _last(names, _after(render, _CALL)) if name not in between_calls]
-    within = [_before_call(render), *(_between(render, {**turn, **_REASONING}) for turn in (_ANSWER, _CALL))]
-    ends = {names[name] for name in written if not any(name in text for text in within)}
-    return tuple(sorted(configured_stops(tokenizer) | ends))
+    # Some templates end a turn of calls only if its content is an empty text, and some refuse that.
+    one, two = call_of([_LAST]), call_of([_FIRST, _LAST])
+    content = "" if _LAST in _rendered(render, {**one, "content": ""}) else None
+    one, two = {**one, "content": content}, {**two, "content": content}
+    within = [_before_call(render, one), *(_between(render, {**turn, **_REASONING}) for turn in (_ANSWER, one))]
+    ends = _ends(render, names, _ANSWER, user("again"), within)
+    ends += _ends(render, names, one, _RESULT, [*within, _between(render, two)])
+    return tuple(sorted(configured_stops(tokenizer) | {names[name] for name in ends}))
+
+
+def _ends(
+    render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
+) -> list[str]:
+    """Return the special token that ends a turn, if there is one."""
+    ending, continued = _after(render, turn), _after(render, turn, following)
+    common = common_start(ending, continued)
+    next_turn = continued.removeprefix(common).lstrip()
+    found = _last(names, common) or _last(names, ending), [name for name in names if next_turn.startswith(name)]
+    outside = ([name for name in each if not any(name in text for text in within)] for each in found)
+    return next(filter(None, outside), [])
 
 
 def _rendered(render: RenderText, *turns: ChatMessage) -> str:
     """Return the text of a question and what follows it, empty where the template refuses them."""
     tools = [TOOL] if any("tool_calls" in turn for turn in turns) else []
     try:
-        return render([user("look"), *turns], tools, turns[-1]["role"] == "user")
+        return render([user("look"), *turns], tools, turns[-1]["role"] != "assistant")
     except TemplateRefused:
         return ""
 
@@ -60,13 +73,13 @@ def _between(render: RenderText, turn: ChatMessage) -> str:
     return between if first and last else ""
 
 
-def _before_call(render: RenderText) -> str:
+def _before_call(render: RenderText, call: ChatMessage) -> str:
     """Return what the template writes between a prompt and the words of a call that answers it."""
     try:
         prompt = render([user("look")], [TOOL], True)
     except TemplateRefused:
         return ""
-    text = _rendered(render, _CALL)
+    text = _rendered(render, call)
     return text.removeprefix(prompt).rpartition(_LAST)[0] if text.startswith(prompt) else ""
 
 
