@@ -195,8 +195,8 @@ class GatewayHive:
     async def until(self, holds: Callable[[EngineState], bool]) -> None:
         await self.follower.wait_for(lambda _: holds(self.engine), 10)
 
-    async def start(self, job: dict[str, Any], files: Mapping[str, bytes]) -> None:
-        """Configure, start and boot the engine, until it is ROLLING with one replica."""
+    async def start(self, job: dict[str, Any], files: Mapping[str, bytes] = FILES) -> None:
+        """Configure, start and boot the engine, until it is ROLLING with one replica. `files` are its model's."""
         config = parse_job(job)
         configure = inbox.Configure(
             id=new_id(),
@@ -334,7 +334,7 @@ JOB: dict[str, Any] = {
 async def gateway_hive(
     bus: Bus, job: dict[str, Any] | None = None, files: Mapping[str, bytes] = FILES, **settings: Any
 ) -> AsyncIterator[GatewayHive]:
-    """Run a hive with one gateway and one replica while the block runs. `files` are those of its model's tokenizer."""
+    """Run a hive with one gateway and one replica while the block runs. `files` are the model's."""
     hive = GatewayHive(bus)
     coordinator = Coordinator(bus)
     hive.leading = asyncio.create_task(coordinator.lead())

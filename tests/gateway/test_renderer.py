@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from jinja2.exceptions import SecurityError
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Fast
 
@@ -172,13 +173,22 @@ def test_an_assistants_message_may_have_tokens_that_assistants_write_and_no_spec
     assert names.count("<|end|>") == 3, "one for each message"
 
 
-def test_names_of_control_tokens_in_tools_and_arguments_are_text() -> None:
-    made = model(WITH_TOOLS)
+@pytest.mark.parametrize("to_json", ["tojson", "tojson(ensure_ascii=True)", "tojson(indent=2)"])
+def test_names_of_control_tokens_in_tools_and_arguments_are_text(to_json: str) -> None:
+    made = model(WITH_TOOLS.replace("tojson", to_json))
     tool = {"type": "function", "function": {"name": "weather", "description": "<|end|> <|head|>"}}
     messages = [user("the"), assistant("", tool_calls=[call('{"<|end|>": "<|tool|>"}')]), user("fox")]
     ids = made.renderer.render(messages, [tool])
     names = [made.tokenizer.added[token] for token in ids if token in made.tokenizer.specials]
     assert names == ["<|tool|>", "<s>", *["<|head|>", "<|body|>", "<|end|>"] * 3, "<|head|>", "<|body|>"]
+
+
+def test_nobody_can_write_what_stands_for_a_name_while_a_conversation_is_rendered() -> None:
+    made = model(WITH_TOOLS.replace("tojson", "tojson(ensure_ascii=True)"))
+    guesses = "".join(chr(0x20000 + index) for index in range(3)) + r"\ud840\udc03 \ud840\udc04"
+    ids = made.renderer.render([user(f"{guesses} <|end|>"), assistant("", tool_calls=[call('{"a": "<|end|>"}')])], [])
+    assert guesses in made.tokenizer.decode(ids, with_specials=True)
+    assert [made.tokenizer.added[token] for token in ids if token in made.tokenizer.added].count("<|end|>") == 2
 
 
 def test_the_same_conversation_has_the_same_ids_in_another_process() -> None:
@@ -263,6 +273,52 @@ def test_a_template_that_fails_refuses(source: str) -> None:
         model(source).renderer.render([user("a")], [])
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% set x = 'out' %}{% generation %}{% set x = 'in' %}{{ x }}{% endgeneration %} {{ x }}", "in out"),
+        ("{% set ns = namespace(_x=1) %}", None),
+        ("{% set ns = namespace() %}{% set ns._x = 1 %}", None),
+        ("{% set ns = namespace(x='the') %}{% set ns.x = ns.x + ' fox' %}{{ ns.x }}", "the fox"),
+        ("{{ dict(a='dog')['a'] }}", "dog"),
+        ("{% for x in range(5) %}{% if x > 1 %}{% break %}{% endif %}{{ x }}{% endfor %}", "01"),
+    ],
+)
+def test_templates_have_the_language_that_transformers_gives_them(source: str, text: str | None) -> None:
+    made = model(source + "{{ messages[0].content }}")
+    if text is None:
+        with pytest.raises(Refused, match="underscore"):
+            made.renderer.render([user("a")], [])
+        with pytest.raises(SecurityError):
+            transformers_ids(made, [user("a")])
+    else:
+        assert made.tokenizer.decode(made.renderer.render([user("a")], [])) == text + "a"
+        assert made.renderer.render([user("a")], []) == transformers_ids(made, [user("a")])
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools() -> None:
+    config = {"chat_template": [{"name": "default", "template": HEADERS}, {"name": "tool_use", "template": WITH_TOOLS}]}
+    in_files = {"chat_template.jinja": HEADERS, "additional_chat_templates/tool_use.jinja": WITH_TOOLS}
+    single = model(WITH_TOOLS)
+    for given, files in ((config, {}), ({}, in_files)):
+        made = TextModel(
+            {
+                "tokenizer.json": single.tokenizer.fast.to_str().encode(),
+                "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>", **given}).encode(),
+                **{name: template.encode() for name, template in files.items()},
+            },
+            "some/model",
+        )
+        assert made.renderer.render([user("a")], [TOOL]) == single.renderer.render([user("a")], [TOOL])
+        assert made.renderer.render([user("a")], []) == model(HEADERS).renderer.render([user("a")], [])
+
+
+@pytest.mark.parametrize("config", [{"image_token": "<|body|>"}, {"extra_special_tokens": {"image_token": "<|body|>"}}])
+def test_a_template_may_name_special_tokens_that_only_this_model_has(config: dict[str, Any]) -> None:
+    made = model("{{ image_token }}{{ messages[0].content }}", config=config)
+    assert made.renderer.render([user("a")], [])[:1] == [made.tokenizer.token_id("<|body|>")]
+
+
 def test_a_template_that_is_none_is_reported() -> None:
     with pytest.raises(EngineFault, match="cannot be compiled"):
         model("{% for message in messages %}")
@@ -280,6 +336,22 @@ def test_what_a_template_loses_without_a_word_is_refused_with_the_cure() -> None
     with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool .*: set model\.tools to hermes"):
         renderer.render([user("a"), {"role": "tool", "tool_call_id": "c", "content": "fox"}], [])
     renderer.render([user("a"), {"role": "system", "content": "  "}], [])
+
+
+def test_a_result_that_is_lost_is_noticed_although_the_answer_repeats_it() -> None:
+    no_results = "{% for message in messages if message.role != 'tool' %}"
+    renderer = model(HEADERS.replace("{% for message in messages %}", no_results)).renderer
+    observed = {"role": "tool", "tool_call_id": "c", "content": "twenty degrees and sunny"}
+    with pytest.raises(Refused, match=r"messages\.1: .* drops messages of role tool"):
+        renderer.render([user("a"), observed, assistant("It is twenty degrees and sunny."), user("b")], [])
+
+
+def test_a_message_that_is_lost_after_an_answer_is_refused_too() -> None:
+    made = model("{% set messages = messages | rejectattr('role', 'equalto', 'tool') %}" + HEADERS)
+    history, at = turns(made, [user("the fox")], "jumps<|end|>")
+    observed = {"role": "tool", "tool_call_id": "c", "content": "the dog"}
+    with pytest.raises(Refused, match=r"messages\.2: .* drops messages of role tool"):
+        made.renderer.extend(history, at, [user("the fox"), assistant("jumps"), observed], 2, [])
 
 
 def test_tools_reach_a_model_without_a_place_for_them_where_the_job_says_so() -> None:
@@ -343,6 +415,16 @@ def test_variables_of_the_job_reach_the_template() -> None:
 def test_the_token_that_ends_a_turn_is_found_in_the_template() -> None:
     made = model(HEADERS)
     assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>", "<|end|>"]
+
+
+def test_a_token_that_the_template_writes_within_a_turn_does_not_end_one() -> None:
+    thought = (
+        "{% if message.reasoning_content %}{{ message.reasoning_content }}<|end|><|head|>assistant<|body|>{% endif %}"
+    )
+    in_channels = model(HEADERS.replace("{{ message.content", thought + "{{ message.content"))
+    before_calls = model(HEADERS.replace("<tool_call>", "<|end|><|head|>call<|body|>"))
+    for made in (in_channels, before_calls):
+        assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>"]
 
 
 def test_tokens_that_only_the_tokenizers_configuration_names_are_added() -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
-from tests.templates.battery import Outcome, bridge, run
-from tests.templates.families import Family, family
+from bombus.bus import Bus
+from tests.templates.battery import Outcome, Subject, bridge, run, subject
+from tests.templates.families import family
+from tests.templates.playing import play
 
 TURNS_OF_CHATML = "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
 ASK_OF_CHATML = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -105,7 +107,7 @@ CHANNELS = """
             {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
         {%- endif %}
         {%- for call in (message.tool_calls or [])[:1] %}
-            {%- set ns.tool = call.function.name %}
+            {%- set ns.tool = 'functions.' + call.function.name %}
             {{- '<|start|>assistant to=' + ns.tool + '<|channel|>commentary<|message|>' }}
             {{- call.function.arguments | tojson + '<|call|>' }}
         {%- endfor %}
@@ -163,17 +165,21 @@ VARIANT_OF = {"reasoning": "plain tags", "pythonic": "stripping", "instructions"
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def made(request: pytest.FixtureRequest) -> Family:
-    return family(TEMPLATES[request.param], VARIANT_OF.get(request.param, "all special"), small=True)
+def made(request: pytest.FixtureRequest) -> Subject:
+    return subject(family(TEMPLATES[request.param], VARIANT_OF.get(request.param, "all special"), small=True))
 
 
 def failures(outcomes: list[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.failed]
 
 
-def test_conversations_are_rendered_as_the_template_renders_them(made: Family) -> None:
+def test_conversations_are_rendered_as_the_template_renders_them(made: Subject) -> None:
     assert failures(run(made)) == []
 
 
-def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: Family) -> None:
+def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: Subject) -> None:
     assert failures(bridge(made)) == []
+
+
+async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(made: Subject, bus: Bus) -> None:
+    assert failures(await play(bus, made)) == []

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from bombus.errors import BombusError, Refused
+from bombus.errors import Refused
 from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.rendering import TextModel
@@ -65,15 +65,21 @@ TALLY = Tally()
 ALL = Conversations(CONVERSATIONS)
 
 
-def run(family: Family, conversations: Conversations = ALL) -> list[Outcome]:
-    """Render all conversations with our renderer for a model of an unknown name, and compare each."""
-    reference = Reference(family)
-    cases = reference.cases(conversations)
-    try:
-        ours = TextModel(family.files, MODEL)
-    except BombusError as error:
-        return [Outcome(case.conversation.name, Kind.ERROR, f"the model is refused: {error}") for case in cases]
-    return [_compare(reference, ours, case.conversation, reference.expected(case)) for case in cases]
+class Subject(NamedTuple):
+    """A family as transformers has it, and as we have it: as a model of an unknown name."""
+
+    reference: Reference
+    ours: TextModel
+
+
+def subject(family: Family) -> Subject:
+    return Subject(Reference(family), TextModel(family.files, MODEL))
+
+
+def run(subject: Subject, conversations: Conversations = ALL) -> list[Outcome]:
+    """Render all conversations with our renderer, and compare each with what transformers makes of it."""
+    cases = subject.reference.cases(conversations)
+    return [_compare(*subject, case.conversation, subject.reference.expected(case)) for case in cases]
 
 
 def _compare(reference: Reference, ours: TextModel, sent: Conversation, expected: Expected) -> Outcome:
@@ -166,54 +172,110 @@ WHOLE = Conversations(
 )
 
 
-def bridge(family: Family) -> list[Outcome]:
-    """Play six turns, with tools where the template has them, and compare each extension with the template's rendering.
+def turns_of(subject: Subject) -> tuple[list[Turn], list[dict[str, Any]]]:
+    """Return six turns that the template can render, with tools where it has them; nothing where there are none."""
+    plain, tooled = subject.reference.cases(WHOLE)
+    if tooled.refusal is None and not tooled.or_refused:
+        return SIX_TURNS, TOOLS
+    return (PLAIN_TURNS, []) if plain.refusal is None else ([], [])
+
+
+def bridge(subject: Subject) -> list[Outcome]:
+    """Play six turns and compare each extension with the template's rendering.
 
     What the model samples is what the template writes for its turn, up to the token that ends it. Its tokens need not
     be those that the whole text would have: they are compared as text, and what is appended as tokens. Where the
-    template rewrites its prompt, such as one that begins the reasoning that it leaves out of history, any answer is
-    sampled, and the extension has to be None.
+    template rewrites its prompt, the extension has to be None.
     """
-    reference, ours = Reference(family), TextModel(family.files, MODEL)
-    plain, tooled = reference.cases(WHOLE)
-    if tooled.refusal is None and not tooled.or_refused:
-        return list(_bridges(reference, ours, SIX_TURNS, TOOLS))
-    return list(_bridges(reference, ours, PLAIN_TURNS, [])) if plain.refusal is None else []
+    turns, tools = turns_of(subject)
+    return list(_bridges(subject, turns, tools)) if turns else []
 
 
-def _bridges(
-    reference: Reference, ours: TextModel, turns: list[Turn], tools: list[dict[str, Any]]
-) -> Iterator[Outcome]:
+def _bridges(subject: Subject, turns: list[Turn], tools: list[dict[str, Any]]) -> Iterator[Outcome]:
+    reference, ours = subject
     messages: list[ChatMessage] = list(turns[0][0])
     sequence = ours.renderer.render(messages, tools)
     for number, ((_, answer), (sent, _)) in enumerate(pairwise(turns), 2):
         before = reference.texts.text(messages, tools)
-        count = len(messages) + 1
-        messages += [answer, *sent]
-        text, wanted = reference.texts.text(messages, tools), reference.ids(messages, tools)
-        sampled = _sampled(reference, ours, text.removeprefix(before) if text.startswith(before) else "Fine.")
-        kept = reference.shown(text).startswith(reference.shown(before) + reference.decoded(sampled))
-        history = sequence + sampled
+        said = spoken(subject, messages, answer, sent, tools)
+        messages = [*messages, said.message, *sent]
+        history, count = sequence + said.tokens, len(messages) - len(sent)
         tail = ours.renderer.extend(pack_tokens(history), len(sequence), messages, count, tools)
-        detail = _misjudged(reference, history, tail, wanted, kept)
+        detail = Extension(before, said.tokens, history, tail).misjudged(reference, messages, tools)
         yield Outcome(f"turn {number}", Kind.WRONG if detail else Kind.EQUAL, detail)
-        sequence = wanted if tail is None else history + tail
+        sequence = reference.ids(messages, tools) if tail is None else history + tail
 
 
-def _misjudged(reference: Reference, history: list[int], tail: list[int] | None, wanted: list[int], kept: bool) -> str:
-    if tail is None or not kept:
-        return "" if (tail is None) != kept else "must be a branch" if tail else "need not be a branch"
-    if reference.decoded(history + tail) != reference.decoded(wanted):
-        return difference(reference, history + tail, wanted)
-    return "" if tail == wanted[-len(tail) :] else difference(reference, tail, wanted[-len(tail) :])
+class Spoken(NamedTuple):
+    """A message of the assistant, and the tokens that it samples."""
+
+    message: ChatMessage
+    tokens: list[int]
 
 
-def _sampled(reference: Reference, ours: TextModel, text: str) -> list[int]:
-    """Return the tokens of an answer, up to the one that ends it. Where the text has none, one is added.
+def spoken(
+    subject: Subject,
+    messages: Sequence[ChatMessage],
+    answer: ChatMessage,
+    following: Sequence[ChatMessage],
+    tools: Sequence[dict[str, Any]],
+) -> Spoken:
+    """Return an answer as the template writes it after its prompt.
 
-    It is encoded after a special token, so that a tokenizer that marks the beginning of a text marks nothing here.
+    The answer gets reasoning where the prompt begins it. Its tokens go up to the one that ends a completion; where the
+    template writes none, one is added. Where the template never writes what follows its prompt, it is another answer.
     """
-    stops = ours.renderer.stop_token_ids
-    _, *tokens = reference.fast.encode(reference.family.bos + text, add_special_tokens=False).ids
-    ends = [place for place, token in enumerate(tokens) if token in stops]
-    return tokens[: ends[0] + 1] if ends else [*tokens, *stops[:1]]
+    reference, ours = subject
+    before = reference.texts.text(messages, tools)
+    thoughtful = {**answer, "reasoning_content": "Let me think."}
+    unended = _another_answer(subject, before)
+    for said, then in product((answer, thoughtful), (following, [])):
+        text = reference.texts.text_or_none([*messages, said, *then], tools, generate=bool(then))
+        if text is None or not text.startswith(before):
+            continue
+        tokens = _tokens_after(reference, before, text)
+        ends = [place for place, token in enumerate(tokens) if token in ours.renderer.stop_token_ids]
+        if ends:
+            return Spoken(said, tokens[: ends[0] + 1])
+        unended = unended if then else Spoken(said, tokens)
+    return Spoken(unended.message, [*unended.tokens, *ours.renderer.stop_token_ids[:1]])
+
+
+def _another_answer(subject: Subject, before: str) -> Spoken:
+    said, text = {"role": "assistant", "content": "Fine."}, f"{before}Fine."
+    thinking = subject.ours.renderer.reading.thinking
+    if thinking and before.rstrip().endswith(thinking.open):
+        said["reasoning_content"] = "Let me think."
+        text = f"{before}Let me think.{thinking.close}Fine."
+    return Spoken(said, _tokens_after(subject.reference, before, text))
+
+
+def _tokens_after(reference: Reference, before: str, text: str) -> list[int]:
+    """Encode what follows `before`, after a special token: some tokenizers mark the beginning of a text."""
+    _, *tokens = reference.fast.encode(reference.family.bos + text.removeprefix(before), add_special_tokens=False).ids
+    return tokens
+
+
+class Extension(NamedTuple):
+    """What was made of a conversation after an answer.
+
+    `before` is the text of the prompt that was answered with `sampled`, `history` the tokens of both. `tail` was
+    appended to them; it is None where a branch began.
+    """
+
+    before: str
+    sampled: list[int]
+    history: list[int]
+    tail: list[int] | None
+
+    def misjudged(self, reference: Reference, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+        """Say what is wrong, given all messages: they have to continue the history where the template keeps it."""
+        text, wanted = reference.texts.text(messages, tools), reference.ids(messages, tools)
+        kept = reference.shown(text).startswith(reference.shown(self.before) + reference.decoded(self.sampled))
+        if self.tail is None or not kept:
+            return "" if (self.tail is None) != kept else "must be a branch" if self.tail else "need not be a branch"
+        whole = self.history + self.tail
+        if reference.decoded(whole) != reference.decoded(wanted):
+            return difference(reference, whole, wanted)
+        end = wanted[-len(self.tail) :]
+        return "" if self.tail == end else difference(reference, self.tail, end)

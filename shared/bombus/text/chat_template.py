@@ -8,10 +8,13 @@ from typing import Any, Self
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from bombus.config.template_variables import GIVEN
 from bombus.errors import EngineFault
@@ -24,24 +27,54 @@ class TemplateRefused(ValueError):
 
 
 class _Generation(Extension):
-    """Renders what stands in `{% generation %}`, a block that marks what the model writes, for training on text."""
+    """Renders what stands in `{% generation %}`, a block that marks what the model writes, for training on text.
+
+    Variables that are set in the block end with it.
+    """
 
     tags = {"generation"}  # noqa: RUF012  the base class has a set
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+
+    def _body(self, caller: Macro) -> str:
+        return caller()
+
+
+class _Namespace(Namespace):
+    """A namespace whose attributes have no leading underscore, as in transformers."""
+
+    def __init__(*args: Any, **attributes: Any) -> None:
+        self, *given = args
+        Namespace.__init__(self, *given, **attributes)
+        for name in dict(*given, **attributes):
+            _check_attribute(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"an attribute of a namespace begins with an underscore: {name}")
 
 
 class ChatTemplate:
-    """A compiled chat template. `variables` are there in each rendering: the names of special tokens, and the job's."""
+    """A compiled chat template.
 
-    def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
-        """Raises `EngineFault` when the source is not a template."""
-        self.source = source
+    `variables` are there in each rendering: the names of special tokens, and the job's. Some models have a template of
+    its own for conversations with tools: `source_with_tools`.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, Any], source_with_tools: str = "") -> None:
+        """Raises `EngineFault` when a source is not a template."""
         self.variables = dict(variables)
+        self._sources = [source, source_with_tools or source]
         try:
-            self._template = _environment().from_string(source)
+            self._template, self._template_with_tools = map(_environment().from_string, self._sources)
         except (jinja2.TemplateError, RecursionError) as error:
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
 
@@ -58,8 +91,9 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> str:
         """Return the text of a conversation, with special tokens by their names. Raises `TemplateRefused`."""
+        template = self._template_with_tools if tools else self._template
         try:
-            return self._template.render(
+            return template.render(
                 {
                     **self.variables,
                     "messages": [_for_template(message) for message in messages],
@@ -75,15 +109,16 @@ class ChatTemplate:
 
     def switches(self) -> list[str]:
         """Return the variables that the template looks up and that a request might give: nothing else gives them."""
-        looked_up = find_undeclared_variables(_environment().parse(self.source))
+        trees = (_environment().parse(source) for source in self._sources)
+        looked_up = set().union(*map(find_undeclared_variables, trees))
         return sorted(looked_up - GIVEN - _environment().globals.keys())
 
     def literals(self) -> str:
         """Return the texts that the template itself can write, with NUL between them."""
-        tree = _environment().parse(self.source)
-        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-        constants = [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
-        return "\0".join([*texts, *constants])
+        trees = [_environment().parse(source) for source in self._sources]
+        texts = [node.data for tree in trees for node in tree.find_all(nodes.TemplateData)]
+        constants = [node.value for tree in trees for node in tree.find_all(nodes.Const)]
+        return "\0".join([*texts, *(constant for constant in constants if isinstance(constant, str))])
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,6 +133,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     made.filters["tojson"] = _to_json
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
+    made.globals["namespace"] = _Namespace
     return made
 
 

@@ -8,6 +8,7 @@ from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
 from bombus.errors import EngineFault
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
+from bombus.weights.models import TOOL_TEMPLATE
 
 _WORDS = ("look", "again")
 
@@ -19,7 +20,8 @@ def with_chat_template(files: Mapping[str, bytes], given: str) -> dict[str, byte
     """
     if given in ("", NO_CHAT_TEMPLATE):
         return dict(files)
-    return {**files, "chat_template.jinja": given.encode() if "{" in given else _read(given)}
+    kept = {name: data for name, data in files.items() if name != TOOL_TEMPLATE}
+    return {**kept, "chat_template.jinja": given.encode() if "{" in given else _read(given)}
 
 
 def _read(name: str) -> bytes:
@@ -37,7 +39,8 @@ def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
     tokenizer = Tokenizer(files)
     if model.chat_template != NO_CHAT_TEMPLATE:
         source = template_of(tokenizer, model.path)
-        _check_renders(ChatTemplate(source, {**tokenizer.named, **model.chat_template_kwargs}))
+        variables = {**tokenizer.named, **model.chat_template_kwargs}
+        _check_renders(ChatTemplate(source, variables, tokenizer.template_with_tools))
 
 
 def template_of(tokenizer: Tokenizer, name: str) -> str:

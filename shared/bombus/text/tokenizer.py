@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
-from bombus.weights.tokenizer_fit import template_source
+from bombus.weights.tokenizer_fit import template_sources
 
 # Special tokens that are part of the text where nothing else is said; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
@@ -41,7 +41,9 @@ class Tokenizer:
         self.config = _json_file(files, "tokenizer_config.json")
         self.model_config = _json_file(files, "config.json")
         self.generation_config = _json_file(files, "generation_config.json")
-        self.chat_template = template_source(files)
+        templates = template_sources(files)
+        self.chat_template = templates.get("default", "")
+        self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
@@ -123,8 +125,12 @@ def _content(token: Any) -> str:
 
 
 def _named_specials(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: _content(config.get(name) or special_map.get(name)) for name in SPECIAL_TOKENS}
-    return {name: content for name, content in found.items() if content}
+    """Return the special tokens that have a name: those that all models have, and the model's own."""
+    extra = config.get("extra_special_tokens")
+    given = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
+    own = [name for name in given if name.endswith("_token") or (isinstance(extra, dict) and name in extra)]
+    found = {name: given.get(name) or special_map.get(name) for name in (*SPECIAL_TOKENS, *own)}
+    return {name: _content(token) for name, token in found.items() if isinstance(token, str | dict) and _content(token)}
 
 
 class _PieceReader:

@@ -30,6 +30,7 @@ HUB_NAMES = {TINY: "", SMOLLM2: "HuggingFaceTB/SmolLM2-135M-Instruct"}
 DTYPES = ("float32", "bfloat16", "float16")
 SEEDS = 2**31  # how many seeds there are for weights that are made on the spot
 
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # for conversations with tools, which few models have
 # The files that concern text: enough for a gateway to render and parse, and none of them large.
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -37,6 +38,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    TOOL_TEMPLATE,
     "config.json",
     "generation_config.json",
 )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bombus.errors import EngineFault
+from bombus.weights.models import TOOL_TEMPLATE
 
 # A model's vocabulary is padded beyond its tokenizer's, to round numbers or with spare ids: by 0.3 % (Qwen 2.5), 0.5 %
 # (gpt-oss) or 1.8 % (Phi-2). Another model's tokenizer differs by more, except among tiny ones.
@@ -94,20 +95,21 @@ def _role_misfit(
 
 def _marker_misfit(files: Mapping[str, bytes], ids: Mapping[str, int]) -> str:
     """Say which marker of the chat template is not a token, unless none is: some models learned them as plain text."""
-    markers = sorted(set(_MARKER.findall(template_source(files))))
+    markers = sorted(set(_MARKER.findall(template_sources(files).get("default", ""))))
     missing = [marker for marker in markers if marker not in ids]
     plain = len(missing) == len(markers) and "<|im_end|>" not in missing
     return "" if plain or not missing else f"its chat template has {missing[0]!r}, which is not one of its tokens"
 
 
-def template_source(files: Mapping[str, bytes]) -> str:
-    """Return the chat template of a model's files; empty when they have none."""
-    if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode("utf-8", "replace")
-    found = _read(files, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several templates, each with a name
-        return next((str(one.get("template", "")) for one in found if one.get("name") == "default"), "")
-    return found if isinstance(found, str) else ""
+def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Return the chat templates of a model's files: "default", and perhaps "tool_use" for conversations with tools."""
+    in_files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
+    found = {name: files[file].decode("utf-8", "replace") for name, file in in_files.items() if file in files}
+    given = _read(files, "tokenizer_config.json").get("chat_template")
+    if found or isinstance(given, str):
+        return found or {"default": str(given)}
+    listed = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
+    return {str(each.get("name")): str(each.get("template")) for each in listed}
 
 
 def _name_of(value: object) -> str | None:

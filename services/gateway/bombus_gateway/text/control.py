@@ -38,9 +38,10 @@ class ControlTokens:
         return set(self._pattern.findall(text))
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name. None of `texts` has it."""
-        taken = {character for text in texts for character in text if ord(character) >= _PLACEHOLDERS_FROM}
-        free = (chr(code) for code in range(_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO) if chr(code) not in taken)
+        """Return a character for each name. None of `texts` has it, as it is or as JSON in ASCII has it."""
+        whole = "\0".join(texts)
+        characters = map(chr, range(_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO))
+        free = (each for each in characters if each not in whole and escaped(each) not in whole)
         return dict(zip(sorted(names), free))
 
     def encode(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
@@ -56,6 +57,11 @@ class ControlTokens:
         if self._guarded is None:
             self._guarded = Fast.from_str(_renamed(self._fast, self._private))
         return self._guarded
+
+
+def escaped(character: str) -> str:
+    """Return a character as JSON in ASCII has it, in which some templates write tools and arguments."""
+    return json.dumps(character)[1:-1]
 
 
 def _renamed(fast: Fast, names: Mapping[str, str]) -> str:

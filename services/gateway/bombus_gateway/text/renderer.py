@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -12,11 +12,13 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import unpack_tokens
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
-from bombus_gateway.text.control import ControlTokens
+from bombus_gateway.text.control import ControlTokens, escaped
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, find_form, user
+from bombus_gateway.text.forms import WORD, find_form
+from bombus_gateway.text.losses import LossCheck, strings
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText, find_reading
+from bombus_gateway.text.stops import find_stops
 
 log = logging.getLogger(__name__)
 
@@ -64,8 +66,8 @@ class TemplateRenderer:
         self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
-        self._shows_tools = self._has_place_for_tools()
-        self.stop_token_ids = self._find_stops()
+        self._losses = LossCheck(self._text)
+        self.stop_token_ids = find_stops(self._text, tokenizer)
         self._stops = frozenset(self.stop_token_ids)
 
     def given(self, variables: Mapping[str, Any]) -> Self:
@@ -77,7 +79,7 @@ class TemplateRenderer:
             return self
         made = copy.copy(self)
         made._template = self._template.given(variables)
-        made._shows_tools = False  # a variable may hide them: each conversation says
+        made._losses = self._losses.given(made._text)
         return made
 
     def _switched(self) -> Iterator[RenderText]:
@@ -105,7 +107,7 @@ class TemplateRenderer:
             rendered = self._rendered(messages, tools)
         except TemplateRefused as error:
             raise Refused(Code.MALFORMED, f"The model's chat template refuses this conversation: {error}") from error
-        self._refuse_losses(messages, tools, rendered.plain(), 0)
+        self._losses.refuse_losses(messages, tools, rendered.plain())
         return self._control.encode(rendered.text, rendered.placeholders)
 
     def extend(
@@ -122,6 +124,22 @@ class TemplateRenderer:
         What follows a completion is what the template writes after that message. Returns None where the template, given
         the new messages, changes what came before. Raises `Refused` like `render`.
         """
+        tail = self._extended(history, completion_at, messages, count, tools)
+        last = messages[count - 1]
+        if tail is None and last.get("tool_calls") and last.get("content") is None:
+            # Calls without text: some templates end such a turn only if its content is an empty text.
+            emptied = [*messages[: count - 1], {**last, "content": ""}, *messages[count:]]
+            return self._extended(history, completion_at, emptied, count, tools)
+        return tail
+
+    def _extended(
+        self,
+        history: bytes,
+        completion_at: int,
+        messages: Sequence[ChatMessage],
+        count: int,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> list[int] | None:
         tokens = unpack_tokens(history)
         probe = self._probe(tokens, completion_at, messages, count)
         try:
@@ -132,7 +150,7 @@ class TemplateRenderer:
         place = rendered.text.rfind(_LAST)
         if place < 0 or not kept:
             return None
-        self._refuse_losses(messages, tools, rendered.plain(), count)
+        self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text[place + len(_LAST) :]
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
@@ -167,17 +185,18 @@ class TemplateRenderer:
 
     def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
         """Return the reasoning in a completion."""
-        if not self.reading.reasoning:
-            return ""
-        reader = self.reading.reader(self._end_of(prompt), ())
-        deltas = [*reader.feed(completion), *reader.finish()]
+        return self._read_reasoning(self._end_of(prompt), completion) if self.reading.reasoning else ""
+
+    def _read_reasoning(self, prompt_end: str, text: str) -> str:
+        reader = self.reading.reader(prompt_end, ())
+        deltas = [*reader.feed(text), *reader.finish()]
         return "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
 
     def _has_reasoning(self, text: str) -> bool:
         """Whether a text holds reasoning that is closed, and more than white space."""
         thinking = self.reading.thinking
         if thinking is None:
-            return any(mark in text for mark in self.reading.markers) if self.reading.channels else False
+            return self.reading.channels is not None and bool(self._read_reasoning("", text).strip())
         closed = (part.partition(thinking.close) for part in text.split(thinking.open)[1:])
         return any(close and reasoning.strip() for reasoning, close, _ in closed)
 
@@ -230,13 +249,13 @@ class TemplateRenderer:
         names = set().union(*held)
         if not names:
             return Rendered(plain, {})
-        placeholders = self._control.placeholders(names, (plain, *_strings(conversation)))
+        placeholders = self._control.placeholders(names, (plain, *strings(conversation)))
         for index, those in enumerate(held):
             # All names of a message at once; where the template looks for one of them, one by one.
             for some in (those, *({name} for name in sorted(those))) if those else ():
                 replaced = _changed(conversation[index], _replacing({name: placeholders[name] for name in some}))
                 tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
-                found = self._rendered_or_none(tried)
+                found = self._rendered_or_none(tried, placeholders)
                 if found is not None and restored(found, placeholders) == plain:
                     conversation, text = tried, found
                     if some is those:
@@ -248,59 +267,18 @@ class TemplateRenderer:
 
         An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
         """
-        found = self._control.find("\0".join(_strings(part)))
+        found = self._control.find("\0".join(strings(part)))
         by_assistant = isinstance(part, dict) and part["role"] == "assistant"
         return found & self._special_names if by_assistant else found
 
-    def _rendered_or_none(self, conversation: Sequence[Any]) -> str | None:
+    def _rendered_or_none(self, conversation: Sequence[Any], placeholders: Mapping[str, str]) -> str | None:
         try:
-            return self._template.render(conversation[:-1], conversation[-1], True)
+            text = self._template.render(conversation[:-1], conversation[-1], True)
         except TemplateRefused:
             return None
-
-    # ---- what a template loses ----
-
-    def _refuse_losses(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, since: int
-    ) -> None:
-        """Raise `Refused` where the template left out a part of the conversation, from message `since` on."""
-        if since == 0 and tools and self._loses_tools(messages, tools, text):
-            raise Refused(
-                Code.MALFORMED,
-                "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
-                "they are described in the system message, or send none.",
-            )
-        for index, message in enumerate(messages[since:], since):
-            if message["role"] != "assistant":
-                if self._loses(messages, tools, text, index):
-                    raise Refused(Code.MALFORMED, _LOST.format(index, message["role"], _cure(message["role"])))
-            elif any(call["function"]["name"] not in text for call in message.get("tool_calls") or ()):
-                raise Refused(Code.MALFORMED, _LOST.format(index, "assistant", _cure("tool")))
-
-    def _loses_tools(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str) -> bool:
-        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
-        if not all(tool["function"]["name"] in text for tool in tools):
-            return True
-        if self._shows_tools:
-            return False
-        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
-        try:
-            return self._text(messages, others, True) == text
-        except TemplateRefused:
-            return False
-
-    def _loses(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], text: str, index: int
-    ) -> bool:
-        content = (messages[index].get("content") or "").strip()
-        if not content or content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
-            return False
-        changed = [*messages]
-        changed[index] = {**messages[index], "content": f"{content} {WORD}"}
-        try:
-            return self._text(changed, tools, True) == text
-        except TemplateRefused:
-            return False
+        for character in placeholders.values():
+            text = text.replace(escaped(character), character)
+        return text
 
     # ---- completions ----
 
@@ -310,59 +288,6 @@ class TemplateRenderer:
 
     def _end_of(self, prompt: Sequence[int]) -> str:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
-
-    def _has_place_for_tools(self) -> bool:
-        try:
-            return TOOL["function"]["name"] in self._text([user("look")], [TOOL], True)
-        except TemplateRefused:
-            return False
-
-    def _find_stops(self) -> tuple[int, ...]:
-        """Return the ids that end a completion: those of the model's files, and those that the template writes."""
-        found = set(configured_stops(self._tokenizer))
-        ask, more = user("look"), user("again")
-        ending = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}], False)
-        continued = self._after(_LAST, [ask, {"role": "assistant", "content": _LAST}, more], True)
-        found.update(self._last_special(common_start(ending, continued)) or self._last_special(ending))
-        between, second, _ = self._after(_CONTENT, [ask, call_of([_CONTENT, _LAST])], False).partition(_LAST)
-        between = between if second else ""  # a template may show one call of a turn alone
-        called = self._after(_LAST, [ask, call_of([_LAST])], False)
-        found.update(stop for stop in self._last_special(called) if self._tokenizer.added[stop] not in between)
-        if not found:
-            log.warning("the model has no token that ends a completion")
-        return tuple(sorted(found))
-
-    def _after(self, word: str, messages: Sequence[ChatMessage], generate: bool) -> str:
-        try:
-            return self._text(messages, [TOOL] if messages[1].get("tool_calls") else [], generate).rpartition(word)[2]
-        except TemplateRefused:
-            return ""
-
-    def _last_special(self, text: str) -> list[int]:
-        places = [(text.rfind(name), len(name), index) for index, name in self._tokenizer.specials.items()]
-        place, _, index = max(places, default=(-1, 0, 0))
-        return [index] if place >= 0 else []
-
-
-_LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
-
-
-def _cure(role: str) -> str:
-    if role == "tool":
-        return "set model.tools to hermes in the job, or send the result as a user's message"
-    if role == "user":
-        return "give the job a model.chat_template that renders it"
-    return "put the text into the first user's message, or give the job a model.chat_template that renders it"
-
-
-def configured_stops(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids at which generation ends, according to the model's files."""
-    stops: set[int] = set()
-    for config in (tokenizer.generation_config, tokenizer.model_config):
-        found = config.get("eos_token_id")
-        stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
-    named = tokenizer.token_id(tokenizer.named["eos_token"]) if "eos_token" in tokenizer.named else None
-    return tuple(sorted(stops if named is None else stops | {named}))
 
 
 def restored(text: str, placeholders: Mapping[str, str]) -> str:
@@ -377,19 +302,6 @@ def _control_names(tokenizer: Tokenizer, template: ChatTemplate) -> set[str]:
     written = template.literals()
     added = {name for name in tokenizer.added.values() if name in written and not name.isspace()}
     return added | {name for name in tokenizer.specials.values() if name}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    """Yield all texts of a value of JSON, and the keys of its mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from _strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _strings(item)
 
 
 def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:

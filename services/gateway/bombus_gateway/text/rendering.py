@@ -52,7 +52,8 @@ class TextModel:
         self.tokenizer = Tokenizer(files)
         source = template_of(self.tokenizer, name) if options.chat else _NO_CHAT
         kind = HermesTemplate if options.tools == "hermes" else ChatTemplate
-        template = kind(source, {**self.tokenizer.named, **options.variables})
+        with_tools = self.tokenizer.template_with_tools if options.chat else ""
+        template = kind(source, {**self.tokenizer.named, **options.variables}, with_tools)
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
         limit = self.tokenizer.model_config.get("max_position_embeddings")

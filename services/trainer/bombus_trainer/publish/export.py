@@ -222,6 +222,7 @@ def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[
 
 def _write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -> None:
     for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
     if "config.json" in files:
         config = json.loads(files["config.json"])

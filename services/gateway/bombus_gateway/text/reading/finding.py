@@ -258,10 +258,11 @@ def _marks_around(before: str, after: str) -> Thinking | None:
 def _prompted_thinking(render: RenderText) -> Thinking | None:
     """Look for marks with which the template begins a turn, or that it explains to the model."""
     try:
-        prompt = render([_USER], (), True)
+        texts = [render([_USER], (), True), render([_USER, {"role": "assistant", "content": _TEXT}], (), False)]
     except TemplateRefused:
         return None
-    return next((thinking for thinking in THINKING if thinking.open in prompt or thinking.close in prompt), None)
+    found = (thinking for thinking in THINKING for text in texts if thinking.open in text or thinking.close in text)
+    return next(found, None)
 
 
 def _dropped_thinking(render: RenderText) -> Thinking | None:

@@ -1,0 +1,133 @@
+"""Finds what a chat template leaves out of a conversation without a word, and refuses such conversations."""
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
+
+from bombus.errors import Code, Refused
+from bombus.text.chat_template import TemplateRefused
+from bombus_gateway.text.forms import TOOL, WORD, user
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.finding import RenderText
+
+SURE_CHARACTERS = 16  # a text that is shorter may be part of the template's own
+
+_Tools = Sequence[Mapping[str, Any]]
+
+
+class LossCheck:
+    """Looks for what one template leaves out."""
+
+    def __init__(self, render: RenderText) -> None:
+        self._render = render
+        shown = self._rendered([user("look")], [TOOL])
+        self._shows_tools = shown is not None and TOOL["function"]["name"] in shown
+
+    def given(self, render: RenderText) -> Self:
+        """Return the check of the same template with other variables, which may hide tools."""
+        made = copy.copy(self)
+        made._render = render
+        made._shows_tools = False  # each conversation says
+        return made
+
+    def refuse_losses(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int = 0) -> None:
+        """Raise `Refused` where `text`, the rendering, lacks a part of the conversation, from message `since` on."""
+        if since == 0 and tools and self._loses_tools(messages, tools, text):
+            raise Refused(
+                Code.MALFORMED,
+                "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
+                "they are described in the system message, or send none.",
+            )
+        lost = [*self._lost_contents(messages, tools, text, since), *_lost_calls(messages, text, since)]
+        if lost:
+            role = messages[min(lost)]["role"]
+            raise Refused(Code.MALFORMED, _LOST.format(min(lost), role, _cure(role)))
+
+    def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
+        """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
+        if not all(tool["function"]["name"] in text for tool in tools):
+            return True
+        if self._shows_tools:
+            return False
+        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
+        return self._rendered(messages, others) == text
+
+    def _lost_contents(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> list[int]:
+        """Return the messages of others than the assistant whose contents do not change the text.
+
+        A long content that is in the text as often as in the conversation is not lost. All others get words of ours,
+        and those whose words are missing are looked at one by one.
+        """
+        everything = [*strings([messages, tools])]
+        suspects = [
+            index
+            for index, message in enumerate(messages)
+            if index >= since and message["role"] != "assistant" and not _is_sure(_content(message), text, everything)
+        ]
+        words = {index: f"{WORD}{index}q" for index in suspects}
+        marked = self._rendered(_with_words(messages, words), tools) if suspects else ""
+        missing = [index for index in suspects if marked is None or words[index] not in marked]
+        return [
+            index for index in missing if self._rendered(_with_words(messages, {index: words[index]}), tools) == text
+        ]
+
+    def _rendered(self, messages: Sequence[ChatMessage], tools: _Tools) -> str | None:
+        try:
+            return self._render(messages, tools, True)
+        except TemplateRefused:
+            return None
+
+
+_LOST = "messages.{}: the model's chat template drops messages of role {} without a word: {}."
+
+
+def _cure(role: str) -> str:
+    if role in ("tool", "assistant"):
+        return "set model.tools to hermes in the job, or send the result as a user's message"
+    if role == "user":
+        return "give the job a model.chat_template that renders it"
+    return "put the text into the first user's message, or give the job a model.chat_template that renders it"
+
+
+def _lost_calls(messages: Sequence[ChatMessage], text: str, since: int) -> list[int]:
+    """Return the messages with a call of a function whose name is not in the text."""
+    return [
+        index
+        for index, message in enumerate(messages)
+        if index >= since and any(call["function"]["name"] not in text for call in message.get("tool_calls") or ())
+    ]
+
+
+def _content(message: ChatMessage) -> str:
+    return (message.get("content") or "").strip()
+
+
+def _is_sure(content: str, text: str, everything: Sequence[str]) -> bool:
+    """Whether the text has a content as often as all texts of the conversation, as it is or as JSON has it."""
+    if not content:
+        return True
+    if len(content) < SURE_CHARACTERS:
+        return False
+    wanted = sum(part.count(content) for part in everything)
+    return any(text.count(form) >= wanted for form in (content, json.dumps(content, ensure_ascii=False)[1:-1]))
+
+
+def _with_words(messages: Sequence[ChatMessage], words: Mapping[int, str]) -> list[ChatMessage]:
+    return [
+        {**message, "content": f"{_content(message)} {words[index]}"} if index in words else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def strings(value: Any) -> Iterable[str]:
+    """Yield all texts of a value of JSON, and the keys of its mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from strings(item)

@@ -1,0 +1,89 @@
+"""Finds the tokens that end a completion: those that the model's files name, and those that its template writes."""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from bombus.text.chat_template import TemplateRefused
+from bombus.text.tokenizer import Tokenizer
+from bombus_gateway.text.forms import TOOL, WORD, call_of, common_start, user
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.reading.finding import RenderText
+
+_FIRST, _LAST = f"{WORD}zf", f"{WORD}zl"
+_ANSWER: ChatMessage = {"role": "assistant", "content": _LAST}
+_RESULT: ChatMessage = {"role": "tool", "tool_call_id": "call_0", "content": "again"}
+_REASONING = {"reasoning_content": _FIRST}
+
+
+def configured_stops(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids at which generation ends, according to the model's files."""
+    stops: set[int] = set()
+    for config in (tokenizer.generation_config, tokenizer.model_config):
+        found = config.get("eos_token_id")
+        stops.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+    named = tokenizer.token_id(tokenizer.named["eos_token"]) if "eos_token" in tokenizer.named else None
+    return stops if named is None else stops | {named}
+
+
+def find_stops(render: RenderText, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a completion, in order.
+
+    A token that the template also writes within a turn, as some do between reasoning and what follows it, ends none,
+    unless the model's files name it. Where nothing ends a turn, the token that begins the next one does.
+    """
+    names = {name: index for index, name in tokenizer.specials.items()}
+    # Some templates end a turn of calls only if its content is an empty text, and some refuse that.
+    one, two = call_of([_LAST]), call_of([_FIRST, _LAST])
+    content = "" if _LAST in _rendered(render, {**one, "content": ""}) else None
+    one, two = {**one, "content": content}, {**two, "content": content}
+    within = [_before_call(render, one), *(_between(render, {**turn, **_REASONING}) for turn in (_ANSWER, one))]
+    ends = _ends(render, names, _ANSWER, user("again"), within)
+    ends += _ends(render, names, one, _RESULT, [*within, _between(render, two)])
+    return tuple(sorted(configured_stops(tokenizer) | {names[name] for name in ends}))
+
+
+def _ends(
+    render: RenderText, names: Collection[str], turn: ChatMessage, following: ChatMessage, within: Sequence[str]
+) -> list[str]:
+    """Return the special token that ends a turn, if there is one."""
+    ending, continued = _after(render, turn), _after(render, turn, following)
+    common = common_start(ending, continued)
+    next_turn = continued.removeprefix(common).lstrip()
+    found = _last(names, common) or _last(names, ending), [name for name in names if next_turn.startswith(name)]
+    outside = ([name for name in each if not any(name in text for text in within)] for each in found)
+    return next(filter(None, outside), [])
+
+
+def _rendered(render: RenderText, *turns: ChatMessage) -> str:
+    """Return the text of a question and what follows it, empty where the template refuses them."""
+    tools = [TOOL] if any("tool_calls" in turn for turn in turns) else []
+    try:
+        return render([user("look"), *turns], tools, turns[-1]["role"] != "assistant")
+    except TemplateRefused:
+        return ""
+
+
+def _after(render: RenderText, *turns: ChatMessage) -> str:
+    return _rendered(render, *turns).rpartition(_LAST)[2]
+
+
+def _between(render: RenderText, turn: ChatMessage) -> str:
+    """Return what the template writes between the two words of a turn; nothing where it leaves one of them out."""
+    _, first, rest = _rendered(render, turn).rpartition(_FIRST)
+    between, last, _ = rest.partition(_LAST)
+    return between if first and last else ""
+
+
+def _before_call(render: RenderText, call: ChatMessage) -> str:
+    """Return what the template writes between a prompt and the words of a call that answers it."""
+    try:
+        prompt = render([user("look")], [TOOL], True)
+    except TemplateRefused:
+        return ""
+    text = _rendered(render, call)
+    return text.removeprefix(prompt).rpartition(_LAST)[0] if text.startswith(prompt) else ""
+
+
+def _last(names: Iterable[str], text: str) -> list[str]:
+    """Return the name of the last special token in a text, if there is one."""
+    place, _, name = max(((text.rfind(name), len(name), name) for name in names), default=(-1, 0, ""))
+    return [name] if place >= 0 else []

@@ -1,0 +1,145 @@
+"""Plays six turns through a real gateway, as an agent with OpenAI's SDK does, and looks at what was recorded."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from openai.types.chat import ChatCompletionMessage
+
+from bombus.bus import Bus
+from bombus.hive.records import CallRecord, unpack_tokens
+from bombus_gateway.text.message import ChatMessage
+from tests.gateway.openai_hive import gateway_hive, says
+from tests.templates.battery import (
+    PLAIN_TURNS,
+    Extension,
+    Kind,
+    Outcome,
+    Spoken,
+    Subject,
+    difference,
+    spoken,
+    turns_of,
+)
+from tests.templates.conversations import user
+from tests.templates.families import MODEL
+
+JOB: dict[str, Any] = {
+    "bombus": {
+        "model": {"path": MODEL},
+        "rollout": {
+            "max_prompt_length": 20_000,
+            "max_response_length": 10_000,
+            "max_response_length_in_one_turn": 1_000,
+        },
+    }
+}
+
+
+class Asked(NamedTuple):
+    """One call of the episode.
+
+    `sent` has the messages of the agent, `spoken` the same with answers as the model said them: they differ where the
+    model's syntax is not known, or in white space. `said` is what the replica sampled.
+    """
+
+    sent: list[ChatMessage]
+    spoken: list[ChatMessage]
+    said: Spoken
+
+
+async def play(bus: Bus, subject: Subject) -> list[Outcome]:
+    """Play six turns, with tools where the template has them, and compare all records with the template's rendering.
+
+    The replica samples what the template writes for an answer. The agent appends the message that it receives.
+    """
+    turns, tools = turns_of(subject)
+    if tools and not subject.ours.renderer.reading.calls:
+        turns, tools = PLAIN_TURNS, []  # the agent would get calls as text, and have nothing to answer
+    if not turns:
+        return []
+    outcomes: list[Outcome] = []
+    asked: list[Asked] = []
+    messages: list[Any] = []
+    conversation: list[ChatMessage] = []
+    request: dict[str, Any] = {"model": MODEL, "tools": tools} if tools else {"model": MODEL}
+    async with gateway_hive(bus, JOB, subject.reference.family.files) as hive:
+        episode, key = await hive.claim()
+        agent = hive.client(key)
+        following = [*(sent for sent, _ in turns[1:]), [user("Go on.")]]
+        for (sent, answer), then in zip(turns, following, strict=True):
+            sent = _answering(messages, sent)
+            messages, conversation = [*messages, *sent], [*conversation, *sent]
+            said = spoken(subject, conversation, answer, then, tools)
+            asked.append(Asked(messages, conversation, said))
+            hive.replica.scripts.append(says(said.tokens))
+            completion = await agent.chat.completions.create(messages=messages, **request)
+            received = _message(completion.choices[0].message)
+            detail = _misread(subject, said, received)
+            outcomes.append(Outcome(f"answer {len(asked)}", Kind.WRONG if detail else Kind.EQUAL, detail))
+            messages, conversation = [*messages, received], [*conversation, _with_ids(said.message, received)]
+        records = await hive.records(episode, len(turns))
+    return outcomes + _compared(subject, asked, records, tools)
+
+
+def _answering(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return what is sent, with results under the ids of the calls that were received last."""
+    calls = iter(messages[-1].get("tool_calls", ()) if messages else ())
+    ids = ((message, next(calls, None) if message["role"] == "tool" else None) for message in sent)
+    return [{**message, "tool_call_id": call["id"]} if call else message for message, call in ids]
+
+
+def _with_ids(said: ChatMessage, received: ChatMessage) -> ChatMessage:
+    """Return what was said, with its calls under the ids that the agent received."""
+    if "tool_calls" not in said or "tool_calls" not in received:
+        return said
+    pairs = zip(said["tool_calls"], received["tool_calls"])
+    return {**said, "tool_calls": [{**call, "id": got["id"]} for call, got in pairs]}
+
+
+def _message(received: ChatCompletionMessage) -> ChatMessage:
+    """Return a message as the agent sends it back: as it is, without what is null, but for its content."""
+    return {"content": None, **received.model_dump(exclude_none=True)}
+
+
+def _misread(subject: Subject, said: Spoken, received: ChatMessage) -> str:
+    """Say what the agent received that differs from what the model said, where the syntax of the template is known."""
+    reading = subject.ours.renderer.reading
+    calls = [_call(call) for call in said.message.get("tool_calls", ())]
+    if calls and not reading.calls:
+        return ""
+    content = (received["content"] or "").strip()
+    if said.tokens[0] in subject.ours.tokenizer.specials:  # the turn begins with a header of its own
+        content = content.removeprefix("model").strip()
+    reasoning = said.message.get("reasoning_content", "") if reading.reasoning else ""
+    wanted = ((said.message["content"] or "").strip(), calls, reasoning)
+    found_calls = [_call(call) for call in received.get("tool_calls", ())]
+    found = (content, found_calls, received.get("reasoning_content", "").strip())
+    return "" if found == wanted else f"received {found}, said {wanted}"
+
+
+def _call(call: dict[str, Any]) -> tuple[str, Any]:
+    return call["function"]["name"], json.loads(call["function"]["arguments"])
+
+
+def _compared(
+    subject: Subject, asked: Sequence[Asked], records: Sequence[CallRecord], tools: list[dict[str, Any]]
+) -> list[Outcome]:
+    """Compare each recorded prompt with the template's rendering of the messages that the agent sent."""
+    outcomes: list[Outcome] = []
+    history: list[int] = []
+    for number, (call, record) in enumerate(zip(asked, records, strict=True)):
+        assert record.choices[0].token_ids() == call.said.tokens
+        assert record.parent is None or record.parent.id == records[number - 1].id
+        tail = unpack_tokens(record.prompt_tail)
+        detail = ""
+        if record.parent is None:
+            wanted = subject.reference.ids(call.sent, tools)
+            detail = difference(subject.reference, tail, wanted) if tail != wanted else ""
+        if number and not detail:
+            before = subject.reference.texts.text(asked[number - 1].spoken, tools)
+            made = Extension(before, asked[number - 1].said.tokens, history, tail if record.parent else None)
+            detail = made.misjudged(subject.reference, call.spoken, tools)
+        outcomes.append(Outcome(f"prompt {number + 1}", Kind.WRONG if detail else Kind.EQUAL, detail))
+        history = (history if record.parent else []) + tail + call.said.tokens
+    return outcomes
