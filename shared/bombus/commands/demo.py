@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from bombus.config.flags import check_range
 from bombus.demo import chart
@@ -15,6 +15,7 @@ from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, TrainingPlan
 from bombus.errors import BombusError, Code, Refused
 from bombus.sdk.job import Job
+from bombus.weights.models import SMOLLM2, hub_name
 
 BEGAN = time.monotonic()
 SEED_MAX = (1 << 63) - 1
@@ -24,8 +25,15 @@ TINY_THRESHOLDS = (0.5, 0.8, 0.9)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tiny", action="store_true", help="train a model of 0.4 M parameters from scratch (default: SmolLM2-135M)"
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument(
+        "--tiny", action="store_true", help="train a model of 0.4 M parameters from scratch, on two tasks"
+    )
+    model.add_argument(
+        "--model",
+        default=SMOLLM2,
+        metavar="FOLDER",
+        help="the model: a folder as `save_pretrained` leaves it, of any name (default: %(default)s, SmolLM2-135M)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the seed of everything random (default: %(default)s)")
     parser.add_argument(
@@ -52,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_range("--seed", arguments.seed, 0, SEED_MAX)
     minutes = arguments.minutes if arguments.minutes is not None else (2.0 if arguments.tiny else 5.0)
     check_range("--minutes", minutes, MINUTES_MIN, MINUTES_MAX)
+    model = _found(arguments.model)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(Code.BAD_CONFIG, f"{out} has an earlier run in it: name another --out, or remove it")
     out.mkdir(parents=True, exist_ok=True)
@@ -59,10 +68,20 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
             return max(_tiny(out, count, arguments.seed, minutes) for count in turns)
-        return _main(out, arguments.seed, minutes)
+        return _main(out, model, arguments.seed, minutes)
     except BombusError as error:
         print(f"bombus demo: {error}", file=sys.stderr)
         return 1
+
+
+def _found(model: str) -> str:
+    """Return `smollm2`, or the absolute path of a model's folder. Raises `Refused` when there is none."""
+    if model == SMOLLM2:
+        return model
+    folder = Path(model).expanduser().absolute()
+    if not (folder / "config.json").is_file():
+        raise Refused(Code.BAD_CONFIG, f"there is no model at {folder}: a model's folder has a config.json")
+    return str(folder)
 
 
 # ---- the tiny model ---------------------------------------------------------------------------------------------
@@ -125,14 +144,13 @@ def _threshold_line(curve: Curve, threshold: float) -> str:
     return f"reward {threshold}: {seconds:5.1f} s from the start, {trained:5.1f} s of training"
 
 
-# ---- the bundled model ------------------------------------------------------------------------------------------
+# ---- the bundled model, or another one --------------------------------------------------------------------------
 
 
-def _main(out: Path, seed: int, minutes: float) -> int:
-    game = Needle()
-    plan = TrainingPlan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
-    job = Job(
-        model="smollm2",
+def needle_job(model: str, plan: TrainingPlan) -> Job:
+    """Return a job that trains LoRA adapters of an instruct model, whichever it is: a name, or a folder."""
+    return Job(
+        model=model,
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
         max_prompt_length=256,
@@ -144,14 +162,20 @@ def _main(out: Path, seed: int, minutes: float) -> int:
         lora_alpha=32,
         lora_load_format="safetensors",
         bombus={
-            "model": {"seed": seed},
+            "model": {"seed": plan.seed},
             "trainer": {"weight_decay": 0.0, "warmup_steps": 3, "loss_aggregation": "token"},
         },
     )
+
+
+def _main(out: Path, model: str, seed: int, minutes: float) -> int:
+    game = Needle()
+    plan = TrainingPlan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
+    job = needle_job(model, plan)
     reply, constant = game.constant_reply()
     curve, weights = asyncio.run(_Demo(out, game, job, plan, BEGAN).train())
     picture = out / "reward.png"
-    chart.draw(curve, picture, f"SmolLM2-135M-Instruct on needle_haystack, seed {seed}", constant)
+    chart.draw(curve, picture, f"{PurePath(hub_name(model) or model).name} on needle_haystack, seed {seed}", constant)
     first, last = curve.measured[0], curve.measured[-1]
     print(f"\n{game.title}, seed {seed}")
     print(f"{len(game.held_out())} held-out questions; none of their names occurs in training")

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from bombus.errors import BombusError
+
 Messages = list[dict[str, Any]]
 
 
@@ -40,8 +42,15 @@ class ModelReply(msgspec.Struct, frozen=True):
     ended: bool
 
 
+class CallRefused(BombusError):
+    """Raised when the gateway refuses a model call. The message is the gateway's, which says what to do."""
+
+
 class GameModel(Protocol):
-    """The model inside one episode, with the two kinds of completion that OpenAI's API has."""
+    """The model inside one episode, with the two kinds of completion that OpenAI's API has.
+
+    Both raise `CallRefused`.
+    """
 
     def chat(self, messages: Messages, max_tokens: int) -> Awaitable[ModelReply]: ...
 
@@ -144,6 +153,9 @@ class Needle:
     TRAINING_SEED, HELD_OUT_SEED = 1, 900_000_000
     RIGHT, OTHER, NONE = "the right name", "another name of the text", "no name of the text"
 
+    def __init__(self) -> None:
+        self._takes_system = True  # whether the model's chat template has a place for a system message
+
     @staticmethod
     def _is_held_out(name: str) -> bool:
         """Whether a name is in the fixed quarter of all names that training does not use."""
@@ -205,16 +217,22 @@ class Needle:
         return 0.9 * share + 0.1 * reply.ended
 
     async def play(self, model: GameModel, task: GameTask) -> Played:
-        messages: Messages = [
-            {"role": "system", "content": self.SYSTEM},
-            {"role": "user", "content": task.prompt},
-        ]
-        reply = await model.chat(messages, self.MAX_TOKENS)
+        reply = await self._ask(model, task.prompt)
         answer = reply.text.strip().lower()
         exact = answer == task.answer.lower()
         named = answer in [name.lower() for name in task.entry["names"]]
         kind = self.RIGHT if exact else self.OTHER if named else self.NONE
         return Played(reward=self.reward(reply, task.answer), exact=exact, kind=kind)
+
+    async def _ask(self, model: GameModel, question: str) -> ModelReply:
+        """Put the system's text before the question for models that refuse a system message, such as Gemma 2."""
+        if self._takes_system:
+            try:
+                messages = [{"role": "system", "content": self.SYSTEM}, {"role": "user", "content": question}]
+                return await model.chat(messages, self.MAX_TOKENS)
+            except CallRefused:
+                self._takes_system = False
+        return await model.chat([{"role": "user", "content": f"{self.SYSTEM}\n\n{question}"}], self.MAX_TOKENS)
 
     def constant_reply(self) -> tuple[str, float]:
         tasks = self.held_out()

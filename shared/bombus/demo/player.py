@@ -7,7 +7,7 @@ from typing import Any, Literal
 import aiohttp
 import msgspec
 
-from bombus.demo.games import Game, GameTask, Messages, ModelReply, Played
+from bombus.demo.games import CallRefused, Game, GameTask, Messages, ModelReply, Played
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.types import Credentials, Task, WorkflowOutput
 
@@ -93,6 +93,8 @@ class _Model:
                 "x-stainless-retry-count": str(attempt),
             }
             async with self._http.post(url, data=payload, headers=headers) as response:
+                if 400 <= response.status < 500:
+                    raise CallRefused(msgspec.json.decode(await response.read())["error"]["message"])
                 if response.status != 503 or attempt == TRIES - 1:
                     response.raise_for_status()
                     choice: dict[str, Any] = msgspec.json.decode(await response.read())["choices"][0]
