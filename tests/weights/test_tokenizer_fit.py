@@ -87,6 +87,17 @@ def test_a_padding_id_without_a_token_is_refused() -> None:
     assert "generation_config.json has pad_token_id 151900, which is no token in the tokenizer" in why
 
 
+def test_in_the_models_own_folder_only_the_end_of_sequence_has_to_agree() -> None:
+    files = changed(qwen_like(bos_token_id=1), "tokenizer_config.json", bos_token="<|im_start|>")
+    assert "config.json has bos_token_id 1, which is 'w1' in the tokenizer" in misfit(files)
+    check_fit(files, "my-folder", "my-folder")
+    with pytest.raises(EngineFault) as caught:
+        check_fit(qwen_like(eos_token_id=2), "my-folder", "my-folder")
+    why = str(caught.value)
+    assert why.startswith("the tokenizer in 'my-folder' does not fit the model there: the model's config.json has eos_")
+    assert why.endswith("; correct its files, or set model.tokenizer to another one")
+
+
 def test_a_named_end_of_sequence_that_the_tokenizer_does_not_have_is_refused() -> None:
     assert "its eos_token '</s>' is not one of its tokens" in misfit(
         changed(qwen_like(), "tokenizer_config.json", eos_token="</s>")

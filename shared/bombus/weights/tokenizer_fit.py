@@ -6,7 +6,7 @@ ends of sequences are special tokens of the tokenizer, and the markers of its ch
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bombus.errors import EngineFault
@@ -22,15 +22,20 @@ _MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
 def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
     """Raise `EngineFault` with one sentence that says what does not fit, unless the tokenizer is the model's own.
 
-    `files` are the tokenizer's, with the model's config.json and generation_config.json.
+    `files` are the tokenizer's, with the model's config.json and generation_config.json. In the model's own folder only
+    the end of sequence is compared: the other two ids are not used, and old ones are left there by many a fine-tuning.
     """
-    misfit = _misfit(files)
+    own = tokenizer == model
+    misfit = _misfit(files, ("eos",) if own else ROLES)
+    if misfit and own:
+        todo = "correct its files, or set model.tokenizer to another one"
+        raise EngineFault(f"the tokenizer in {model!r} does not fit the model there: {misfit}; {todo}")
     if misfit:
         whose = f"the tokenizer of {tokenizer!r} is not that of the model {model!r}"
         raise EngineFault(f"{whose}: {misfit}; set model.tokenizer to the model's own")
 
 
-def _misfit(files: Mapping[str, bytes]) -> str:
+def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
     """Say what does not fit; empty when everything does."""
     described, config = _read(files, "tokenizer.json"), _read(files, "config.json")
     ids = token_ids(described)
@@ -45,7 +50,7 @@ def _misfit(files: Mapping[str, bytes]) -> str:
     unused = size - (ids[highest] + 1)
     if unused > max(UNUSED_MAX_OF_SMALL, int(size * UNUSED_SHARE_MAX)):
         return f"it has {ids[highest] + 1} tokens, and the model {size}"
-    return _role_misfit(files, ids, config) or _marker_misfit(files, ids)
+    return _role_misfit(files, ids, config, compared) or _marker_misfit(files, ids)
 
 
 def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
@@ -57,8 +62,10 @@ def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
     return {**vocabulary, **added}
 
 
-def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Mapping[str, Any]) -> str:
-    """Say which id that ends, begins or pads sequences for the model is not a special token of the tokenizer.
+def _role_misfit(
+    files: Mapping[str, bytes], ids: Mapping[str, int], config: Mapping[str, Any], compared: Sequence[str]
+) -> str:
+    """Say which token of a role the tokenizer lacks, or which of the model's ids for a `compared` role is not special.
 
     The tokenizer may prefer another special token: models have several ends of sequence, and some well-known ones name
     one in config.json that their tokenizer does not. With another model's tokenizer the id belongs to part of a word.
@@ -67,20 +74,21 @@ def _role_misfit(files: Mapping[str, bytes], ids: Mapping[str, int], config: Map
     added = _read(files, "tokenizer.json").get("added_tokens") or ()
     specials = {int(token["id"]) for token in added if token.get("special")}
     names = {index: token for token, index in ids.items()}
+    sources = (("config.json", config), ("generation_config.json", generation))
     for role in ROLES:
         token = _name_of(text.get(f"{role}_token"))
         if token is None:
             continue
         if token not in ids:
             return f"its {role}_token {token!r} is not one of its tokens"
-        for source, given in (("config.json", config), ("generation_config.json", generation)):
-            for index in _ids_of(given.get(f"{role}_token_id")):
-                if index not in specials and index != ids[token]:
-                    what = repr(names[index]) if index in names else "no token"
-                    return (
-                        f"the model's {source} has {role}_token_id {index}, which is {what} in the tokenizer, "
-                        f"whose {role}_token is {token!r} ({ids[token]})"
-                    )
+        named = [(source, index) for source, given in sources for index in _ids_of(given.get(f"{role}_token_id"))]
+        for source, index in named if role in compared else ():
+            if index not in specials and index != ids[token]:
+                what = repr(names[index]) if index in names else "no token"
+                return (
+                    f"the model's {source} has {role}_token_id {index}, which is {what} in the tokenizer, "
+                    f"whose {role}_token is {token!r} ({ids[token]})"
+                )
     return ""
 
 
