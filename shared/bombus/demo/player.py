@@ -35,9 +35,11 @@ class Player:
 
     async def play(
         self, claimed: Sequence[Credentials], tasks: Sequence[GameTask], temperature: float = 1.0
-    ) -> list[Played]:
-        """Play one claimed episode for each task, all at once. An episode whose infrastructure fails is aborted and is
-        missing from the result."""
+    ) -> list[Played | None]:
+        """Play one claimed episode for each task, all at once. Return the results in their order.
+
+        An episode whose infrastructure fails is aborted, and its result is None.
+        """
         played = await asyncio.gather(
             *(
                 self._one(_Model(self._http, credentials, temperature), task)
@@ -56,7 +58,7 @@ class Player:
             await self.client.abort_episodes(lost, infra=True, detail="the model could not be reached")
         if ends:
             await self.client.end_episodes(ends)
-        return [result for result in played if result is not None]
+        return played
 
     async def _one(self, model: "_Model", task: GameTask) -> Played | None:
         try:
@@ -92,12 +94,17 @@ class _Model:
                 # As the OpenAI SDK sends it: the retry of a recorded call gets the recorded answer.
                 "x-stainless-retry-count": str(attempt),
             }
-            async with self._http.post(url, data=payload, headers=headers) as response:
-                if 400 <= response.status < 500:
-                    raise CallRefused(msgspec.json.decode(await response.read())["error"]["message"])
-                if response.status != 503 or attempt == TRIES - 1:
-                    response.raise_for_status()
-                    choice: dict[str, Any] = msgspec.json.decode(await response.read())["choices"][0]
-                    return choice
+            is_last = attempt == TRIES - 1
+            try:
+                async with self._http.post(url, data=payload, headers=headers) as response:
+                    if 400 <= response.status < 500:
+                        raise CallRefused(msgspec.json.decode(await response.read())["error"]["message"])
+                    if response.status != 503 or is_last:
+                        response.raise_for_status()
+                        choice: dict[str, Any] = msgspec.json.decode(await response.read())["choices"][0]
+                        return choice
+            except aiohttp.ClientConnectionError:  # such as an idle connection that was closed as it was used again
+                if is_last:
+                    raise
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("the last try returns or raises")

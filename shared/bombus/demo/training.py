@@ -86,6 +86,14 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
+def still_to_play(left: Sequence[GameTask], results: Sequence[Played | None]) -> list[GameTask]:
+    """Return what is left after the first of these tasks gave `results`.
+
+    Episodes that were lost to infrastructure are played again, each with its own task: a batch needs whole groups.
+    """
+    return [task for task, result in zip(left, results) if result is None] + [*left[len(results) :]]
+
+
 class Clock:
     """Counts the seconds between `go` and `pause`."""
 
@@ -146,10 +154,9 @@ class Training:
             claimed = await self.player.claim(min(len(left), PLAYED_AT_ONCE_MAX))
             if version < 0:
                 version = await self.player.client.get_global_step()
-            part = await self.player.play(claimed, left[: len(claimed)], self.plan.temperature)
-            played += part
-            # Episodes lost to infrastructure are played again: a batch needs its exact number.
-            left = left[len(part) :]
+            results = await self.player.play(claimed, left[: len(claimed)], self.plan.temperature)
+            played += [result for result in results if result is not None]
+            left = still_to_play(left, results)
         step = Stepped(
             version=version,
             training_s=self.trained.seconds,
@@ -180,7 +187,8 @@ class Training:
             self.trained.pause()  # the claim was granted, so the last batch is trained and its weights are loaded
             self.watcher.measuring(start, len(tasks))
             version = await self.player.client.get_global_step()
-            played += await self.player.play(claimed, part, temperature=0.0)
+            results = await self.player.play(claimed, part, temperature=0.0)
+            played += [result for result in results if result is not None]
         point = Measured(
             version=version,
             training_s=self.trained.seconds,
