@@ -15,6 +15,7 @@ from bombus_gateway.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -32,6 +33,16 @@ class TextOptions(msgspec.Struct, frozen=True):
 DEFAULTS = TextOptions()
 
 
+def context_tokens(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence that a model's config.json states, under any of the names that families have for it.
+
+    Models of more than text state it in the part that is for text.
+    """
+    parts = (config, config.get("text_config"))
+    limits = (part.get(name) for part in parts if isinstance(part, dict) for name in CONTEXT_NAMES)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), CONTEXT_TOKENS_DEFAULT)
+
+
 class TextModel:
     """A model's tokenizer and renderer. `context_tokens` is the longest sequence that the model can take."""
 
@@ -47,8 +58,7 @@ class TextModel:
         template = kind(self.tokenizer.chat_template, {**self.tokenizer.named, **options.variables})
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
-        limit = self.tokenizer.model_config.get("max_position_embeddings")
-        self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
+        self.context_tokens = context_tokens(self.tokenizer.model_config)
         reading = self.renderer.reading
         log.info(
             "the model's own chat template renders its prompts",
