@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Fast
 from bombus.errors import EngineFault
 from bombus.hive.records import pack_tokens
 from bombus_gateway.text.message import ChatMessage
-from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.rendering import CONTEXT_TOKENS_DEFAULT, TextModel, context_tokens
 from bombus_gateway.text.text_stream import StopScanner, TextStream
 from tests import smollm2_wheel
 from tests.gateway.openai_hive import FILES, IM_END, TEXT
@@ -142,3 +142,19 @@ def test_the_tokens_up_to_the_one_that_completed_a_stop_string_are_counted() -> 
     assert stream.stopped
     assert text == "the X"
     assert TEXT.tokenizer.decode(tokens[:used]) == "the X🐝"
+
+
+@pytest.mark.parametrize(
+    ("config", "tokens"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 4096}, "vision_config": {"max_position_embeddings": 9}}, 4096),
+        ({"max_position_embeddings": -1}, CONTEXT_TOKENS_DEFAULT),
+        ({}, CONTEXT_TOKENS_DEFAULT),
+    ],
+)
+def test_a_models_context_is_found_under_the_names_that_families_have_for_it(
+    config: dict[str, object], tokens: int
+) -> None:
+    assert context_tokens(config) == tokens

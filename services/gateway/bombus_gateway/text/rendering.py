@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
 _NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions alone') }}"
+CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 class TextOptions(msgspec.Struct, frozen=True):
@@ -41,6 +42,16 @@ class TextOptions(msgspec.Struct, frozen=True):
 DEFAULTS = TextOptions()
 
 
+def context_tokens(config: Mapping[str, Any]) -> int:
+    """Return the longest sequence that a model's config.json states, under any of the names that families have for it.
+
+    Models of more than text state it in the part that is for text.
+    """
+    parts = (config, config.get("text_config"))
+    limits = (part.get(name) for part in parts if isinstance(part, dict) for name in CONTEXT_NAMES)
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), CONTEXT_TOKENS_DEFAULT)
+
+
 class TextModel:
     """A model's tokenizer and renderer. `context_tokens` is the longest sequence that the model can take."""
 
@@ -56,8 +67,7 @@ class TextModel:
         template = kind(source, {**self.tokenizer.named, **options.variables}, with_tools)
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
-        limit = self.tokenizer.model_config.get("max_position_embeddings")
-        self.context_tokens = limit if isinstance(limit, int) and limit > 0 else CONTEXT_TOKENS_DEFAULT
+        self.context_tokens = context_tokens(self.tokenizer.model_config)
         log.info(
             "the model's own chat template renders its prompts"
             if options.chat
