@@ -427,6 +427,32 @@ def test_a_token_that_the_template_writes_within_a_turn_does_not_end_one() -> No
         assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>"]
 
 
+def test_where_nothing_ends_a_turn_the_token_that_begins_the_next_one_does() -> None:
+    source = HEADERS.replace("<|end|>", "").replace("{{ message.role }}<|body|>", "{{ message.role }}")
+    source = source.replace("<|head|>", "{{ '<|tool|>' if message.role == 'tool' else '<|head|>' }}", 1)
+    made = model(source)
+    assert [made.tokenizer.added[stop] for stop in made.renderer.stop_token_ids] == ["</s>", "<|head|>", "<|tool|>"]
+
+
+def test_calls_without_text_stay_one_sequence_where_only_an_empty_text_ends_their_turn() -> None:
+    made = model(
+        WITH_TOOLS.replace("{{ message.content | trim }}", "").replace(
+            "<|end|>", "{% if message.content is defined %}{{ message.content }}<|end|>{% endif %}"
+        )
+    )
+    conversation = [
+        user("the fox"),
+        assistant(None, tool_calls=[call('{"city": "Paris"}')]),
+        {"role": "tool", "tool_call_id": "call_1", "content": "dog"},
+    ]
+    prompt = made.renderer.render(conversation[:1], [TOOL])
+    sampled = made.tokenizer.encode('<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call><|end|>')
+    tail = made.renderer.extend(pack_tokens(prompt + sampled), len(prompt), conversation, 2, [TOOL])
+    assert tail is not None
+    text = made.tokenizer.decode(tail, with_specials=True)
+    assert text == "<|head|>tool<|body|>dog<|end|><|head|>assistant<|body|>"
+
+
 def test_tokens_that_only_the_tokenizers_configuration_names_are_added() -> None:
     made = model(HEADERS.replace("<|end|>", "<|over|>"), config={"extra_special_tokens": ["<|over|>"]})
     assert "<|over|>" in made.tokenizer.specials.values()

@@ -296,7 +296,7 @@ def test_a_family_of_which_transformers_makes_no_causal_language_model_is_missin
     MusicgenConfig().save_pretrained(tmp_path / "musicgen")  # its class is listed, and fails to be made
     T5Config().save_pretrained(tmp_path / "t5")
     for family in ("musicgen", "t5"):
-        (found,) = examine_model(str(tmp_path / family))
+        *_, found = examine_model(str(tmp_path / family))
         assert (found.what.rpartition(": ")[2], found.state) == ("architecture", State.MISSING)
         assert f"this model's architecture ({family}) cannot be loaded" in found.detail
         assert "\n" not in found.detail

@@ -107,6 +107,7 @@ def test_a_tag_and_its_end_are_marks_without_a_table() -> None:
         (template(prompt="{{ '[THINK]\n\n[/THINK]\n' }}"), "[THINK]"),
         (template().replace("m.content or ''", "(m.content or '').split('</think>')[-1]"), "<think>"),
         (template(prompt="</think>"), "<think>"),
+        (template().replace("{{ m.content", "<think></think>{{ m.content"), "<think>"),
         ("Think first: <think> ... </think>" + template(), "<think>"),
         (template(), ""),
         (template(reasoning="{{ m.reasoning_content }}"), ""),

@@ -153,6 +153,8 @@ class TemplateRenderer:
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text[place + len(_LAST) :]
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
+        if ended is not None and self._ends_later(probe, tools, after, self._tokenizer.added[ended]):
+            return None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
 
     def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> Probe:
@@ -207,6 +209,17 @@ class TemplateRenderer:
         before = self._text(probe.messages[: probe.count - 1], tools, True)
         whole = rendered.plain()
         return whole.startswith(before) and all(text in whole[len(before) :] for text in probe.sampled)
+
+    def _ends_later(self, probe: Probe, tools: Sequence[Mapping[str, Any]], after: str, end: str) -> bool:
+        """Whether `end`, which ended the completion, is in `after` only at the end of a later message."""
+        between = after.partition(end)[0].rstrip()
+        if end not in after or not between:
+            return False
+        try:
+            alone = self._text(probe.messages[: probe.count], tools, False)
+        except TemplateRefused:
+            return False
+        return not alone.rpartition(_LAST)[2].startswith(between)
 
     def _after_completion(
         self, after: str, ended: int | None, called: bool, placeholders: Mapping[str, str]
