@@ -219,7 +219,10 @@ class TemplateRenderer:
             alone = self._text(probe.messages[: probe.count], tools, False)
         except TemplateRefused:
             return False
-        return not alone.rpartition(_LAST)[2].startswith(between)
+        # Some templates end the last message of all otherwise: then what follows has to be in between.
+        following = (probe.messages[probe.count].get("content") or "").strip()
+        shown = following in between or json.dumps(following, ensure_ascii=False)[1:-1] in between
+        return shown and not alone.rpartition(_LAST)[2].startswith(between)
 
     def _after_completion(
         self, after: str, ended: int | None, called: bool, placeholders: Mapping[str, str]
