@@ -135,10 +135,15 @@ def refusal(check: Callable[[Path, int], None], folder: Path) -> str:
 
 
 def diagnosis(folder: Path) -> dict[str, Any]:
-    """Return what the doctor says about the configuration in `folder`, by the names of `Found`."""
+    """Return what the doctor says about the configuration in `folder`, by the names of `Found`.
+
+    The folder has no tokenizer, so its chat template is left out.
+    """
     said: dict[str, str] = {}
     for finding in examine_model(str(folder)):
         about = finding.what.rpartition(": ")[2]
+        if about == "chat template":
+            continue
         if finding.state == State.OPTIONAL:
             said["untried"] = finding.detail
         elif finding.state == State.MISSING:
