@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -14,17 +14,18 @@ from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens, escaped
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import WORD, find_form
+from bombus_gateway.text.forms import find_form
 from bombus_gateway.text.losses import LossCheck, strings
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.stops import find_stops
+from bombus_gateway.text.words import free_word
 
 log = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 64  # as many of a prompt's last tokens say whether reasoning is open
-_NOT_TEXT = ("role", "type")  # keys whose values a template compares
-_LAST, _CONTENT, _REASONING = (f"{WORD}{suffix}" for suffix in ("zq", "zw", "zx"))
+_TYPE = ("type",)
+_VARIABLE = "chat_template_kwargs.{}: the text holds the name of a control token, {!r}: take it out."
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -41,12 +42,13 @@ class Rendered(msgspec.Struct, frozen=True):
 class Probe(msgspec.Struct, frozen=True):
     """A conversation with words of ours in place of what was sampled.
 
-    The first `count` messages are in the history. `sampled` has what must be seen after the prompt of the last of them.
-    `unclosed`: the prompt of the last of them opened reasoning, which was not closed.
+    The first `count` messages are in the history. `last` is the word at the end of the last of them. `sampled` has what
+    must be seen after the prompt of that one. `unclosed`: it ends within its reasoning.
     """
 
     messages: list[ChatMessage]
     count: int
+    last: str
     sampled: list[str]
     unclosed: bool = False
 
@@ -74,9 +76,14 @@ class TemplateRenderer:
         """Return this renderer with further variables for its template, or other values of those that it has.
 
         How messages are given to the template, and how completions are read and end, stays as it was found at load.
+        Raises `Refused` where the text of a variable holds the name of a control token.
         """
         if not variables:
             return self
+        for name, value in variables.items():
+            held = sorted(self._control.find(str(value)))
+            if held:
+                raise Refused(Code.MALFORMED, _VARIABLE.format(name, held[0]))
         made = copy.copy(self)
         made._template = self._template.given(variables)
         made._losses = self._losses.given(made._text)
@@ -141,24 +148,29 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         tokens = unpack_tokens(history)
-        probe = self._probe(tokens, completion_at, messages, count)
+        probe = self._probe(tokens, completion_at, messages, count, free_word(strings([messages, tools])))
         try:
             rendered = self._rendered(probe.messages, tools)
             kept = self._history == "keep" or self._keeps(probe, tools, rendered)
         except TemplateRefused:
             return None  # rendering the whole says why
-        place = rendered.text.rfind(_LAST)
-        if place < 0 or not kept:
+        if rendered.text.count(probe.last) != 1 or not kept:
             return None
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
-        after = rendered.text[place + len(_LAST) :]
+        after = rendered.text.partition(probe.last)[2]
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
         if ended is not None and self._ends_later(probe, tools, after, self._tokenizer.added[ended]):
             return None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
 
-    def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> Probe:
-        """Return the messages with words of ours in place of what was sampled, to find it in the rendering."""
+    def _probe(
+        self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int, word: str
+    ) -> Probe:
+        """Return the messages with words in place of what was sampled, which begin with `word` and have letters more.
+
+        No text has these words, so that they say where in the rendering the sampled parts are.
+        """
+        content, last_word = f"{word}w", f"{word}q"
         before = self._tokenizer.decode(tokens[:completion_at])
         text = self._tokenizer.decode(tokens[completion_at:])
         reasoned = bool(self._reasoning_of(tokens[:completion_at], text))
@@ -168,22 +180,30 @@ class TemplateRenderer:
             if message["role"] == "assistant":
                 probe[index] = {key: value for key, value in message.items() if key != "reasoning_content"}
                 if reasoned if index == count - 1 else earlier:
-                    probe[index]["reasoning_content"] = _REASONING + str(index)
+                    probe[index]["reasoning_content"] = f"{word}x{index}"
         last = probe[count - 1]
         calls = last.get("tool_calls")
         if calls:
-            function = {**calls[-1]["function"], "arguments": json.dumps({"a": _LAST})}
+            function = {**calls[-1]["function"], "arguments": json.dumps({"a": last_word})}
             last["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
-            last["content"] = _CONTENT if (last.get("content") or "").strip() else last.get("content")
+            last["content"] = content if (last.get("content") or "").strip() else last.get("content")
         else:
-            last["content"] = _LAST
+            last["content"] = last_word
         sampled = [last["reasoning_content"]] if reasoned else []
-        sampled += [_CONTENT] if last.get("content") == _CONTENT else []
+        sampled += [content] if last.get("content") == content else []
         thinking = self.reading.thinking
         if thinking and thinking.open in text:
             sampled.append(thinking.open)  # also where the reasoning is empty
-        unclosed = thinking is not None and before.rstrip().endswith(thinking.open) and thinking.close not in text
-        return Probe(probe, count, sampled, unclosed)
+        return Probe(probe, count, last_word, sampled, self._is_unclosed(before, text))
+
+    def _is_unclosed(self, before: str, text: str) -> bool:
+        """Whether the completion `text` ends within reasoning, which its prompt `before` opened or which it did."""
+        thinking = self.reading.thinking
+        if thinking is None:
+            return False
+        opened = thinking.open if before.rstrip().endswith(thinking.open) else ""
+        whole = opened + text
+        return whole.rfind(thinking.open) > whole.rfind(thinking.close)
 
     def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
         """Return the reasoning in a completion."""
@@ -219,7 +239,7 @@ class TemplateRenderer:
             alone = self._text(probe.messages[: probe.count], tools, False)
         except TemplateRefused:
             return False
-        return not alone.rpartition(_LAST)[2].startswith(between)
+        return not alone.rpartition(probe.last)[2].startswith(between)
 
     def _after_completion(
         self, after: str, ended: int | None, called: bool, placeholders: Mapping[str, str]
@@ -266,7 +286,7 @@ class TemplateRenderer:
         for index, those in enumerate(held):
             # All names of a message at once; where the template looks for one of them, one by one.
             for some in (those, *({name} for name in sorted(those))) if those else ():
-                replaced = _changed(conversation[index], _replacing({name: placeholders[name] for name in some}))
+                replaced = _changed_part(conversation[index], _replacing({name: placeholders[name] for name in some}))
                 tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
                 found = self._rendered_or_none(tried, placeholders)
                 if found is not None and restored(found, placeholders) == plain:
@@ -329,15 +349,25 @@ def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:
     return replace
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of JSON whose texts are changed, but for those that a template compares."""
+def _changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
+    """Return a value of JSON whose texts are changed, but for those under the keys `kept` at its top."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
         return {
-            key if key in _NOT_TEXT else change(str(key)): item if key in _NOT_TEXT else _changed(item, change)
+            key if key in kept else change(str(key)): item if key in kept else _changed(item, change)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_changed(item, change) for item in value]
+        return [_changed(item, change, kept) for item in value]
     return value
+
+
+def _changed_part(part: Any, change: Callable[[str], str]) -> Any:
+    """Return a message, or the list of the tools, whose texts are changed, but for the few that templates compare.
+
+    These are the role of the message, and the types of the parts of its content, of calls and of tools.
+    """
+    if not isinstance(part, Mapping):
+        return _changed(part, change, _TYPE)
+    return {key: item if key == "role" else _changed(item, change, _TYPE) for key, item in part.items()}
