@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from bombus.errors import Code, Refused
@@ -10,7 +10,7 @@ from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.forms import TOOL, user
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
-from bombus_gateway.text.words import free_word
+from bombus_gateway.text.words import free_word, strings
 
 SURE_CHARACTERS = 16  # a text that is shorter may be part of the template's own
 
@@ -121,16 +121,3 @@ def _with_words(messages: Sequence[ChatMessage], words: Mapping[int, str]) -> li
         {**message, "content": f"{_content(message)} {words[index]}"} if index in words else message
         for index, message in enumerate(messages)
     ]
-
-
-def strings(value: Any) -> Iterable[str]:
-    """Yield all texts of a value of JSON, and the keys of its mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings(item)
