@@ -26,12 +26,17 @@ class ControlTokens:
     def __init__(self, fast: Fast, names: Collection[str]) -> None:
         self.names = frozenset(names)
         longest_first = sorted(self.names, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = _any_of(longest_first)
         self._fast = fast
         self._ids = {index: name for name in self.names if (index := fast.token_to_id(name)) is not None}
-        pieces = [_pieces(name) for name in longest_first]
-        self._suspect = re.compile("|".join(pieces) or r"(?!)", re.IGNORECASE)
-        self._inner = frozenset().union(*map(_inner, longest_first))
+        lowered = [name.lower() for name in longest_first]
+        self._signs = {name[:2] for name in lowered if _is_signed(name)}
+        plain = [name for name in lowered if not _is_signed(name)]
+        self._plain, self._heads = _any_of(plain), {name[:4] for name in plain}
+        self._starts = frozenset().union(*map(_starts, lowered))
+        self._ends = frozenset().union(*map(_ends, lowered))
+        self._inner = frozenset().union(*map(_inner, lowered))
+        self._longest = max(map(len, lowered), default=0)
         self._normal = self._normal_pattern()
         # In the tokenizer for conversations that hold names of control tokens, these tokens have names of their own,
         # which nobody can guess: what is left of their usual names is text to it, whatever stands around it.
@@ -56,14 +61,26 @@ class ControlTokens:
         That is a name in other letters, a text that begins or ends with a part of a name, and, if `inner`, one that is
         most of a name. Templates put such texts between others, or change their case.
         """
-        found = self._suspect.search(text)
-        if found is not None or (inner and text.strip() in self._inner):
+        lowered = text.lower()
+        if any(sign in lowered for sign in self._signs):
+            return True
+        if any(head in lowered for head in self._heads) and self._plain.search(lowered) is not None:
+            return True
+        stripped = lowered.strip()
+        if self._begins_or_ends(stripped) or (inner and stripped in self._inner):
             return True
         return self._normal is not None and self._normal.search(self._normalized(text)) is not None
 
     def is_suspect_of(self, name: str, text: str) -> bool:
         """Whether a text holds this name, or begins or ends with a part of it."""
-        return re.search(_pieces(name), text, re.IGNORECASE) is not None if name else False
+        name, text = name.lower(), text.lower().strip()
+        ends, starts = text.endswith(tuple(_starts(name))), text.startswith(tuple(_ends(name)))
+        return bool(name) and (name in text or ends or starts)
+
+    def _begins_or_ends(self, text: str) -> bool:
+        """Whether a text begins with the end of a name, or ends with the beginning of one."""
+        lengths = range(1, min(self._longest, len(text)) + 1)
+        return any(text[:length] in self._ends or text[-length:] in self._starts for length in lengths)
 
     def count(self, tokens: Iterable[int]) -> Counter[int]:
         """Return how often each control token is among tokens."""
@@ -100,15 +117,24 @@ class ControlTokens:
         return self._guarded
 
 
-def _pieces(name: str) -> str:
-    """Return a pattern for a name, a part of it at an end of a text, and its first letters where they are signs."""
-    if len(name.strip()) < 2:
-        return re.escape(name)
-    shortest = 2 if name[0].isalnum() or name[0].isspace() else 1
-    starts = "|".join(re.escape(name[:length]) for length in range(len(name) - 1, shortest - 1, -1))
-    ends = "|".join(re.escape(name[-length:]) for length in range(len(name) - 1, 1, -1))
-    sign = [re.escape(name[:2])] if not any(each.isalnum() or each.isspace() for each in name[:2]) else []
-    return "|".join([*sign, re.escape(name), rf"(?:{starts})\s*\Z", *([rf"\A\s*(?:{ends})"] if ends else [])])
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _is_signed(name: str) -> bool:
+    """Whether a name begins with two signs that are rare in other texts, as those of an end tag are not."""
+    return len(name) > 2 and name[:2] != "</" and not any(each.isalnum() or each.isspace() for each in name[:2])
+
+
+def _starts(name: str) -> set[str]:
+    """Return the beginnings of a name. A single letter is none: many texts end with it."""
+    shortest = 2 if name[:1].isalnum() or name[:1].isspace() else 1
+    return {name[:length] for length in range(shortest, len(name))}
+
+
+def _ends(name: str) -> set[str]:
+    """Return the ends of a name. A single sign is none: many texts begin with it."""
+    return {name[-length:] for length in range(2, len(name))}
 
 
 def _inner(name: str) -> set[str]:
