@@ -10,6 +10,7 @@ encoded as text.
 import json
 import re
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -25,8 +26,18 @@ class ControlTokens:
     def __init__(self, fast: Fast, names: Collection[str]) -> None:
         self.names = frozenset(names)
         longest_first = sorted(self.names, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._pattern = _any_of(longest_first)
         self._fast = fast
+        self._ids = {index: name for name in self.names if (index := fast.token_to_id(name)) is not None}
+        lowered = [name.lower() for name in longest_first]
+        self._signs = {name[:2] for name in lowered if _is_signed(name)}
+        plain = [name for name in lowered if not _is_signed(name)]
+        self._plain, self._heads = _any_of(plain), {name[:4] for name in plain}
+        self._starts = frozenset().union(*map(_starts, lowered))
+        self._ends = frozenset().union(*map(_ends, lowered))
+        self._inner = frozenset().union(*map(_inner, lowered))
+        self._longest = max(map(len, lowered), default=0)
+        self._normal = self._normal_pattern()
         # In the tokenizer for conversations that hold names of control tokens, these tokens have names of their own,
         # which nobody can guess: what is left of their usual names is text to it, whatever stands around it.
         nonce = secrets.token_hex(8)
@@ -44,19 +55,92 @@ class ControlTokens:
         free = (each for each in characters if each not in whole and escaped(each) not in whole)
         return dict(zip(sorted(names), free))
 
-    def encode(self, text: str, placeholders: Mapping[str, str]) -> list[int]:
-        """Encode a rendered conversation, in which each placeholder stands for a name that is text."""
-        if not placeholders:
+    def is_suspect(self, text: str, inner: bool = True) -> bool:
+        """Whether a text holds the name of a control token, or what a template or the tokenizer could make one of.
+
+        That is a name in other letters, a text that begins or ends with a part of a name, and, if `inner`, one that is
+        most of a name. Templates put such texts between others, or change their case.
+        """
+        lowered = text.lower()
+        if any(sign in lowered for sign in self._signs):
+            return True
+        if any(head in lowered for head in self._heads) and self._plain.search(lowered) is not None:
+            return True
+        stripped = lowered.strip()
+        if self._begins_or_ends(stripped) or (inner and stripped in self._inner):
+            return True
+        return self._normal is not None and self._normal.search(self._normalized(text)) is not None
+
+    def is_suspect_of(self, name: str, text: str) -> bool:
+        """Whether a text holds this name, or begins or ends with a part of it."""
+        name, text = name.lower(), text.lower().strip()
+        ends, starts = text.endswith(tuple(_starts(name))), text.startswith(tuple(_ends(name)))
+        return bool(name) and (name in text or ends or starts)
+
+    def _begins_or_ends(self, text: str) -> bool:
+        """Whether a text begins with the end of a name, or ends with the beginning of one."""
+        lengths = range(1, min(self._longest, len(text)) + 1)
+        return any(text[:length] in self._ends or text[-length:] in self._starts for length in lengths)
+
+    def count(self, tokens: Iterable[int]) -> Counter[int]:
+        """Return how often each control token is among tokens."""
+        return Counter(token for token in tokens if token in self._ids)
+
+    def name_of(self, token: int) -> str:
+        return self._ids[token]
+
+    def encode(self, text: str, placeholders: Mapping[str, str], guarded: bool = False) -> list[int]:
+        """Encode a rendered conversation, in which each placeholder stands for a name that is text.
+
+        `guarded`: texts in it may look like names to the tokenizer, although they are none.
+        """
+        if not placeholders and not (guarded and self._normal):
             return list(self._fast.encode(text, add_special_tokens=False).ids)
         text = self._pattern.sub(lambda found: self._private[found.group()], text)
-        for name, character in placeholders.items():
-            text = text.replace(character, name)
+        text = text.translate({ord(character): name for name, character in placeholders.items()})
         return list(self._tokenizer_without_names().encode(text, add_special_tokens=False).ids)
+
+    def _normal_pattern(self) -> re.Pattern[str] | None:
+        """Return what finds the names that the tokenizer looks for only after it has normalized a text."""
+        if self._fast.normalizer is None:
+            return None
+        added = self._fast.get_added_tokens_decoder().values()
+        names = {self._normalized(token.content) for token in added if token.normalized and token.content in self.names}
+        return re.compile("|".join(map(re.escape, sorted(names - {""})))) if names - {""} else None
+
+    def _normalized(self, text: str) -> str:
+        return str(self._fast.normalizer.normalize_str(text))
 
     def _tokenizer_without_names(self) -> Fast:
         if self._guarded is None:
             self._guarded = Fast.from_str(_renamed(self._fast, self._private))
         return self._guarded
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+
+def _is_signed(name: str) -> bool:
+    """Whether a name begins with two signs that are rare in other texts, as those of an end tag are not."""
+    return len(name) > 2 and name[:2] != "</" and not any(each.isalnum() or each.isspace() for each in name[:2])
+
+
+def _starts(name: str) -> set[str]:
+    """Return the beginnings of a name. A single letter is none: many texts end with it."""
+    shortest = 2 if name[:1].isalnum() or name[:1].isspace() else 1
+    return {name[:length] for length in range(shortest, len(name))}
+
+
+def _ends(name: str) -> set[str]:
+    """Return the ends of a name. A single sign is none: many texts begin with it."""
+    return {name[-length:] for length in range(2, len(name))}
+
+
+def _inner(name: str) -> set[str]:
+    """Return the texts that are nearly all of a name, without a few letters at both of its ends."""
+    cut = [(start, end) for start in range(1, 4) for end in range(1, 4) if 2 * (start + end) <= len(name)]
+    return {name[start : len(name) - end] for start, end in cut}
 
 
 def escaped(character: str) -> str:
@@ -68,7 +152,9 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
     """Return the JSON of a tokenizer, with other names for some added tokens."""
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
+        if token["content"] in names:
+            # Only the name itself is the token, wherever it stands.
+            token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, dict):

@@ -64,9 +64,8 @@ def _with_calls_as_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
         function = call["function"]
         given = function["arguments"]
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
-        blocks.append(
-            f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {arguments or "{}"}}}\n</tool_call>'
-        )
+        name = json.dumps(function["name"], ensure_ascii=False)
+        blocks.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments or "{}"}}}\n</tool_call>')
     if not blocks:
         return message
     content = message.get("content") or ""

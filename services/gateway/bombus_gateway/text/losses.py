@@ -2,14 +2,15 @@
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
-from bombus_gateway.text.forms import TOOL, WORD, user
+from bombus_gateway.text.forms import TOOL, user
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText
+from bombus_gateway.text.words import free_word, strings
 
 SURE_CHARACTERS = 16  # a text that is shorter may be part of the template's own
 
@@ -50,7 +51,8 @@ class LossCheck:
             return True
         if self._shows_tools:
             return False
-        others = [{**tool, "function": {**tool["function"], "name": WORD}} for tool in tools]
+        word = free_word(strings([messages, tools]))
+        others = [{**tool, "function": {**tool["function"], "name": word}} for tool in tools]
         return self._rendered(messages, others) == text
 
     def _lost_contents(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> list[int]:
@@ -65,7 +67,8 @@ class LossCheck:
             for index, message in enumerate(messages)
             if index >= since and message["role"] != "assistant" and not _is_sure(_content(message), text, everything)
         ]
-        words = {index: f"{WORD}{index}q" for index in suspects}
+        word = free_word(everything) if suspects else ""
+        words = {index: f"{word}{index}q" for index in suspects}
         marked = self._rendered(_with_words(messages, words), tools) if suspects else ""
         missing = [index for index in suspects if marked is None or words[index] not in marked]
         return [
@@ -118,16 +121,3 @@ def _with_words(messages: Sequence[ChatMessage], words: Mapping[int, str]) -> li
         {**message, "content": f"{_content(message)} {words[index]}"} if index in words else message
         for index, message in enumerate(messages)
     ]
-
-
-def strings(value: Any) -> Iterable[str]:
-    """Yield all texts of a value of JSON, and the keys of its mappings."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from strings(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from strings(item)

@@ -3,7 +3,7 @@
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -12,41 +12,32 @@ from bombus.errors import Code, Refused
 from bombus.hive.records import unpack_tokens
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
-from bombus_gateway.text.control import ControlTokens, escaped
+from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import WORD, find_form
-from bombus_gateway.text.losses import LossCheck, strings
+from bombus_gateway.text.forms import find_form
+from bombus_gateway.text.guarding import Rendered, TextGuard
+from bombus_gateway.text.losses import LossCheck
 from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.finding import RenderText, find_reading
 from bombus_gateway.text.stops import find_stops
+from bombus_gateway.text.words import free_word, strings
 
 log = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 64  # as many of a prompt's last tokens say whether reasoning is open
-_NOT_TEXT = ("role", "type")  # keys whose values a template compares
-_LAST, _CONTENT, _REASONING = (f"{WORD}{suffix}" for suffix in ("zq", "zw", "zx"))
-
-
-class Rendered(msgspec.Struct, frozen=True):
-    """A conversation as text. Each of `placeholders` stands for the name of a control token that a message holds."""
-
-    text: str
-    placeholders: dict[str, str]
-
-    def plain(self) -> str:
-        """Return the text that the template gives."""
-        return restored(self.text, self.placeholders)
+_VARIABLE = "chat_template_kwargs.{}: {!r} holds the name of a control token, or a part of one: take it out."
 
 
 class Probe(msgspec.Struct, frozen=True):
     """A conversation with words of ours in place of what was sampled.
 
-    The first `count` messages are in the history. `sampled` has what must be seen after the prompt of the last of them.
-    `unclosed`: the prompt of the last of them opened reasoning, which was not closed.
+    The first `count` messages are in the history. `last` is the word at the end of the last of them. `sampled` has what
+    must be seen after the prompt of that one. `unclosed`: it ends within its reasoning.
     """
 
     messages: list[ChatMessage]
     count: int
+    last: str
     sampled: list[str]
     unclosed: bool = False
 
@@ -62,10 +53,10 @@ class TemplateRenderer:
         self._tokenizer = tokenizer
         self._template = template
         self._history = history
-        self._special_names = set(tokenizer.specials.values())
-        self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template))
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
+        self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template, self.reading.markers))
+        self._guard = TextGuard(self._control, tokenizer.specials.values())
         self._losses = LossCheck(self._text)
         self.stop_token_ids = find_stops(self._text, tokenizer)
         self._stops = frozenset(self.stop_token_ids)
@@ -74,9 +65,13 @@ class TemplateRenderer:
         """Return this renderer with further variables for its template, or other values of those that it has.
 
         How messages are given to the template, and how completions are read and end, stays as it was found at load.
+        Raises `Refused` where the text of a variable holds the name of a control token.
         """
         if not variables:
             return self
+        for name, value in variables.items():
+            if self._control.is_suspect(str(value), inner=False):
+                raise Refused(Code.MALFORMED, _VARIABLE.format(name, value))
         made = copy.copy(self)
         made._template = self._template.given(variables)
         made._losses = self._losses.given(made._text)
@@ -108,7 +103,7 @@ class TemplateRenderer:
         except TemplateRefused as error:
             raise Refused(Code.MALFORMED, f"The model's chat template refuses this conversation: {error}") from error
         self._losses.refuse_losses(messages, tools, rendered.plain())
-        return self._control.encode(rendered.text, rendered.placeholders)
+        return self._encode(rendered.text, rendered)
 
     def extend(
         self,
@@ -141,24 +136,29 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]],
     ) -> list[int] | None:
         tokens = unpack_tokens(history)
-        probe = self._probe(tokens, completion_at, messages, count)
+        probe = self._probe(tokens, completion_at, messages, count, free_word(strings([messages, tools])))
         try:
             rendered = self._rendered(probe.messages, tools)
             kept = self._history == "keep" or self._keeps(probe, tools, rendered)
         except TemplateRefused:
             return None  # rendering the whole says why
-        place = rendered.text.rfind(_LAST)
-        if place < 0 or not kept:
+        if rendered.text.count(probe.last) != 1 or not kept:
             return None
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
-        after = rendered.text[place + len(_LAST) :]
+        after = rendered.text.partition(probe.last)[2]
         ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
         if ended is not None and self._ends_later(probe, tools, after, self._tokenizer.added[ended]):
             return None
-        return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered.placeholders)
+        return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered)
 
-    def _probe(self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int) -> Probe:
-        """Return the messages with words of ours in place of what was sampled, to find it in the rendering."""
+    def _probe(
+        self, tokens: Sequence[int], completion_at: int, messages: Sequence[ChatMessage], count: int, word: str
+    ) -> Probe:
+        """Return the messages with words in place of what was sampled, which begin with `word` and have letters more.
+
+        No text has these words, so that they say where in the rendering the sampled parts are.
+        """
+        content, last_word = f"{word}w", f"{word}q"
         before = self._tokenizer.decode(tokens[:completion_at])
         text = self._tokenizer.decode(tokens[completion_at:])
         reasoned = bool(self._reasoning_of(tokens[:completion_at], text))
@@ -168,22 +168,30 @@ class TemplateRenderer:
             if message["role"] == "assistant":
                 probe[index] = {key: value for key, value in message.items() if key != "reasoning_content"}
                 if reasoned if index == count - 1 else earlier:
-                    probe[index]["reasoning_content"] = _REASONING + str(index)
+                    probe[index]["reasoning_content"] = f"{word}x{index}"
         last = probe[count - 1]
         calls = last.get("tool_calls")
         if calls:
-            function = {**calls[-1]["function"], "arguments": json.dumps({"a": _LAST})}
+            function = {**calls[-1]["function"], "arguments": json.dumps({"a": last_word})}
             last["tool_calls"] = [*calls[:-1], {**calls[-1], "function": function}]
-            last["content"] = _CONTENT if (last.get("content") or "").strip() else last.get("content")
+            last["content"] = content if (last.get("content") or "").strip() else last.get("content")
         else:
-            last["content"] = _LAST
+            last["content"] = last_word
         sampled = [last["reasoning_content"]] if reasoned else []
-        sampled += [_CONTENT] if last.get("content") == _CONTENT else []
+        sampled += [content] if last.get("content") == content else []
         thinking = self.reading.thinking
         if thinking and thinking.open in text:
             sampled.append(thinking.open)  # also where the reasoning is empty
-        unclosed = thinking is not None and before.rstrip().endswith(thinking.open) and thinking.close not in text
-        return Probe(probe, count, sampled, unclosed)
+        return Probe(probe, count, last_word, sampled, self._is_unclosed(before, text))
+
+    def _is_unclosed(self, before: str, text: str) -> bool:
+        """Whether the completion `text` ends within reasoning, which its prompt `before` opened or which it did."""
+        thinking = self.reading.thinking
+        if thinking is None:
+            return False
+        opened = thinking.open if before.rstrip().endswith(thinking.open) else ""
+        whole = opened + text
+        return whole.rfind(thinking.open) > whole.rfind(thinking.close)
 
     def _reasoning_of(self, prompt: Sequence[int], completion: str) -> str:
         """Return the reasoning in a completion."""
@@ -222,15 +230,13 @@ class TemplateRenderer:
         # Some templates end the last message of all otherwise: then what follows has to be in between.
         following = (probe.messages[probe.count].get("content") or "").strip()
         shown = following in between or json.dumps(following, ensure_ascii=False)[1:-1] in between
-        return shown and not alone.rpartition(_LAST)[2].startswith(between)
+        return shown and not alone.rpartition(probe.last)[2].startswith(between)
 
-    def _after_completion(
-        self, after: str, ended: int | None, called: bool, placeholders: Mapping[str, str]
-    ) -> list[int] | None:
+    def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
         """Encode what follows a completion. `after` follows its last word; `ended` is the token that ended it."""
         names = self._tokenizer.added
         if ended is not None and names[ended] in after:
-            tokens = self._control.encode(after[after.index(names[ended]) :], placeholders)
+            tokens = self._encode(after[after.index(names[ended]) :], rendered)
             return tokens[1:]
         if ended is not None and self._history != "keep":
             return None  # the template ends such a message otherwise
@@ -245,8 +251,12 @@ class TemplateRenderer:
             place = 0
         # Encoded after a control token, so that a tokenizer that marks the beginning of a text marks nothing here.
         context = names[self.stop_token_ids[0]] if self.stop_token_ids else ""
-        tokens = self._control.encode(context + after[place:], placeholders)
+        tokens = self._encode(context + after[place:], rendered)
         return tokens[1:] if context else tokens
+
+    def _encode(self, text: str, rendered: Rendered) -> list[int]:
+        """Encode a part of a rendered conversation."""
+        return self._control.encode(text, rendered.placeholders, guarded=rendered.suspect)
 
     # ---- rendering ----
 
@@ -254,47 +264,12 @@ class TemplateRenderer:
         return self._template.render(self.form.apply(messages), tools, generate)
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
-        """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused`.
+        """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused` and `Refused`."""
 
-        A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
-        name is left to the template: replacing it would change what the template gives.
-        """
-        conversation: list[Any] = [*self.form.apply(messages), list(tools)]
-        text = plain = self._template.render(conversation[:-1], conversation[-1], True)
-        held = [self._held_names(part) for part in conversation]
-        names = set().union(*held)
-        if not names:
-            return Rendered(plain, {})
-        placeholders = self._control.placeholders(names, (plain, *strings(conversation)))
-        for index, those in enumerate(held):
-            # All names of a message at once; where the template looks for one of them, one by one.
-            for some in (those, *({name} for name in sorted(those))) if those else ():
-                replaced = _changed(conversation[index], _replacing({name: placeholders[name] for name in some}))
-                tried = [*conversation[:index], replaced, *conversation[index + 1 :]]
-                found = self._rendered_or_none(tried, placeholders)
-                if found is not None and restored(found, placeholders) == plain:
-                    conversation, text = tried, found
-                    if some is those:
-                        break
-        return Rendered(text, placeholders)
+        def render(parts: Sequence[Any]) -> str:
+            return self._template.render(parts[:-1], parts[-1], True)
 
-    def _held_names(self, part: Any) -> set[str]:
-        """Return the names of control tokens in a message, or in the tools.
-
-        An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
-        """
-        found = self._control.find("\0".join(strings(part)))
-        by_assistant = isinstance(part, dict) and part["role"] == "assistant"
-        return found & self._special_names if by_assistant else found
-
-    def _rendered_or_none(self, conversation: Sequence[Any], placeholders: Mapping[str, str]) -> str | None:
-        try:
-            text = self._template.render(conversation[:-1], conversation[-1], True)
-        except TemplateRefused:
-            return None
-        for character in placeholders.values():
-            text = text.replace(escaped(character), character)
-        return text
+        return self._guard.render(render, [*self.form.apply(messages), list(tools)])
 
     # ---- completions ----
 
@@ -306,41 +281,12 @@ class TemplateRenderer:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
 
 
-def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """Return a text with the names that placeholders stand for."""
-    for name, character in placeholders.items():
-        text = text.replace(character, name)
-    return text
+def _control_names(tokenizer: Tokenizer, template: ChatTemplate, markers: Collection[str]) -> set[str]:
+    """Return the special tokens, and other added tokens that the template writes or that mark calls and reasoning.
 
-
-def _control_names(tokenizer: Tokenizer, template: ChatTemplate) -> set[str]:
-    """Return the special tokens, and other added tokens that the template writes, but for white space."""
+    White space is none, unless it is special.
+    """
     written = template.literals()
-    added = {name for name in tokenizer.added.values() if name in written and not name.isspace()}
+    known = {name for name in tokenizer.added.values() if name in written or name in markers}
+    added = {name for name in known if not name.isspace()}
     return added | {name for name in tokenizer.specials.values() if name}
-
-
-def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that replaces each name in a text, the longest first."""
-    ordered = sorted(names.items(), key=lambda item: -len(item[0]))
-
-    def replace(text: str) -> str:
-        for name, character in ordered:
-            text = text.replace(name, character)
-        return text
-
-    return replace
-
-
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a value of JSON whose texts are changed, but for those that a template compares."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {
-            key if key in _NOT_TEXT else change(str(key)): item if key in _NOT_TEXT else _changed(item, change)
-            for key, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return [_changed(item, change) for item in value]
-    return value

@@ -1,0 +1,252 @@
+"""Renders conversations so that their texts forge no control tokens, and refuses those of which it cannot be sure."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from bombus.errors import Code, Refused
+from bombus.text.chat_template import TemplateRefused
+from bombus_gateway.text.control import ControlTokens, escaped
+from bombus_gateway.text.words import free_word, strings
+
+TRIES = 32  # renderings at most to find the names that the template looks for
+_TYPE = ("type",)
+_FORGED = (
+    "{} holds the name of a control token, {!r}, or a part of it, which the model's chat template would turn into the "
+    "token: take it out."
+)
+
+# Renders the messages and the tools, which are the last part.
+RenderParts = Callable[[Sequence[Any]], str]
+_Held = tuple[int, str]  # the name of a control token in the part of this index
+
+
+class Rendered(msgspec.Struct, frozen=True):
+    """A conversation as text. Each of `placeholders` stands for the name of a control token that a message holds.
+
+    `suspect`: a text of the conversation may become a control token in another way, so that it is encoded with care.
+    """
+
+    text: str
+    placeholders: dict[str, str]
+    suspect: bool = False
+
+    def plain(self) -> str:
+        """Return the text that the template gives."""
+        return restored(self.text, self.placeholders)
+
+
+class TextGuard:
+    """Keeps the texts of conversations from forging the control tokens of one model."""
+
+    def __init__(self, control: ControlTokens, special_names: Collection[str]) -> None:
+        self._control = control
+        self._special_names = frozenset(special_names)
+
+    def render(self, render: RenderParts, parts: Sequence[Any]) -> Rendered:
+        """Render the messages and tools of a conversation. Raises `TemplateRefused`, and `Refused` for a forgery.
+
+        A template may look for the name of a control token in a message, as some do to find reasoning in it. Such a
+        name is left to the template: replacing it would change what the template gives. Where that, or a template that
+        remakes texts, makes a control token of a text, all names are replaced, and if that does not help the
+        conversation is refused.
+        """
+        plain = render(parts)
+        suspects = [self._suspects(part) for part in parts]
+        if not any(suspects):
+            return Rendered(plain, {})
+        held = self._held(parts)
+        placeholders = self._control.placeholders({name for _, name in held}, (plain, *strings(parts)))
+        trial = _Trial(render, parts, plain, placeholders)
+        trial.settle(held)
+        found = Rendered(trial.text, placeholders, suspect=True)
+        # A template whose renderings differ anyway, by a clock say, has not shown that it looks for a name.
+        steady = not trial.left or render(parts) == plain
+        kept = {pair for pair in trial.left if steady and _is_assistants(parts[pair[0]])}
+        allowed = self._allowed(render, parts, suspects, kept)
+        if self._excess(found, allowed) is None:
+            return found
+        trial.replace_all(set(held) - kept)
+        found = Rendered(trial.text, placeholders, suspect=True)
+        excess = self._excess(found, allowed)
+        if excess is not None:
+            raise Refused(Code.MALFORMED, _FORGED.format(self._place(suspects, excess), excess))
+        return found
+
+    def _place(self, suspects: Sequence[set[str]], name: str) -> str:
+        """Return which part holds a name, or a part of it."""
+        holding = [i for i, texts in enumerate(suspects) if any(self._control.is_suspect_of(name, t) for t in texts)]
+        index = next(iter(holding), next(i for i, texts in enumerate(suspects) if texts))
+        return "tools" if index == len(suspects) - 1 else f"messages.{index}"
+
+    def _held(self, parts: Sequence[Any]) -> list[_Held]:
+        """Return the names that are in each part, those of the assistant's messages last, so that names lie together.
+
+        An assistant's message may have what assistants write: added tokens that are not special, such as `<think>`.
+        """
+        found = [(index, name) for index, part in enumerate(parts) for name in self._names(part)]
+        return sorted(found, key=lambda pair: (_is_assistants(parts[pair[0]]), pair[1], pair[0]))
+
+    def _names(self, part: Any) -> set[str]:
+        found = self._control.find("\0".join(strings(part)))
+        return found & self._special_names if _is_assistants(part) else found
+
+    def _suspects(self, part: Any) -> set[str]:
+        """Return the texts of a part that may become control tokens."""
+        found = {text for text in _texts(part) if self._control.is_suspect(text)}
+        if found and _is_assistants(part):
+            without = _replacing(dict.fromkeys(self._own_names, " "))
+            return {text for text in found if self._control.is_suspect(without(text))}
+        return found
+
+    def _allowed(
+        self, render: RenderParts, parts: Sequence[Any], suspects: Sequence[set[str]], left: Collection[_Held]
+    ) -> Counter[int] | None:
+        """Return the control tokens of the conversation with harmless words in place of its suspect texts.
+
+        What the template looks for in an assistant's own message stays. None where the template refuses the words.
+        """
+        word = free_word(strings(parts))
+        harmless = []
+        for index, (part, texts) in enumerate(zip(parts, suspects)):
+            kept = {name for place, name in left if place == index}
+            kept |= self._own_names if _is_assistants(part) else set()
+            words = self._words(texts, kept, word) if texts else {}
+            harmless.append(changed_part(part, _by_words(words)) if texts else part)
+        try:
+            return self._control.count(self._control.encode(render(harmless), {}))
+        except TemplateRefused:
+            return None
+
+    def _words(self, texts: Collection[str], kept: Collection[str], word: str) -> dict[str, str]:
+        """Return what stands in place of each text: a word, or the text with words where it has names to keep."""
+        whole = {text: f"{word}{index}q" for index, text in enumerate(sorted(texts))}
+        others = _replacing(dict.fromkeys(self._control.names - frozenset(kept), word))
+        return {text: others(text) if any(name in text for name in kept) else whole[text] for text in texts}
+
+    @property
+    def _own_names(self) -> frozenset[str]:
+        return self._control.names - self._special_names
+
+    def _excess(self, found: Rendered, allowed: Counter[int] | None) -> str | None:
+        """Return the name of a control token that the rendering has more often than it may."""
+        if allowed is None:
+            return next(iter(found.placeholders), "")
+        count = self._control.count(self._control.encode(found.text, found.placeholders, guarded=found.suspect))
+        excess = min(count - allowed, default=None)
+        return None if excess is None else self._control.name_of(excess)
+
+
+class _Trial:
+    """Finds the names in a conversation that can be replaced without a change of what the template gives."""
+
+    def __init__(self, render: RenderParts, parts: Sequence[Any], plain: str, placeholders: Mapping[str, str]) -> None:
+        self._render, self._parts, self._placeholders = render, parts, placeholders
+        self._plain = self.text = plain
+        self._replaced: set[_Held] = set()
+        self._tries = 0
+        self.left: set[_Held] = set()
+
+    def settle(self, pairs: Sequence[_Held]) -> None:
+        """Replace those of the names that the template does not look for: all at once, or fewer and fewer of them.
+
+        Where that takes too many renderings, the rest is left, for the one check of the whole that follows.
+        """
+        if not pairs:
+            return
+        if self._tries < TRIES and self._try(pairs):
+            return
+        if len(pairs) == 1 or self._tries >= TRIES:
+            self.left.update(pairs)
+            return
+        middle = len(pairs) // 2
+        self.settle(pairs[:middle])
+        self.settle(pairs[middle:])
+
+    def replace_all(self, pairs: Iterable[_Held]) -> None:
+        """Replace names whatever the template does then."""
+        self._replaced.update(pairs)
+        text = self._rendered(self._replaced)
+        self.text = self.text if text is None else text
+
+    def _try(self, pairs: Sequence[_Held]) -> bool:
+        self._tries += 1
+        replaced = self._replaced.union(pairs)
+        text = self._rendered(replaced)
+        if text is None or not self._is_same(restored(text, self._placeholders)):
+            return False
+        self._replaced, self.text = replaced, text
+        return True
+
+    def _is_same(self, text: str) -> bool:
+        """Whether this is what the template gives without placeholders, perhaps in another order: some sort names."""
+        if text == self._plain:
+            return True
+        return len(text) == len(self._plain) and sorted(text) == sorted(self._plain)
+
+    def _rendered(self, replaced: Collection[_Held]) -> str | None:
+        names: dict[int, dict[str, str]] = {}
+        for index, name in replaced:
+            names.setdefault(index, {})[name] = self._placeholders[name]
+        parts = [
+            changed_part(part, _replacing(names[index])) if index in names else part
+            for index, part in enumerate(self._parts)
+        ]
+        try:
+            text = self._render(parts)
+        except TemplateRefused:
+            return None
+        forms = {escaped(character): character for character in self._placeholders.values()}
+        return _replacing(forms)(text) if "\\u" in text else text
+
+
+def _texts(part: Any) -> Iterable[str]:
+    """Return the texts of a part, but for the role of a message."""
+    return strings({key: item for key, item in part.items() if key != "role"} if isinstance(part, Mapping) else part)
+
+
+def _by_words(words: Mapping[str, str]) -> Callable[[str], str]:
+    return lambda text: words.get(text, text)
+
+
+def _is_assistants(part: Any) -> bool:
+    return isinstance(part, Mapping) and part["role"] == "assistant"
+
+
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """Return a text with the names that placeholders stand for."""
+    return text.translate({ord(character): name for name, character in placeholders.items()})
+
+
+def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:
+    """Return a function that replaces each name in a text, the longest first."""
+    ordered = sorted(names, key=len, reverse=True)
+    pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
+    return lambda text: pattern.sub(lambda found: names[found.group()], text)
+
+
+def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
+    """Return a value of JSON whose texts are changed, but for those under the keys `kept` at its top."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {
+            key if key in kept else change(str(key)): item if key in kept else changed(item, change)
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [changed(item, change, kept) for item in value]
+    return value
+
+
+def changed_part(part: Any, change: Callable[[str], str]) -> Any:
+    """Return a message, or the list of the tools, whose texts are changed, but for the few that templates compare.
+
+    These are the role of the message, and the types of the parts of its content, of calls and of tools.
+    """
+    if not isinstance(part, Mapping):
+        return changed(part, change, _TYPE)
+    return {key: item if key == "role" else changed(item, change, _TYPE) for key, item in part.items()}
