@@ -98,6 +98,12 @@ def test_ids_and_formatting_of_tool_calls_and_reasoning_do_not_matter() -> None:
     assert next_digest(b"", called("not json")) != plain
 
 
+def test_arguments_that_are_nested_too_deeply_to_be_read_are_compared_as_text() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    assert next_digest(b"", called(deep)) == next_digest(b"", called(deep))
+    assert next_digest(b"", called(deep)) != next_digest(b"", called(deep + " "))
+
+
 def test_what_was_sampled_before_an_edited_message_is_still_continued() -> None:
     episode = Episode()
     messages = [turn("user", "a")]

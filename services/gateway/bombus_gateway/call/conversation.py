@@ -70,7 +70,7 @@ def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
 def _normalized(arguments: str) -> bytes | str:
     try:
         return _encode_sorted(msgspec.json.decode(arguments))
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):  # not JSON, or nested too deeply
         return arguments
 
 
