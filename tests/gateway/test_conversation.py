@@ -96,6 +96,11 @@ def test_ids_and_formatting_of_tool_calls_and_reasoning_do_not_matter() -> None:
     assert plain != next_digest(b"", called('{"a":1,"b":3}'))
     assert plain != next_digest(b"", {**called('{"a":1,"b":2}'), "content": "x"})
     assert next_digest(b"", called("not json")) != plain
+    assert plain == next_digest(b"", called('{"a":1.0,"b":2}'))
+    assert plain != next_digest(b"", called('{"a":1.5,"b":2}'))
+    assert plain == next_digest(b"", {**called('{"a":1,"b":2}'), "name": "bee"})
+    assert next_digest(b"", called("")) == next_digest(b"", called("{}"))
+    assert next_digest(b"", turn("user", "x", name="bee")) != next_digest(b"", turn("user", "x"))
 
 
 def test_arguments_that_are_nested_too_deeply_to_be_read_are_compared_as_text() -> None:

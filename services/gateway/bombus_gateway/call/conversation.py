@@ -13,6 +13,8 @@ import msgspec
 from bombus.hive.records import DIGEST_BYTES, CallRecord, CallRef, CallStatus
 from bombus_gateway.text.message import ChatMessage
 
+EXACT_MAX = 2.0**53  # up to this, a float has every whole number
+
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
@@ -45,14 +47,14 @@ def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool
 def next_digest(before: bytes, message: ChatMessage) -> bytes:
     """Return the digest of a conversation that is longer by `message`.
 
-    Ids of tool calls, the formatting of their arguments, and reasoning do not change the digest: harnesses make their
-    own ids and formatting, and leave reasoning out.
+    Ids of tool calls, the formatting of their arguments, reasoning and an assistant's name do not change the digest:
+    harnesses make their own ids, formatting and names, and leave reasoning out.
     """
     calls = message.get("tool_calls") or ()
     content = (
         message["role"],
         message.get("content") or "",
-        message.get("name") or "",
+        (message.get("name") or "") if message["role"] != "assistant" else "",
         [(call["function"]["name"], _normalized(call["function"]["arguments"])) for call in calls],
     )
     return blake2b(before + _encode(content), digest_size=DIGEST_BYTES).digest()
@@ -69,9 +71,18 @@ def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
 
 def _normalized(arguments: str) -> bytes | str:
     try:
-        return _encode_sorted(msgspec.json.decode(arguments))
+        return _encode_sorted(_whole(msgspec.json.decode(arguments)) if arguments.strip() else {})
     except (msgspec.DecodeError, RecursionError):  # not JSON, or nested too deeply
         return arguments
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON with whole numbers as integers: 1.0 is 1 in JavaScript, which echoes it so."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_MAX else value
 
 
 class Conversation:

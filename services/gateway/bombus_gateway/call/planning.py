@@ -61,8 +61,8 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
     tools, variables = request.completion.tools, request.completion.chat_template_kwargs
     renderer = model.renderer.given(variables)
+    digests = prefix_digests(root_digest(tools, variables), request.completion.messages)  # as the log has them
     messages = renderer.adapted(request.completion.messages)
-    digests = prefix_digests(root_digest(tools, variables), messages)
     roles = [message["role"] for message in messages]
     match = await histories.match(request.claims, roles, digests, request.traceparent)
     node = match.node
