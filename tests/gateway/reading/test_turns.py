@@ -221,6 +221,7 @@ _ANALYSIS = "<|channel|>analysis<|message|>hm <|end|>"
             [ReasoningDelta("hm "), MADE],
         ),
         (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [MADE]),
+        ('<|channel|>commentary to=functions.f code<|message|>{"a": 1}<|call|>', [MADE]),
         ("<|channel|>commentary<|message|>First,<|end|>", [TextDelta("First,")]),
         (
             " to=functions.f<|channel|>commentary<|message|>{bad<|call|>",

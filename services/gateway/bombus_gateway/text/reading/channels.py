@@ -52,7 +52,7 @@ class ChannelForm:
 
 
 _ROLE_AND_RECIPIENT = r"\s|<\|start\|>|\b(?:assistant|developer|system|tool|user)\b|\bto=[^\s<]++"
-_CHANNEL = r"<\|channel\|>\s*+(?:analysis|commentary|final)\b|<\|constrain\|>\s*+\w++|\bjson\b"
+_CHANNEL = r"<\|channel\|>\s*+(?:analysis|commentary|final)\b|<\|constrain\|>\s*+\w++|\b(?:code|json)\b"
 CHANNELS = (
     ChannelForm(
         name="channels",
