@@ -34,7 +34,7 @@ class Episode:
         self, messages: list[ChatMessage], sampled: list[int], message: ChatMessage, tools: Any = ()
     ) -> CallRecord:
         digests = prefix_digests(root_digest(tools, {}), messages)
-        count, node = self.conversation.longest(digests) or (0, None)
+        count, node = self.conversation.longest(digests, messages) or (0, None)
         if node is None:
             prompt = tail = TEXT.renderer.render(messages, tools)
         else:
@@ -96,6 +96,17 @@ def test_ids_and_formatting_of_tool_calls_and_reasoning_do_not_matter() -> None:
     assert plain != next_digest(b"", called('{"a":1,"b":3}'))
     assert plain != next_digest(b"", {**called('{"a":1,"b":2}'), "content": "x"})
     assert next_digest(b"", called("not json")) != plain
+    assert plain == next_digest(b"", called('{"a":1.0,"b":2}'))
+    assert plain != next_digest(b"", called('{"a":1.5,"b":2}'))
+    assert plain == next_digest(b"", {**called('{"a":1,"b":2}'), "name": "bee"})
+    assert next_digest(b"", called("")) == next_digest(b"", called("{}"))
+    assert next_digest(b"", turn("user", "x", name="bee")) != next_digest(b"", turn("user", "x"))
+
+
+def test_arguments_that_are_nested_too_deeply_to_be_read_are_compared_as_text() -> None:
+    deep = "[" * 5000 + "]" * 5000
+    assert next_digest(b"", called(deep)) == next_digest(b"", called(deep))
+    assert next_digest(b"", called(deep)) != next_digest(b"", called(deep + " "))
 
 
 def test_what_was_sampled_before_an_edited_message_is_still_continued() -> None:
@@ -124,9 +135,22 @@ def test_of_two_equal_answers_the_first_one_is_continued_before_and_after_a_rebu
     again = Conversation()
     for ref, record in episode.log:
         again.add_stored(ref, record)
-    found = again.longest(prefix_digests(b"", [*first, answer]))
+    found = again.longest(prefix_digests(b"", [*first, answer]), [*first, answer])
     assert found is not None
     assert found[1].ref.seq == 1
+
+
+def test_of_answers_with_other_reasoning_the_one_that_a_request_echoes_is_continued() -> None:
+    episode = Episode()
+    first, answers = [turn("user", "a")], [turn("assistant", "b", reasoning_content=text) for text in ("one", "two")]
+    for number, answer in enumerate(answers):
+        episode.call(first, [5 + number, IM_END], answer)
+    conversation = episode.conversation
+    for echoed, seq in ((answers[0], 1), (answers[1], 2), (turn("assistant", "b"), 1)):
+        messages = [*first, echoed, turn("user", "c")]
+        found = conversation.longest(prefix_digests(b"", messages), messages)
+        assert found is not None
+        assert (found[0], found[1].ref.seq) == (2, seq)
 
 
 def test_a_call_that_was_cut_off_is_known_but_never_continued() -> None:
@@ -185,4 +209,4 @@ def test_whatever_a_harness_does_prompts_are_rebuilt_exactly_from_the_records(st
         again.add_stored(ref, record)
     for line in lines:
         digests = prefix_digests(b"", line)
-        assert again.longest(digests) == episode.conversation.longest(digests)
+        assert again.longest(digests, line) == episode.conversation.longest(digests, line)

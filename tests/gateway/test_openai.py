@@ -155,6 +155,33 @@ async def test_logprobs_are_those_of_the_tokens_whose_text_was_returned(served: 
     assert all(len(entry.top_logprobs) == 2 for entry in content)
 
 
+async def test_calls_whose_ids_repeat_or_are_too_long_get_ids_of_ours(bus: Bus) -> None:
+    one, long = CALL.replace('"name"', '"id": "1", "name"'), CALL.replace('"name"', f'"id": "{"9" * 65}", "name"')
+    async with gateway_hive(bus) as hive:
+        _, key = await hive.claim()
+        hive.replica.scripts.append(says("\n".join([one, one, long])))
+        answer = await hive.client(key).chat.completions.create(model=MODEL, messages=USER, tools=TOOLS)
+        ids = [call.id for call in answer.choices[0].message.tool_calls or ()]
+        assert ids[0] == "1"
+        assert len(set(ids)) == 3
+        assert all(id.startswith("call_") for id in ids[1:])
+
+
+async def test_another_gateway_continues_an_episode_with_a_developer(bus: Bus) -> None:
+    no_developer = (
+        b"{% for message in messages if message.role == 'developer' %}{{ raise_exception('unknown role') }}{% endfor %}"
+    )
+    files = {**FILES, "chat_template.jinja": no_developer + FILES["chat_template.jinja"]}
+    async with gateway_hive(bus, files=files) as hive:
+        episode, key = await hive.claim()
+        messages: Any = [{"role": "developer", "content": "be brief"}, *USER]
+        first = await hive.client(key).chat.completions.create(model=MODEL, messages=messages)
+        messages = [*messages, {"role": "assistant", "content": first.choices[0].message.content}, *USER]
+        async with gateway_of(bus) as (_, url):
+            await hive.client(key, url).chat.completions.create(model=MODEL, messages=messages)
+        chain_of(await hive.records(episode, 2))
+
+
 async def test_n_choices_are_one_record_and_either_can_be_continued(served: GatewayHive) -> None:
     episode, key = await served.claim()
     client = served.client(key)

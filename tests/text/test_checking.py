@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 
 from bombus.config.job import ModelConfig
 from bombus.errors import EngineFault
+from bombus.text.chat_template import SWITCHES_MAX, ChatTemplate, TemplateRefused
 from bombus.text.checking import check_text, with_chat_template
 
 GOOD = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -101,3 +102,52 @@ def test_the_jobs_template_and_variables_are_what_is_checked(tmp_path: Path) -> 
 def test_of_several_templates_the_default_one_is_taken() -> None:
     listed = [{"name": "rag", "template": "{{ broken"}, {"name": "default", "template": GOOD}]
     check_text({**files(None), "tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}, model())
+
+
+# ---- templates that take too much ----
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "7 ** (10 ** 8)",
+        "'a' * 10 ** 9",
+        "1000000000 * [0]",
+        "'%1000000000d' % 1",
+        "'%*d' | format(1000000000, 1)",
+        "'a' | center(1000000000)",
+        "'a' | indent(1000000000, true)",
+        "[1] | batch(1000000000, 0) | list",
+        "5.5 | round(100000000, 'floor')",
+        "messages | tojson(indent=1000000000)",
+        "'a'.ljust(1000000000)",
+    ],
+)
+def test_a_template_cannot_make_texts_or_numbers_of_any_size(expression: str) -> None:
+    template = ChatTemplate("{{ " + expression + " }}", {})
+    with pytest.raises(TemplateRefused):
+        template.render([], (), True)
+
+
+def test_a_template_may_repeat_and_format_in_measure() -> None:
+    template = ChatTemplate("{{ '-' * 3 }}{{ '%03d' % 7 }}{{ 2 ** 10 }}{{ 7 % 4 }}{{ 3 * 4 }}{{ 'a' | center(3) }}", {})
+    assert template.render([], (), True) == "---00710243" + "12 a "
+
+
+@pytest.mark.parametrize(
+    "source", ["{% break %}", "{% for a in b %}" * 25 + "{% endfor %}" * 25, "{{ " + "9" * 5000 + " }}"]
+)
+def test_a_template_that_python_cannot_compile_is_refused(source: str) -> None:
+    with pytest.raises(EngineFault, match="cannot be compiled"):
+        ChatTemplate(source, {})
+
+
+def test_only_a_few_variables_may_turn_reasoning_on() -> None:
+    many = "".join(f"{{{{ v{index} }}}}{{{{ thinking_{index} }}}}" for index in range(300))
+    found = ChatTemplate(many, {}).switches()
+    assert len(found) == SWITCHES_MAX
+    assert all("think" in name for name in found)
+    assert ChatTemplate("{{ enable_thinking }}{{ reasoning_effort }}{{ date }}", {}).switches() == [
+        "enable_thinking",
+        "reasoning_effort",
+    ]

@@ -3,23 +3,33 @@
 import copy
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Literal, Self
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_format, do_round
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from bombus.config.template_variables import GIVEN
 from bombus.errors import EngineFault
 
+SWITCHES_MAX = 8
+COUNT_MAX = 100_000  # of characters or places that a template asks for at once
+NUMBER_BITS_MAX = 1 << 12
+PLACES_MAX = 100
+TEXT_MAX = 10_000_000  # characters of a text, or members of a list, that is a repetition
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_SWITCHES = ("think", "reason", "enable")
+_WIDE_FORMAT = re.compile(r"%[^%A-Za-z]*(?:\d{6}|\*)")
 
 
 class TemplateRefused(ValueError):
@@ -62,6 +72,76 @@ def _check_attribute(name: object) -> None:
         raise SecurityError(f"an attribute of a namespace begins with an underscore: {name}")
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Bounds what an expression can make, such as `7 ** 10 ** 8`, which would stop the process for hours.
+
+    Operators that are intercepted are not folded when a template is compiled either.
+    """
+
+    intercepted_binops = frozenset({"**", "*", "%"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            _check_power(left, right)
+        elif operator == "*":
+            _check_product(left, right)
+        elif isinstance(left, str):
+            _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(__obj, "__self__", None), str):
+            _check_counts(args, kwargs)
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+def _check_power(base: Any, exponent: Any) -> None:
+    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > NUMBER_BITS_MAX:
+        raise SecurityError(f"a power is longer than {NUMBER_BITS_MAX} bits")
+
+
+def _check_product(left: Any, right: Any) -> None:
+    for one, other in ((left, right), (right, left)):
+        if not isinstance(other, int):
+            continue
+        if isinstance(one, str | list | tuple) and len(one) * other > TEXT_MAX:
+            raise SecurityError(f"a repetition is longer than {TEXT_MAX}")
+        if isinstance(one, int) and one.bit_length() + other.bit_length() > NUMBER_BITS_MAX:
+            raise SecurityError(f"a product is longer than {NUMBER_BITS_MAX} bits")
+
+
+def _check_format(text: str) -> None:
+    if _WIDE_FORMAT.search(text):
+        raise SecurityError("a format has a width that is too large, or that is not in it")
+
+
+def _check_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > COUNT_MAX for value in (*args, *kwargs.values())):
+        raise SecurityError(f"a width or count is over {COUNT_MAX}")
+
+
+def _counting(filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter that refuses numbers with which it would make very long texts, lists or numbers."""
+
+    @wraps(filter)
+    def checked(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_counts(args, kwargs)
+        return filter(value, *args, **kwargs)
+
+    return checked
+
+
+def _format(value: Any, *args: Any, **kwargs: Any) -> str:
+    _check_format(str(value))
+    return do_format(value, *args, **kwargs)
+
+
+def _round(value: float, precision: int = 0, method: Literal["common", "ceil", "floor"] = "common") -> float:
+    if abs(precision) > PLACES_MAX:
+        raise SecurityError(f"a number is rounded to more than {PLACES_MAX} places")
+    return do_round(value, precision, method)
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -75,7 +155,7 @@ class ChatTemplate:
         self._sources = [source, source_with_tools or source]
         try:
             self._template, self._template_with_tools = map(_environment().from_string, self._sources)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # jinja2 lets errors of Python's own compiler through
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
 
     def given(self, variables: Mapping[str, Any]) -> Self:
@@ -108,10 +188,14 @@ class ChatTemplate:
             raise TemplateRefused(f"{type(error).__name__}: {error}") from error
 
     def switches(self) -> list[str]:
-        """Return the variables that the template looks up and that a request might give: nothing else gives them."""
+        """Return the variables that the template looks up and that may turn reasoning on, by their names.
+
+        A gateway renders with each of them, so they are few, whatever a template looks up.
+        """
         trees = (_environment().parse(source) for source in self._sources)
         looked_up = set().union(*map(find_undeclared_variables, trees))
-        return sorted(looked_up - GIVEN - _environment().globals.keys())
+        free = looked_up - GIVEN - _environment().globals.keys()
+        return sorted(name for name in free if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
     def literals(self) -> str:
         """Return the texts that the template itself can write, with NUL between them."""
@@ -128,9 +212,13 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    made.filters["tojson"] = _to_json
+def _environment() -> _Sandbox:
+    made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    for name in ("batch", "center", "indent", "slice"):
+        made.filters[name] = _counting(made.filters[name])
+    made.filters["format"] = _format
+    made.filters["round"] = _round
+    made.filters["tojson"] = _counting(_to_json)
     made.globals["raise_exception"] = _raise_exception
     made.globals["strftime_now"] = _strftime_now
     made.globals["namespace"] = _Namespace

@@ -7,6 +7,7 @@ import pytest
 
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from bombus_gateway.text.reading.finding import Reading
+from bombus_gateway.text.reading.json_calls import read_named
 from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING
 from bombus_gateway.text.reading.turns import TurnReader
 from tests.gateway.reading.templates import READINGS, TOOLS, read
@@ -220,6 +221,7 @@ _ANALYSIS = "<|channel|>analysis<|message|>hm <|end|>"
             [ReasoningDelta("hm "), MADE],
         ),
         (' to=functions.f<|channel|>commentary json<|message|>{"a": 1}', [MADE]),
+        ('<|channel|>commentary to=functions.f code<|message|>{"a": 1}<|call|>', [MADE]),
         ("<|channel|>commentary<|message|>First,<|end|>", [TextDelta("First,")]),
         (
             " to=functions.f<|channel|>commentary<|message|>{bad<|call|>",
@@ -230,6 +232,12 @@ _ANALYSIS = "<|channel|>analysis<|message|>hm <|end|>"
         ("Hello", [TextDelta("Hello")]),
         ("<|channel|>final<|message|>", []),
         ("<|channel|>final<|message|>a<|end|>b", [TextDelta("ab")]),
+        ("<|channel|>final <|constrain|>json<|message|>{}", [TextDelta("{}")]),
+        ("<|message|>ok", [TextDelta("ok")]),
+        (" The answer is 42 <|message|>ok", [TextDelta(" The answer is 42 <|message|>ok")]),
+        ("42 <|channel|>analysis<|message|>hm", [TextDelta("42 <|channel|>analysis<|message|>hm")]),
+        ("42 to=functions.f<|message|>{}", [TextDelta("42 to=functions.f<|message|>{}")]),
+        ("<|channel|>secret<|message|>ok", [TextDelta("<|channel|>secret<|message|>ok")]),
     ],
 )  # fmt: skip
 def test_messages_are_separated_by_their_headers(text: str, expected: list[Delta], portion: int) -> None:
@@ -246,6 +254,13 @@ def test_a_prompt_may_end_within_a_message() -> None:
 def test_without_tools_messages_to_tools_are_text() -> None:
     text = ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>'
     assert read(lambda: READINGS["channels"].reader("<|start|>assistant", []), [text]) == [TextDelta(text)]
+
+
+def test_much_white_space_in_a_named_call_is_read_at_once() -> None:
+    with pytest.raises(ValueError, match="no name"):
+        read_named(" " * 100_000 + "f" + " " * 100_000 + "[ARGS]" + " " * 100_000, {})
+    (read_call,) = read_named(' f  [CALL_ID] 123456789 [ARGS] {"a": 1}', {})
+    assert read_call == ToolCallDelta("f", '{"a": 1}', "123456789")
 
 
 def test_recipients_are_read() -> None:

@@ -13,6 +13,8 @@ from bombus_gateway.text.deltas import Delta, PlainReader, ReasoningDelta, TextD
 from bombus_gateway.text.rendering import TextModel
 from bombus_gateway.text.text_stream import TextStream
 
+CALL_ID_CHARACTERS_MAX = 64  # of an id that the model wrote
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, gc=False):
     """A token's logprob as it is returned. `start` is where its text begins, in characters; `top` has alternatives."""
@@ -164,7 +166,9 @@ class Completion:
                 self._calls.append(self._call_body(delta))
 
     def _call_body(self, call: ToolCallDelta) -> dict[str, Any]:
-        call_id = call.id or f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
+        call_id = call.id
+        if not 0 < len(call_id) <= CALL_ID_CHARACTERS_MAX or any(made["id"] == call_id for made in self._calls):
+            call_id = f"call_{self._call[:20]}{self.index}_{len(self._calls)}"
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _released_logprobs(self) -> list[TokenLogprob]:

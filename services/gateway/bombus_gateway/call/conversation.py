@@ -13,6 +13,8 @@ import msgspec
 from bombus.hive.records import DIGEST_BYTES, CallRecord, CallRef, CallStatus
 from bombus_gateway.text.message import ChatMessage
 
+EXACT_MAX = 2.0**53  # up to this, a float has every whole number
+
 _encode = msgspec.msgpack.Encoder().encode
 _encode_sorted = msgspec.json.Encoder(order="sorted").encode
 
@@ -30,6 +32,7 @@ class Node(msgspec.Struct, frozen=True, gc=False):
     completion_at: int = 0
     digest: bytes = b""  # of all its messages; empty for a plain completion, which has none
     sampled: int = 0
+    reasoning: bytes = b""  # the digest of the message's reasoning
 
 
 def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool | int | float | str]) -> bytes:
@@ -45,17 +48,22 @@ def root_digest(tools: Sequence[Mapping[str, Any]], variables: Mapping[str, bool
 def next_digest(before: bytes, message: ChatMessage) -> bytes:
     """Return the digest of a conversation that is longer by `message`.
 
-    Ids of tool calls, the formatting of their arguments, and reasoning do not change the digest: harnesses make their
-    own ids and formatting, and leave reasoning out.
+    Ids of tool calls, the formatting of their arguments, reasoning and an assistant's name do not change the digest:
+    harnesses make their own ids, formatting and names, and leave reasoning out.
     """
     calls = message.get("tool_calls") or ()
     content = (
         message["role"],
         message.get("content") or "",
-        message.get("name") or "",
+        (message.get("name") or "") if message["role"] != "assistant" else "",
         [(call["function"]["name"], _normalized(call["function"]["arguments"])) for call in calls],
     )
     return blake2b(before + _encode(content), digest_size=DIGEST_BYTES).digest()
+
+
+def reasoning_digest(message: ChatMessage) -> bytes:
+    """Return the digest of a message's reasoning, which tells answers apart that are otherwise equal."""
+    return blake2b((message.get("reasoning_content") or "").encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
@@ -69,9 +77,18 @@ def prefix_digests(root: bytes, messages: Sequence[ChatMessage]) -> list[bytes]:
 
 def _normalized(arguments: str) -> bytes | str:
     try:
-        return _encode_sorted(msgspec.json.decode(arguments))
-    except msgspec.DecodeError:
+        return _encode_sorted(_whole(msgspec.json.decode(arguments)) if arguments.strip() else {})
+    except (msgspec.DecodeError, RecursionError):  # not JSON, or nested too deeply
         return arguments
+
+
+def _whole(value: Any) -> Any:
+    """Return a value of JSON with whole numbers as integers: 1.0 is 1 in JavaScript, which echoes it so."""
+    if isinstance(value, dict):
+        return {key: _whole(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_whole(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < EXACT_MAX else value
 
 
 class Conversation:
@@ -81,7 +98,7 @@ class Conversation:
         self.bytes = 1000  # roughly the memory that it takes, without calls too
         self.answers: dict[bytes, CallRef] = {}  # by request digest; the latest, which is the one that a retry repeats
         self.not_ours: set[bytes] = set()  # digests that the log does not have: the harness wrote these messages
-        self._nodes: dict[bytes, Node] = {}
+        self._nodes: dict[bytes, list[Node]] = {}  # equal answers, in the order of the log
         self._plain: list[Node] = []
         self._by_call: dict[tuple[int, int], Node] = {}  # (sequence, choice)
 
@@ -93,13 +110,16 @@ class Conversation:
         node = self._by_call[ref.seq, 0]
         return node.tokens[: 4 * node.completion_at]
 
-    def longest(self, digests: Sequence[bytes]) -> tuple[int, Node] | None:
-        """Return the longest stored prefix of a request: how many of its messages, and the node they end with."""
-        nodes = self._nodes
+    def longest(self, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> tuple[int, Node] | None:
+        """Return the longest stored prefix of a request: how many of its messages, and the node they end with.
+
+        Of equal answers it is the one with the reasoning that the request has, else the first.
+        """
         for count in range(len(digests), 0, -1):
-            node = nodes.get(digests[count - 1])
-            if node is not None:
-                return count, node
+            nodes = self._nodes.get(digests[count - 1])
+            if nodes is not None:
+                reasoning = reasoning_digest(messages[count - 1]) if len(nodes) > 1 else b""
+                return count, next((node for node in nodes if node.reasoning == reasoning), nodes[0])
         return None
 
     def longest_tokens(self, prompt: bytes) -> Node | None:
@@ -110,7 +130,8 @@ class Conversation:
     def add(self, ref: CallRef, record: CallRecord, prompt: bytes, before: bytes) -> None:
         """Add a recorded call with its whole `prompt` (int32) and the digest of all messages `before` its answer.
 
-        Of two equal answers the first one is kept, so that a conversation that is rebuilt from the log is the same.
+        Of two answers that are equal with their reasoning the first one is continued, so that a conversation that is
+        rebuilt from the log is the same.
         """
         if self.knows(ref):
             return
@@ -125,8 +146,9 @@ class Conversation:
                 node = Node(ref, index, tokens, len(prompt) // 4, sampled=sampled)
                 self._plain.append(node)
             else:
-                node = Node(ref, index, tokens, len(prompt) // 4, next_digest(before, choice.message), sampled)
-                self._nodes.setdefault(node.digest, node)
+                reached, reasoning = next_digest(before, choice.message), reasoning_digest(choice.message)
+                node = Node(ref, index, tokens, len(prompt) // 4, reached, sampled, reasoning)
+                self._nodes.setdefault(reached, []).append(node)
             self._by_call[ref.seq, index] = node
             self.bytes += len(tokens) + 500
         if not complete:

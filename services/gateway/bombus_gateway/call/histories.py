@@ -15,6 +15,7 @@ from bombus.hive.records import CallRecord, CallRef, decode_record
 from bombus_gateway.call.conversation import Conversation, Node
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.settings import GatewaySettings
+from bombus_gateway.text.message import ChatMessage
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Histories:
             self._bytes -= oldest.bytes
 
     async def match(
-        self, claims: KeyClaims, roles: Sequence[str], digests: Sequence[bytes], traceparent: str = ""
+        self, claims: KeyClaims, messages: Sequence[ChatMessage], digests: Sequence[bytes], traceparent: str = ""
     ) -> Match:
         """Find what a request with these messages extends.
 
@@ -66,12 +67,12 @@ class Histories:
         counts as the harness's own. Raises `Refused` BUS_DOWN when the log cannot be read.
         """
         conversation = self.conversation(claims)
-        match = _longest(conversation, digests)
-        beyond = [index for index in range(match.count, len(roles)) if roles[index] == "assistant"]
+        match = _longest(conversation, digests, messages)
+        beyond = [at for at in range(match.count, len(messages)) if messages[at]["role"] == "assistant"]
         if not beyond or digests[beyond[-1]] in conversation.not_ours:
             return match
         await self.read_log(claims, traceparent)
-        match = _longest(conversation, digests)
+        match = _longest(conversation, digests, messages)
         if len(conversation.not_ours) < NOT_OURS_MAX:
             conversation.not_ours.update(digests[index] for index in beyond if index >= match.count)
         return match
@@ -118,8 +119,8 @@ class Histories:
         return found.calls
 
 
-def _longest(conversation: Conversation, digests: Sequence[bytes]) -> Match:
-    found = conversation.longest(digests)
+def _longest(conversation: Conversation, digests: Sequence[bytes], messages: Sequence[ChatMessage]) -> Match:
+    found = conversation.longest(digests, messages)
     return Match(*found) if found is not None else Match()
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections import OrderedDict
+from typing import TypeVar
 
 import msgspec
 
@@ -14,13 +15,20 @@ from bombus_gateway.text.rendering import TextModel, TextOptions
 
 log = logging.getLogger(__name__)
 
-KEPT_MAX = 8
+JOBS_MAX = 64
+TEXT_MODELS_MAX = 16
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 _files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class EngineModels:
-    """Keeps configurations by their digest, and text models by the name of their tokenizer's blob."""
+    """Keeps configurations by their digest, and text models by the name of their tokenizer's blob.
+
+    The least recently used are dropped.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -33,10 +41,8 @@ class EngineModels:
         active = engine.active
         if active is None:
             raise Refused(Code.NO_CONFIG, f"Engine {engine.name} runs no job.")
-        job = self._jobs.get(active.config_digest)
-        if job is None:
-            job = self._jobs[active.config_digest] = RunConfig.from_json(active.config)
-            _trim(self._jobs)
+        job = self._jobs.get(active.config_digest) or RunConfig.from_json(active.config)
+        _keep(self._jobs, active.config_digest, job, JOBS_MAX)
         return job
 
     async def text_model(self, engine: EngineState) -> TextModel:
@@ -55,7 +61,7 @@ class EngineModels:
             async with self._loading:  # an engine's first calls come together: one of them loads for all
                 model = self._models.get(key) or await self._load(key[0], config.model.path, options)
                 self._models[key] = model
-                _trim(self._models)
+        _keep(self._models, key, model, TEXT_MODELS_MAX)
         return model
 
     async def _load(self, blob: str, name: str, options: TextOptions) -> TextModel:
@@ -70,9 +76,18 @@ class EngineModels:
         except msgspec.MsgspecError as error:
             raise EngineFault(f"the tokenizer's blob {blob} is not a map of files: {error}") from error
         log.info("loading a tokenizer", extra={"blob": blob, "model": name})
-        return await asyncio.to_thread(TextModel, files, name, options)
+        return await asyncio.to_thread(_loaded, files, name, options)
 
 
-def _trim(kept: OrderedDict[str, RunConfig] | OrderedDict[tuple[str, bytes], TextModel]) -> None:
-    while len(kept) > KEPT_MAX:
+def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:
+    """Load a text model with all that its first call needs."""
+    model = TextModel(files, name, options)
+    _ = model.tokenizer.pieces  # it takes long for a large vocabulary, and is made when it is first read
+    return model
+
+
+def _keep(kept: OrderedDict[_Key, _Value], key: _Key, value: _Value, count_max: int) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > count_max:
         kept.popitem(last=False)

@@ -61,10 +61,10 @@ async def plan_call(request: CallRequest, admitted: Admitted, histories: Histori
 async def _chat_prompt(request: CallRequest, model: TextModel, histories: Histories) -> Prompt:
     tools, variables = request.completion.tools, request.completion.chat_template_kwargs
     renderer = model.renderer.given(variables)
-    messages = renderer.adapted(request.completion.messages)
-    digests = prefix_digests(root_digest(tools, variables), messages)
-    roles = [message["role"] for message in messages]
-    match = await histories.match(request.claims, roles, digests, request.traceparent)
+    sent = request.completion.messages  # as the log has them
+    digests = prefix_digests(root_digest(tools, variables), sent)
+    match = await histories.match(request.claims, sent, digests, request.traceparent)
+    messages = renderer.adapted(sent)
     node = match.node
     if node is not None:
         tail = renderer.extend(node.tokens, node.completion_at, messages, match.count, tools)

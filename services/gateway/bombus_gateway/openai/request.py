@@ -4,8 +4,10 @@ A parameter that does not change what is sampled may have any value; one that wo
 name, never ignored.
 """
 
+import json
 import re
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,6 +19,7 @@ from bombus_gateway.text.message import ChatMessage
 STOPS_MAX = 16
 STOP_CHARACTERS_MAX = 256
 TOOLS_MAX = 256
+DEPTH_MAX = 128  # of lists and objects within each other, in tools and in arguments of calls
 
 Unused = Any  # a known name whose value is only checked, or does not matter
 
@@ -126,19 +129,18 @@ class _CompletionBody(_Common, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
 
 
+_Body = TypeVar("_Body", bound=_Common)
 _chat = msgspec.json.Decoder(_ChatBody)
 _completion = msgspec.json.Decoder(_CompletionBody)
 _packed = msgspec.msgpack.Encoder().encode  # as the log has it
 _unknown = re.compile(r"unknown field `([^`]+)`")
+_may_be_surrogate = re.compile(r"\\u[dD][89a-fA-F]")
 _place = re.compile(r" - at `\$\.?([^`]*)`$")
 
 
 def read_chat(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/chat/completions`. Raises `Refused`, naming the parameter."""
-    try:
-        found = _chat.decode(body)
-    except msgspec.MsgspecError as error:
-        _refuse_body(error)
+    found = _decode(_chat, body)
     _check_common(found)
     _check_tools(found)
     _check_output(found)
@@ -165,10 +167,7 @@ def read_chat(body: bytes) -> OpenAIRequest:
 
 def read_completion(body: bytes) -> OpenAIRequest:
     """Decode the body of `POST /v1/completions`. Raises `Refused`, naming the parameter."""
-    try:
-        found = _completion.decode(body)
-    except msgspec.MsgspecError as error:
-        _refuse_body(error)
+    found = _decode(_completion, body)
     _check_common(found)
     if found.best_of not in (None, 1, found.n or 1):
         _unsupported("best_of", "only as many completions are sampled as are returned; leave best_of out")
@@ -201,6 +200,17 @@ def _common_fields(found: _Common) -> dict[str, Any]:
         "top_k": max(found.top_k or 0, 0),
         "seed": found.seed,
     }
+
+
+def _decode(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    try:
+        return decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        _refuse_body(error)
+    except UnicodeDecodeError as error:
+        raise Refused(Code.MALFORMED, f"The body is not UTF-8: {error}.") from None
+    except RecursionError:
+        raise Refused(Code.MALFORMED, "The body is nested too deeply.") from None
 
 
 def _refuse_body(error: msgspec.MsgspecError) -> NoReturn:
@@ -305,7 +315,9 @@ def _message(found: _Message, index: int) -> ChatMessage:
         if reasoning:
             message["reasoning_content"] = reasoning
         if found.tool_calls:
-            message["tool_calls"] = [_tool_call(call) for call in found.tool_calls]
+            message["tool_calls"] = [
+                _tool_call(call, f"{place}.tool_calls.{at}") for at, call in enumerate(found.tool_calls)
+            ]
     elif found.tool_calls:
         raise BadParameter(Code.MALFORMED, f"{place}.tool_calls", "Only an assistant's message has tool_calls.")
     if found.tool_call_id is not None:
@@ -328,9 +340,38 @@ def _text(content: str | list[dict[str, Any]] | None, place: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: _ToolCall) -> dict[str, Any]:
+def _tool_call(call: _ToolCall, place: str) -> dict[str, Any]:
+    _check_arguments(call.function.arguments, f"{place}.function.arguments")
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id or "", "type": "function", "function": function}
+
+
+def _check_arguments(arguments: str, place: str) -> None:
+    """Refuse arguments that are JSON with half a character, or too deep: they would fail where they are rendered.
+
+    What is not JSON is rendered as text.
+    """
+    if arguments.count("[") + arguments.count("{") <= DEPTH_MAX and not _may_be_surrogate.search(arguments):
+        return
+    try:
+        value = json.loads(arguments)
+        if _is_deeper(value, DEPTH_MAX):
+            raise RecursionError
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadParameter(Code.MALFORMED, place, f"{place} has half of a surrogate pair.") from None
+    except ValueError:
+        return
+    except RecursionError:
+        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {DEPTH_MAX}.") from None
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are within each other more than `depth` times."""
+    if not isinstance(value, list | Mapping):
+        return False
+    inner = value.values() if isinstance(value, Mapping) else value
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
@@ -343,6 +384,8 @@ def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     if not isinstance(function.get("name"), str) or not function["name"]:
         raise BadParameter(Code.MALFORMED, f"{place}.function.name", "A tool has a name.")
     kept = {key: value for key, value in function.items() if value is not None}
+    if _is_deeper(kept, DEPTH_MAX):
+        raise BadParameter(Code.MALFORMED, f"{place}.function", f"{place}.function is nested deeper than {DEPTH_MAX}.")
     try:
         _packed(kept)
     except OverflowError:

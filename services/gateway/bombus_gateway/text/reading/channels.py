@@ -24,6 +24,7 @@ class MessageKind(Enum):
 class ChannelForm:
     """The marks of messages. `kinds` are patterns of headers, of which the first that is found counts.
 
+    `header` matches what a header consists of: text that a model wrote in one is no part of it, and is not dropped.
     The pattern of a call has the group `name`. `read` reads the arguments; a call's name is that of its header.
     """
 
@@ -31,6 +32,7 @@ class ChannelForm:
     start: str
     message: str
     ends: tuple[str, ...]
+    header: re.Pattern[str]
     kinds: tuple[tuple[re.Pattern[str], MessageKind], ...]
     read: ReadBody | None = None
     inner: tuple[str, ...] = ()
@@ -41,18 +43,23 @@ class ChannelForm:
 
     def kind(self, header: str) -> tuple[MessageKind, str]:
         """Return what a message with this header is, and the tool that it calls."""
+        if self.header.fullmatch(header) is None:
+            return MessageKind.UNKNOWN, ""
         for pattern, kind in self.kinds:
             if found := pattern.search(header):
                 return kind, found["name"] if kind is MessageKind.CALL else ""
         return MessageKind.TEXT, ""
 
 
+_ROLE_AND_RECIPIENT = r"\s|<\|start\|>|\b(?:assistant|developer|system|tool|user)\b|\bto=[^\s<]++"
+_CHANNEL = r"<\|channel\|>\s*+(?:analysis|commentary|final)\b|<\|constrain\|>\s*+\w++|\b(?:code|json)\b"
 CHANNELS = (
     ChannelForm(
         name="channels",
         start="<|start|>",
         message="<|message|>",
         ends=("<|end|>", "<|return|>", "<|call|>"),
+        header=re.compile(rf"(?:{_ROLE_AND_RECIPIENT}|{_CHANNEL})*+"),
         kinds=(
             (re.compile(r"\bto=functions\.(?P<name>[^\s<]+)"), MessageKind.CALL),
             (re.compile(r"\bto="), MessageKind.UNKNOWN),
@@ -65,6 +72,7 @@ CHANNELS = (
         start="<|start|>",
         message="<|message|>",
         ends=("<|eom|>", "<|eot|>"),
+        header=re.compile(rf"(?:{_ROLE_AND_RECIPIENT})*+"),
         kinds=(
             (re.compile(r"\bto=self\b"), MessageKind.REASONING),
             (re.compile(r"\bto=user\b"), MessageKind.TEXT),

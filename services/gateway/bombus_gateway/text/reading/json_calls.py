@@ -51,7 +51,8 @@ def _one_pair(item: Any) -> list[tuple[str, Any]]:
     return list(item.items())
 
 
-_NAMED = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*([^\s\[{]+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# Possessive throughout: where there is much white space, going back through it would take forever.
+_NAMED = re.compile(r"\s*+([^\s\[{]++)\s*+(?:\[CALL_ID\]\s*+([^\s\[{]++)\s*+)?(?:\[ARGS\])?+\s*+(?=\{)")
 
 
 def read_named(body: str, schemas: Schemas) -> list[ToolCallDelta]:
