@@ -25,7 +25,7 @@ from bombus.architectures.probing import (
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig
-from bombus.weights.models import load_config, load_model
+from bombus.weights.models import load_config, load_model, persistent_buffers
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
 from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
@@ -206,12 +206,15 @@ class PolicyModel:
                 parameter.copy_(tensors[name])
 
     def dense_shapes(self) -> dict[str, Shape]:
-        return {name: Shape(self.export_dtype, tuple(value.shape)) for name, value, _ in self._dense()}
+        return {name: Shape(self._exported_as(value), tuple(value.shape)) for name, value, _ in self._dense()}
 
     def dense_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names in the export precision, adapters `merged` or left out."""
+        """Yield the whole model under its Hugging Face names, adapters `merged` or left out.
+
+        Parameters are in the export precision, persistent buffers in their own.
+        """
         for name, value, adapter in self._dense():
-            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self.export_dtype)
+            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self._exported_as(value))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield only the adapters, in float32."""
@@ -221,10 +224,18 @@ class PolicyModel:
         config = self._settings.config
         return adapter_config(self._model, config.lora_rank, config.lora_alpha)
 
+    def _exported_as(self, value: Tensor) -> torch.dtype:
+        return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
+
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights but the adapters. Tied ones come once, under the first of their names."""
+        """Yield all weights but the adapters, and the buffers that belong to them, in the order of their file.
+
+        Tied weights come once, under the first of their names. Wide elements come first: so each tensor begins at a
+        multiple of its element's size.
+        """
         adapters = adapters_of(self._model)
-        for name, value in self._model.named_parameters():
+        weights = dict(self._model.named_parameters()) | persistent_buffers(self._model)
+        for name, value in sorted(weights.items(), key=lambda item: -self._exported_as(item[1]).itemsize):
             owner, wrapped, leaf = name.rpartition(BASE)
             if wrapped:
                 yield f"{owner}.{leaf}", value, adapters[owner] if leaf == "weight" else None
