@@ -4,12 +4,15 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bombus.architectures.logits import LogitsForm
 from bombus.architectures.probing import (
@@ -107,8 +110,7 @@ class PolicyModel:
         elif config.kl_coef > 0.0:
             policy._reference = copy.deepcopy(model).requires_grad_(False)
         if config.gradient_checkpointing:
-            model.train()  # transformers checkpoints in training mode only; there is no dropout in an RL policy
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _recompute_layers(model)
         return policy
 
     # ---- computing --------------------------------------------------------------------------------------------
@@ -251,6 +253,22 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     """
     dtype = settings.job.model.dtype
     return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
+
+
+def _recompute_layers(model: "PreTrainedModel") -> None:
+    """Keep only the input of each layer for the backward pass, which computes the rest again.
+
+    transformers does so in training mode alone, where many families also drop activations and jitter the router at
+    random: logprobs would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
+    """
+    layers = [layer for layer in model.get_decoder().modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise EngineFault(
+            f"trainer.gradient_checkpointing is on, and the code of this model's architecture "
+            f"({model.config.model_type}) does not say which of its layers can be computed again: set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def probe(line: Ints, first_id: int) -> TrainingItem:
