@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from bombus.architectures.miniatures import write_miniature
 from bombus.bus import Blobs, Bus
 from bombus.bus.wire import ReceivedMessage
 from bombus.errors import Code, EngineFault
@@ -19,7 +21,7 @@ from bombus.hive.inbox import Answer, Done, Refusal
 from bombus.weights.deltas import DELTA_FILE, FULL_FILE, file_sha256
 from bombus_inference.backends.torch.backend import load_policy, read_state
 from bombus_inference.backends.torch.engine import Engine
-from bombus_inference.backends.torch.patching import apply_patches, read_patches
+from bombus_inference.backends.torch.patching import TensorPatch, apply_patches, read_patches
 from bombus_inference.fetching import FetchedWeights, Fetcher
 from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import Answers, engine_for, finish, llama, qwen, request
@@ -251,6 +253,20 @@ def test_a_delta_applied_in_place_equals_the_full_copy_in_the_engines_type(
     mine = dict(engine._model.named_parameters())
     assert mine.keys() == state.keys()
     assert all(torch.equal(mine[name], state[name]) for name in mine)
+
+
+def test_the_bias_that_chooses_experts_comes_with_a_version_and_stays_in_float32(tmp_path: Path) -> None:
+    write_miniature(AutoConfig.for_model("deepseek_v3"), tmp_path)
+    settings = COMPUTE.model_copy(update={"dtype": "bfloat16"})
+    engine = Engine(load_policy(tmp_path, settings), settings, run=1, version=0)
+    (name,) = [name for name in engine.dtypes if name.endswith("e_score_correction_bias")]
+    stored = load_policy(tmp_path, COMPUTE).state_dict()  # as a trainer names them: its experts are in one tensor
+    save_file(stored | {name: stored[name] + 0.001}, tmp_path / FULL_FILE, metadata={"format": "pt"})
+    engine.swap_weights(read_state(tmp_path, settings, dtypes=engine.dtypes), 1, 1)
+    assert torch.equal(engine._model.state_dict()[name], stored[name] + 0.001)
+
+    engine.patch_weights({name: TensorPatch(stored[name], None)}, 2, 1)
+    assert torch.equal(engine._model.state_dict()[name], stored[name])
 
 
 def test_a_request_that_is_running_goes_on_under_the_new_version(tmp_path: Path) -> None:

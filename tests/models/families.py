@@ -14,6 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from bombus.architectures.miniatures import check_exists, write_miniature
+from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.host.doctor import State
 from bombus.host.doctor_model import examine_model
@@ -21,8 +22,10 @@ from bombus_inference.backends.torch.backend import check_model as check_served
 from bombus_inference.backends.torch.backend import load_policy
 from bombus_inference.backends.torch.checking import disagreement
 from bombus_inference.settings import ComputeSettings
+from bombus_trainer.backends.torch.executor import Executor
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.loading import check_model as check_trained
+from bombus_trainer.publish.export import VersionTarget, export
 from bombus_trainer.settings import TrainerSettings
 
 TOKENS = 200  # the longest sequence: far more than the windows of the tiny models
@@ -112,6 +115,21 @@ def measure(family: str, **fields: Any) -> Found:
         engine = disagreement(load_policy(small, ComputeSettings()), BLOCK_TOKENS, TOKENS)
         trainer = PolicyModel.load(small, TrainerSettings()).disagreement(TOKENS)
         return replace(found, engine=engine.worst, trainer=trainer.worst)
+
+
+def tensors_lost_by_export(family: str, **changes: Any) -> list[str]:
+    """Return the tensors of a family's tiny model that version 0 of a run with these `changes` of its trainer lacks.
+
+    A tensor with other values counts as lost.
+    """
+    settings = TrainerSettings.of_job(RunConfig.model_validate({"trainer": changes}))
+    with tempfile.TemporaryDirectory() as place:
+        small = Path(place) / "small"
+        write_miniature(full_config(family), small)
+        executor = Executor(small, settings, {"config.json": (small / "config.json").read_bytes()})
+        published = export(executor, VersionTarget(Path(place) / "weights", 0, 1)).where
+        given, served = (load_policy(folder, ComputeSettings()).state_dict() for folder in (small, Path(published)))
+        return [name for name, value in given.items() if not torch.equal(value, served[name])]
 
 
 def write_small(config: PretrainedConfig, named: Path, small: Path) -> None:

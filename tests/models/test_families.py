@@ -4,12 +4,13 @@ import os
 
 import pytest
 
-from tests.models.families import families, measure
+from tests.models.families import families, measure, tensors_lost_by_export
 from tests.models.table import AGREES, PAGE, listed, reason
 
 COMPUTED, REFUSED = listed(PAGE.read_text())
 EVERY = bool(os.environ.get("BOMBUS_EVERY_FAMILY"))
 A_FEW = ("cohere2", "deepseek_v3", "gemma2", "gemma3_text", "gemma4", "gpt_oss", "granite", "mistral", "phi", "phi3")
+A_FEW_WITH_BUFFERS = ("apertus", "deepseek_v3")
 A_FEW_REFUSED = ("bert", "diffllama", "gemma4_assistant", "lfm2", "mamba", "musicgen", "qwen3_next")
 
 
@@ -27,6 +28,11 @@ def test_engine_and_trainer_agree_with_transformers_and_the_doctor_finds_nothing
     assert found.engine is not None
     assert found.trainer is not None
     assert max(found.engine, found.trainer) < AGREES
+
+
+@pytest.mark.parametrize("family", sorted(COMPUTED) if EVERY else A_FEW_WITH_BUFFERS)
+def test_the_first_version_of_a_run_has_every_tensor_of_the_given_folder(family: str) -> None:
+    assert tensors_lost_by_export(family) == []
 
 
 @pytest.mark.parametrize("family", sorted(REFUSED) if EVERY else A_FEW_REFUSED)

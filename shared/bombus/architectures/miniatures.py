@@ -12,6 +12,7 @@ import torch
 
 from bombus.architectures.probing import cuts_attention
 from bombus.errors import EngineFault, in_one_line
+from bombus.weights.models import persistent_buffers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -22,7 +23,7 @@ WINDOW = 16
 CONTEXT = 512
 HEAD_DIM = 8
 SPREAD = 0.2  # of the weights: distributions far from uniform, so that mistakes show
-NUDGE = 0.1  # of biases, norms and sinks, which are otherwise born as zeros or ones
+NUDGE = 0.1  # of biases, norms, sinks and buffers, which are otherwise born as zeros or ones
 
 SIZES = {
     "vocab_size": 96,
@@ -142,6 +143,9 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
             for parameter in model.parameters():
                 noise = torch.randn_like(parameter)
                 parameter.copy_(SPREAD * noise if parameter.ndim > 1 else parameter + NUDGE * noise)
+            for buffer in persistent_buffers(model).values():
+                if buffer.is_floating_point():
+                    buffer.add_(NUDGE * torch.randn_like(buffer))
     return model
 
 

@@ -23,8 +23,13 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 48  # without windows and large blocks
 BEYOND_WINDOW = 24  # tokens of the probe after the longest window has begun to slide
 COMPARED_MAX = 96  # the last tokens of a line, which are those beyond the windows
-WORST = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-MEAN_SHARE = 0.2  # of the worst difference that is allowed, on average
+# The differences in nats that rounding explains: on average, and of all logprobs in float32 or of 90 % of them in half
+# precision. There a rounding can make a token choose another expert: of right random miniatures in bfloat16 the worst
+# of 190 logprobs was off by 0.94 (mixtral), 0.71 (olmoe) and 1.23 (gpt_oss), which is as far as transformers' own two
+# attentions are from each other. 90 % of them were within 0.14, and the mean was 0.06 at most.
+MEAN_MAX = {torch.float32: 2e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+BULK_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.06}
+BULK = 0.9
 SCALES_OF_POSITIONS = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the longest sequence
 
 
@@ -166,15 +171,17 @@ class Disagreement:
 
     worst: float
     mean: float
+    bulk: float  # what 90 % of them are within
 
     @classmethod
     def between(cls, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Self:
         apart = (torch.cat(list(ours)) - torch.cat(list(theirs))).abs()
-        return cls(float(apart.max()), float(apart.mean()))
+        return cls(float(apart.max()), float(apart.mean()), float(apart.quantile(BULK)))
 
     def check(self, dtype: torch.dtype) -> None:
         """Raise `EngineFault` where it is more than rounding to `dtype` explains."""
-        if not (self.worst <= WORST[dtype] and self.mean <= MEAN_SHARE * WORST[dtype]):
+        most = self.worst if dtype == torch.float32 else self.bulk
+        if not (most <= BULK_MAX[dtype] and self.mean <= MEAN_MAX[dtype]):
             raise EngineFault(
                 f"its logprobs differ by up to {self.worst:.3g} from those of transformers' own forward pass, so it "
                 "does something that is not computed here"

@@ -70,7 +70,11 @@ def save_merged(base: Path, adapter: Path, into: Path) -> None:
     It is written in float32, so that nothing is rounded away. Raises `EngineFault` when the adapter does not fit.
     """
     added = Adapter(adapter)
-    state = {name: added.merge(name, tensor).float() for name, tensor in load_file(base / FULL_FILE).items()}
+    stored = load_file(base / FULL_FILE)
+    state = {
+        name: added.merge(name, tensor).float() if tensor.is_floating_point() else tensor
+        for name, tensor in stored.items()
+    }
     added.check_all_merged()
     copy_companions(base, into)
     config = json.loads((into / CONFIG).read_text())

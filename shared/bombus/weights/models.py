@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from bombus.errors import EngineFault, in_one_line
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
 log = logging.getLogger(__name__)
@@ -319,6 +320,15 @@ def load_model(path: Path, dtype: str = "float32", attn: str = "sdpa") -> "PreTr
         )
     model.eval()
     return model
+
+
+def persistent_buffers(model: "nn.Module") -> dict[str, "Tensor"]:
+    """Return what a model's files hold besides parameters, by name, such as the biases that some choose experts with.
+
+    Its values are part of the policy, though no optimizer changes them.
+    """
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
 
 def load_tokenizer_files(path: Path, tokenizer: Path | None = None) -> dict[str, bytes]:

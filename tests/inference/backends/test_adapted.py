@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from bombus_inference.backends.torch.adapted import AdaptedLinear, LowRank
+from bombus_inference.backends.torch.adapted import AdaptedLinear, LowRank, set_adapter
 
 WIDTH, RANK, TOKENS = 256, 8, 256
 RELATIVE = 3e-4  # the norm of what is added, relative to the weight's: that of some steps at a learning rate of 1e-4
@@ -35,3 +35,20 @@ def test_what_an_adapter_adds_is_left_in_half_precision_where_a_merged_weight_an
     assert share_that_is_left(merged, without, wanted) < 0.3
     assert share_that_is_left(summed, without, wanted) < 0.3
     assert 0.9 < share_that_is_left(adapted, without, wanted) < 1.1
+
+
+def test_a_layer_that_the_next_adapter_leaves_out_is_plain_again() -> None:
+    random = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(3, 8, generator=random)
+    factors = LowRank(torch.randn(2, 8, generator=random), torch.randn(8, 2, generator=random))
+    with torch.no_grad():
+        without = model(x)
+        set_adapter(model, {"0": factors, "1": factors})
+        both = model(x)
+        set_adapter(model, {"1": factors})
+        assert type(model[0]) is nn.Linear
+        assert not torch.allclose(model(x), both)
+        set_adapter(model, {})
+        torch.testing.assert_close(model(x), without)
+    assert all(type(layer) is nn.Linear and layer.weight.is_contiguous() for layer in model)

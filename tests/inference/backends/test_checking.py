@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from bombus.architectures.logits import LogitsForm
-from bombus.architectures.probing import probe_tokens
+from bombus.architectures.probing import Disagreement, probe_tokens
 from bombus.errors import EngineFault
 from bombus_inference.backends.torch import attention
 from bombus_inference.backends.torch.checking import check_faithful, disagreement
@@ -92,3 +92,24 @@ def test_rotary_embeddings_that_change_with_the_length_are_refused_beyond_it() -
     Engine(model, settings, run=1, version=0, job_tokens=64)
     with pytest.raises(EngineFault, match=r"set rollout\.max_model_len to at most 64"):
         Engine(model, settings, run=1, version=0, job_tokens=65)
+
+
+def test_one_token_at_another_expert_is_no_reason_to_refuse_a_model_in_half_precision() -> None:
+    exact = torch.zeros(190)
+    flipped = exact + 0.01
+    flipped[[7, 100]] = 1.2
+    found = Disagreement.between([flipped], [exact])
+    found.check(torch.bfloat16)
+    with pytest.raises(EngineFault, match=r"differ by up to 1\.2"):
+        found.check(torch.float32)
+
+
+@pytest.mark.parametrize(("every", "by"), [(5, 0.4), (1, 0.12), (50, 8.0)])
+def test_a_model_that_is_wrong_in_many_tokens_or_on_average_is_refused_in_half_precision_too(
+    every: int, by: float
+) -> None:
+    exact = torch.zeros(190)
+    other = exact.clone()
+    other[::every] = by
+    with pytest.raises(EngineFault, match="differ by up to"):
+        Disagreement.between([other], [exact]).check(torch.bfloat16)

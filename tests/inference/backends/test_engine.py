@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Generate
 from bombus_inference.backends.torch.engine import Engine
+from bombus_inference.backends.torch.patching import TensorPatch
 from bombus_inference.settings import ComputeSettings
 from tests.inference.backends.small_engines import (
     CONTEXT,
@@ -316,6 +317,17 @@ def test_after_a_swap_new_requests_use_new_keys_and_values_only(model: PreTraine
     assert worst_difference(newer, prompt, answers[2].only) < 1e-4
     assert again.cached == 56  # what request 1 has computed with the new weights: all but its last token
     assert worst_difference(newer, [*prompt, *answers[1].only.tokens, 3], again) < 1e-4
+
+
+def test_after_a_delta_keys_and_values_of_the_old_weights_are_not_used(model: PreTrainedModel) -> None:
+    engine, prompt = engine_for(model), list(range(30))
+    answer(engine, request(prompt))
+    newer = another(model)
+    patches = {name: TensorPatch(value.detach().flatten(), None) for name, value in newer.named_parameters()}
+    engine.patch_weights(patches, version=1, run=1)
+    made = answer(engine, request(prompt)).only
+    assert made.cached == 0
+    assert worst_difference(newer, prompt, made) < 1e-4
 
 
 def test_a_prompt_that_is_partly_computed_at_a_swap_restarts(model: PreTrainedModel) -> None:

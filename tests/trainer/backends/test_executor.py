@@ -304,6 +304,17 @@ def test_a_bfloat16_model_is_trained_in_float32_and_served_in_bfloat16(tmp_path:
     assert served.dtype == torch.bfloat16
 
 
+def test_the_configuration_of_a_version_names_no_quantization_that_its_tensors_do_not_have(
+    folder: Path, tmp_path: Path
+) -> None:
+    executor = Executor(folder, tiny_settings())
+    config = json.loads(executor.files["config.json"])
+    quantized = json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    executor.files["config.json"] = quantized.encode()
+    place = Path(export(executor, VersionTarget(tmp_path, 0, 1)).where)
+    assert json.loads((place / "config.json").read_text()) == {**config, "dtype": "float32"}
+
+
 def test_a_checkpoint_with_one_changed_byte_is_refused(folder: Path, tmp_path: Path) -> None:
     executor = Executor(folder, tiny_settings())
     executor.train_step(batch(), 1)

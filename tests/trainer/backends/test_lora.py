@@ -3,8 +3,18 @@
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BioGptConfig,
+    BioGptForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
+from bombus.architectures.miniatures import miniature_config
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.lora import LoraLinear, adapters_of, add_adapters
 
@@ -54,8 +64,32 @@ def test_its_gradients_in_half_precision_are_those_of_float32() -> None:
 def test_experts_that_all_linear_leaves_out_are_named_and_the_job_has_to_choose() -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=32, num_key_value_heads=2, num_local_experts=4, **shape))
-    with pytest.raises(EngineFault, match=r"would leave 79 % of this model .* down_proj and gate_up_proj") as refused:
+    with pytest.raises(EngineFault, match=r"would leave 8\d % of .* down_proj and gate_up_proj") as refused:
         add_adapters(model, 2, 4.0, (), seed=0)
     assert "model.layers.0.mlp.experts.gate_up_proj" in str(refused.value)
     add_adapters(model, 2, 4.0, ("q_proj", "v_proj"), seed=0)
     assert len(adapters_of(model)) == 4
+
+
+def test_a_model_without_linear_layers_is_refused_and_its_layers_are_named() -> None:
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=32))
+    with pytest.raises(EngineFault, match=r"\(gpt2\) has none: its layers are Conv1D; set trainer\.lora_rank to 0"):
+        add_adapters(model, 2, 4.0, (), seed=0)
+
+
+def test_the_output_layer_gets_no_adapter_whatever_it_is_called() -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = BioGptForCausalLM(BioGptConfig(vocab_size=32, **shape))
+    add_adapters(model, 2, 4.0, (), seed=0)
+    assert isinstance(model.get_output_embeddings(), nn.Linear)
+    assert "output_projection" not in adapters_of(model)
+    assert len(adapters_of(model)) == 6
+
+
+def test_adapters_are_on_the_language_model_and_not_on_the_tower_for_images() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(miniature_config(AutoConfig.for_model("gemma3")))
+    assert any(isinstance(layer, nn.Linear) for layer in model.model.vision_tower.modules())
+    add_adapters(model, 2, 4.0, (), seed=0)
+    assert adapters_of(model)
+    assert all(name.startswith("model.language_model.layers.") for name in adapters_of(model))

@@ -6,11 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
+from bombus.architectures.miniatures import write_miniature
 from bombus.errors import EngineFault
 from bombus_trainer.backends.torch.model import PolicyModel
 from bombus_trainer.data.packing import TrainingItem, pack
+from tests.small_models import small_llama
 from tests.trainer.small_batches import VOCAB, item, tiny_model_folder, tiny_settings
 
 
@@ -128,6 +137,33 @@ def test_gradient_checkpointing_keeps_less_for_the_backward_pass(folder: Path) -
         kept.append(sum(storages.values()))
         logprobs_N.sum().backward()
     assert kept[1] < kept[0] / 3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "seed_oss"])
+def test_gradient_checkpointing_switches_no_dropout_on(tmp_path: Path, family: str) -> None:
+    config = AutoConfig.for_model(family)
+    assert (config.resid_pdrop if family == "gpt2" else config.residual_dropout) > 0.0
+    write_miniature(config, tmp_path)
+    line = np.arange(40, dtype=np.int64)
+    (packed,) = pack([item(line.tolist(), list(range(1, 40)))], 1 << 20)
+    plain = PolicyModel.load(tmp_path, tiny_settings()).score(packed).logprobs_N
+    policy = PolicyModel.load(tmp_path, tiny_settings(gradient_checkpointing=True))
+    first, second = policy.score(packed).logprobs_N, policy.score(packed).logprobs_N
+    assert torch.equal(first, second)
+    assert torch.equal(first, plain)
+
+
+def test_gradient_checkpointing_of_a_model_that_names_no_layers_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    write_miniature(AutoConfig.for_model("ctrl"), tmp_path)
+    with pytest.raises(EngineFault, match=r"trainer\.gradient_checkpointing .* \(ctrl\) .*: set it to false"):
+        PolicyModel.load(tmp_path, tiny_settings(gradient_checkpointing=True))
+
+
+def test_a_job_longer_than_a_dynamic_rotary_embedding_allows_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    small_llama(vocab_size=VOCAB, rope_parameters=rope).save_pretrained(tmp_path)
+    with pytest.raises(EngineFault, match=r"set rollout\.max_model_len to at most 64"):
+        PolicyModel.load(tmp_path, tiny_settings())
 
 
 def test_under_autocast_layers_multiply_in_bfloat16_and_weights_and_gradients_stay_in_float32(folder: Path) -> None:

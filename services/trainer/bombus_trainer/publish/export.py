@@ -228,6 +228,7 @@ def _write_files(folder: Path, files: Mapping[str, bytes], dtype: torch.dtype) -
         config = json.loads(files["config.json"])
         config["dtype"] = str(dtype).removeprefix("torch.")
         config.pop("torch_dtype", None)
+        config.pop("quantization_config", None)  # these tensors are not quantized, whatever the given folder's were
         (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 

@@ -17,8 +17,10 @@ _NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int64: "I64",
+    torch.int32: "I32",
     torch.uint16: "U16",
     torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 

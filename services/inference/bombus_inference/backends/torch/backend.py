@@ -39,6 +39,7 @@ SWITCH_INTERVAL_S = 0.0005
 
 TRIAL_CACHE_BYTES = 64 << 20  # for small models that are tried and never served
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
+ALL_ALIKE: Mapping[str, torch.dtype] = {}
 GAUGES = ("running", "waiting", "blocks", "blocks_held")
 
 
@@ -58,6 +59,7 @@ class TorchBackend:
         self.thread = EngineThread(deliver)
         self._settings = settings
         self._run_settings = settings  # with the precision of this run
+        self._dtypes: Mapping[str, torch.dtype] = {}
         self._base: Path | None = None  # the folder of the model that the engine has without its adapter
 
     @property
@@ -87,7 +89,7 @@ class TorchBackend:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
             engine = await asyncio.to_thread(self._make_engine, policy)
-            self.sequence_tokens = engine.max_model_len
+            self.sequence_tokens, self._dtypes = engine.max_model_len, engine.dtypes
             await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
         self._base = policy.folder if policy.adapter is not None and is_computed_beside(self._run_settings) else None
@@ -96,8 +98,8 @@ class TorchBackend:
         """Read the weights that this policy needs: those of the model, unless the engine has them, and its adapter."""
         settings = self._run_settings
         if policy.adapter is None or not is_computed_beside(settings):
-            return read_state(policy.folder, settings, policy.adapter), {}
-        state = None if policy.folder == self._base else read_state(policy.folder, settings)
+            return read_state(policy.folder, settings, policy.adapter, self._dtypes), {}
+        state = None if policy.folder == self._base else read_state(policy.folder, settings, dtypes=self._dtypes)
         return state, read_adapter(policy.adapter, settings)
 
     def _make_engine(self, policy: Policy) -> Engine:
@@ -134,20 +136,26 @@ def check_model(folder: Path, tokens: int) -> None:
     make_engine(policy, ComputeSettings(kv_cache_bytes=TRIAL_CACHE_BYTES))
 
 
-def read_state(folder: Path, settings: ComputeSettings, adapter: Path | None = None) -> dict[str, Tensor]:
+def read_state(
+    folder: Path,
+    settings: ComputeSettings,
+    adapter: Path | None = None,
+    dtypes: Mapping[str, torch.dtype] = ALL_ALIKE,
+) -> dict[str, Tensor]:
     """Return the tensors by name, in the engine's type and on its device, with the adapter, if any, merged into them.
 
-    They are copies, because the trainer may remove the file. Raises `EngineFault`.
+    `dtypes` are those of the tensors that have another type in the engine. They are copies, because the trainer
+    may remove the file. Raises `EngineFault`.
     """
     merging = Adapter(adapter) if adapter is not None else None
     mapped = _map(folder)
-    dtype = getattr(torch, settings.precision)
+    usual = getattr(torch, settings.precision)
     if merging is None:
-        return {name: tensor.to(settings.device, dtype, copy=True) for name, tensor in mapped.items()}
+        return {name: tensor.to(settings.device, dtypes.get(name, usual), copy=True) for name, tensor in mapped.items()}
     state: dict[str, Tensor] = {}
     for name, tensor in mapped.items():
         merged = merging.merge(name, tensor.to(settings.device))
-        state[name] = merged.to(settings.device, dtype, copy=merged is tensor)
+        state[name] = merged.to(settings.device, dtypes.get(name, usual), copy=merged is tensor)
     merging.check_all_merged()
     return state
 

@@ -14,6 +14,7 @@ from bombus.architectures.probing import context_of, refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import Code, EngineFault, Refused
 from bombus.hive.generation import Fault, Frame, Generate
+from bombus.weights.models import persistent_buffers
 from bombus_inference.backends.limits import CHOICES_MAX, Limits
 from bombus_inference.backends.torch.adapted import LowRank, check_adapter, set_adapter
 from bombus_inference.backends.torch.attention import PLAN, plan_pass
@@ -171,25 +172,36 @@ class Engine:
         """
         check_adapter(self._model, adapter)
         if state is not None:
-            self._replace_parameters(state)
+            self._replace_tensors(state)
         set_adapter(self._model, adapter)
         self._changed(version, run)
 
-    def _replace_parameters(self, state: Mapping[str, Tensor]) -> None:
-        parameters = dict(self._model.named_parameters())
-        missing = [name for name in parameters if name not in state]
+    def _replace_tensors(self, state: Mapping[str, Tensor]) -> None:
+        own = self._tensors()
+        missing = [name for name in own if name not in state]
         if missing:
             raise EngineFault(f"the new weights lack {len(missing)} tensors, such as {missing[0]}")
-        for name, parameter in parameters.items():
-            if state[name].shape != parameter.shape:
-                raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(parameter.shape)}")
-        for name, parameter in parameters.items():
+        for name, tensor in own.items():
+            if state[name].shape != tensor.shape:
+                raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(tensor.shape)}")
+        for name, parameter in self._model.named_parameters():
             parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
+        for name, buffer in persistent_buffers(self._model).items():
+            buffer.copy_(state[name])
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""
-        apply_patches(dict(self._model.named_parameters()), patches)
+        apply_patches(self._tensors(), patches)
         self._changed(version, run)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each tensor of a version: of some models a few stay in float32 in an engine in half precision."""
+        return {name: tensor.dtype for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all that the weights of a version replace: parameters, and buffers that belong to them."""
+        return dict(self._model.named_parameters()) | persistent_buffers(self._model)
 
     def _changed(self, version: int, run: int) -> None:
         self._scheduler.weights_changed()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,10 @@ from torch.nn.functional import linear
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig, adapter_names, merged
 
-OUTPUT_LAYER = "lm_head"  # gets no adapter: with tied embeddings it is not a layer of its own
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+EXPERTS_SHARE = 0.01  # of the language model's weights: fewer are not worth a refusal
 BASE = ".base."  # in the name of a wrapped layer's own parameters
 
 
@@ -65,19 +68,16 @@ class LoraLinear(nn.Module):
             return merged(self.base.weight, self.lora_a, self.lora_b, self.scale)
 
 
-def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-    """Freeze `model` and put an adapter on each linear layer but the output layer, or on those named in `targets`.
+def add_adapters(model: "PreTrainedModel", rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
+    """Freeze `model` and put an adapter on each linear layer of its decoder, or on those of them named in `targets`.
 
-    Raises `EngineFault` when a target names no layer, or when there are experts that "each linear layer" leaves out.
+    The output layer gets none, because with tied embeddings it is not a layer of its own. Raises `EngineFault` when a
+    target names no layer, when there are no linear layers, or experts that "each linear layer" leaves out.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] != OUTPUT_LAYER
-    }
+    layers = _linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
         raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
@@ -89,23 +89,47 @@ def add_adapters(model: nn.Module, rank: int, alpha: float, targets: Sequence[st
             setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
 
 
-def check_covered(model: nn.Module) -> None:
+def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
+    """Return the linear layers of the decoder by name, without towers for images and sound, and the output layer.
+
+    Raises `EngineFault` when there are none.
+    """
+    inside = set(model.get_decoder().modules()) - {model.get_output_embeddings()}
+    layers = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module in inside
+    }
+    if not layers:
+        kinds = {
+            type(module).__name__
+            for module in inside
+            if not isinstance(module, nn.Embedding)
+            and any(value.ndim == 2 for value in module.parameters(recurse=False))
+        }
+        raise EngineFault(
+            f"LoRA adapts linear layers, and this model ({model.config.model_type}) has none: its layers are "
+            f"{', '.join(sorted(kinds)) or 'of other kinds'}; set trainer.lora_rank to 0 to train all weights"
+        )
+    return layers
+
+
+def check_covered(model: "PreTrainedModel") -> None:
     """Raise `EngineFault` when a model keeps experts in one tensor [experts, ...], which no layer's adapter covers."""
+    inside = set(model.get_decoder().modules())
     fused = {
         f"{owner}.{name}": value.numel()
         for owner, module in model.named_modules()
         for name, value in module.named_parameters(recurse=False)
-        if value.ndim == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
+        if module in inside and value.ndim == 3 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
     }
-    if not fused:
-        return
     names = sorted({name.rpartition(".")[2] for name in fused})
-    share = sum(fused.values()) / sum(value.numel() for value in model.parameters())
+    share = sum(fused.values()) / sum(value.numel() for value in model.get_decoder().parameters())
+    if share <= EXPERTS_SHARE:
+        return
     raise EngineFault(
-        f"trainer.target_modules all-linear would leave {100 * share:.0f} % of this model untrained: the experts in "
-        f"{' and '.join(names)} (such as {next(iter(fused))}) are fused into tensors and are not linear layers; "
-        "name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all weights "
-        "with lora_rank 0"
+        f"trainer.target_modules all-linear would leave {100 * share:.0f} % of this model's decoder untrained: the "
+        f"experts in {' and '.join(names)} (such as {next(iter(fused))}) are fused into tensors and are not linear "
+        "layers; name the layers to train in trainer.target_modules, such as q_proj,k_proj,v_proj,o_proj, or train all "
+        "weights with lora_rank 0"
     )
 
 

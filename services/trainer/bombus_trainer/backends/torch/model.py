@@ -4,12 +4,15 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bombus.architectures.logits import LogitsForm
 from bombus.architectures.probing import (
@@ -25,7 +28,7 @@ from bombus.architectures.probing import (
 from bombus.architectures.shapes import layer_shapes
 from bombus.errors import EngineFault
 from bombus.weights.adapters import AdapterConfig
-from bombus.weights.models import load_config, load_model
+from bombus.weights.models import load_config, load_model, persistent_buffers
 from bombus_trainer.backends.torch.attention import NAME, plan
 from bombus_trainer.backends.torch.flops import attention_pairs, cost_of, flops_of_step, peak_of
 from bombus_trainer.backends.torch.head import HeadPlan, OutputLayer, chosen_logprobs
@@ -107,8 +110,7 @@ class PolicyModel:
         elif config.kl_coef > 0.0:
             policy._reference = copy.deepcopy(model).requires_grad_(False)
         if config.gradient_checkpointing:
-            model.train()  # transformers checkpoints in training mode only; there is no dropout in an RL policy
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _recompute_layers(model)
         return policy
 
     # ---- computing --------------------------------------------------------------------------------------------
@@ -206,12 +208,15 @@ class PolicyModel:
                 parameter.copy_(tensors[name])
 
     def dense_shapes(self) -> dict[str, Shape]:
-        return {name: Shape(self.export_dtype, tuple(value.shape)) for name, value, _ in self._dense()}
+        return {name: Shape(self._exported_as(value), tuple(value.shape)) for name, value, _ in self._dense()}
 
     def dense_weights(self, merged: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole model under its Hugging Face names in the export precision, adapters `merged` or left out."""
+        """Yield the whole model under its Hugging Face names, adapters `merged` or left out.
+
+        Parameters are in the export precision, persistent buffers in their own.
+        """
         for name, value, adapter in self._dense():
-            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self.export_dtype)
+            yield name, (adapter.merged() if adapter and merged else value.detach()).to(self._exported_as(value))
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield only the adapters, in float32."""
@@ -221,10 +226,18 @@ class PolicyModel:
         config = self._settings.config
         return adapter_config(self._model, config.lora_rank, config.lora_alpha)
 
+    def _exported_as(self, value: Tensor) -> torch.dtype:
+        return self.export_dtype if isinstance(value, nn.Parameter) else value.dtype
+
     def _dense(self) -> Iterator[tuple[str, Tensor, LoraLinear | None]]:
-        """Yield all weights but the adapters. Tied ones come once, under the first of their names."""
+        """Yield all weights but the adapters, and the buffers that belong to them, in the order of their file.
+
+        Tied weights come once, under the first of their names. Wide elements come first: so each tensor begins at a
+        multiple of its element's size.
+        """
         adapters = adapters_of(self._model)
-        for name, value in self._model.named_parameters():
+        weights = dict(self._model.named_parameters()) | persistent_buffers(self._model)
+        for name, value in sorted(weights.items(), key=lambda item: -self._exported_as(item[1]).itemsize):
             owner, wrapped, leaf = name.rpartition(BASE)
             if wrapped:
                 yield f"{owner}.{leaf}", value, adapters[owner] if leaf == "weight" else None
@@ -240,6 +253,22 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     """
     dtype = settings.job.model.dtype
     return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
+
+
+def _recompute_layers(model: "PreTrainedModel") -> None:
+    """Keep only the input of each layer for the backward pass, which computes the rest again.
+
+    transformers does so in training mode alone, where many families also drop activations and jitter the router at
+    random: logprobs would be up to 2.5 nats off, and different in each pass. So the model stays in evaluation mode.
+    """
+    layers = [layer for layer in model.get_decoder().modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise EngineFault(
+            f"trainer.gradient_checkpointing is on, and the code of this model's architecture "
+            f"({model.config.model_type}) does not say which of its layers can be computed again: set it to false"
+        )
+    for layer in layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def probe(line: Ints, first_id: int) -> TrainingItem:
