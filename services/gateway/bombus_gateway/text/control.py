@@ -23,12 +23,14 @@ _PLACEHOLDERS_FROM, _PLACEHOLDERS_TO = 0x20000, 0x2A6D0
 class ControlTokens:
     """The control tokens of one model, and its tokenizer without them."""
 
-    def __init__(self, fast: Fast, names: Collection[str]) -> None:
+    def __init__(self, fast: Fast, names: Collection[str], unknown: str = "") -> None:
+        """`unknown` is the name of the token that stands for any text which the tokenizer does not know."""
         self.names = frozenset(names)
         longest_first = sorted(self.names, key=len, reverse=True)
         self._pattern = _any_of(longest_first)
         self._fast = fast
-        self._ids = {index: name for name in self.names if (index := fast.token_to_id(name)) is not None}
+        counted = self.names - {unknown}  # texts have that one without a word of it
+        self._ids = {index: name for name in counted if (index := fast.token_to_id(name)) is not None}
         lowered = [name.lower() for name in longest_first]
         self._signs = {name[:2] for name in lowered if _is_signed(name)}
         plain = [name for name in lowered if not _is_signed(name)]

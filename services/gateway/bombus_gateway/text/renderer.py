@@ -55,7 +55,8 @@ class TemplateRenderer:
         self._history = history
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
-        self._control = ControlTokens(tokenizer.fast, _control_names(tokenizer, template, self.reading.markers))
+        names = _control_names(tokenizer, template, self.reading.markers)
+        self._control = ControlTokens(tokenizer.fast, names, tokenizer.named.get("unk_token", ""))
         self._guard = TextGuard(self._control, tokenizer.specials.values())
         self._losses = LossCheck(self._text)
         self.stop_token_ids = find_stops(self._text, tokenizer)
@@ -284,9 +285,10 @@ class TemplateRenderer:
 def _control_names(tokenizer: Tokenizer, template: ChatTemplate, markers: Collection[str]) -> set[str]:
     """Return the special tokens, and other added tokens that the template writes or that mark calls and reasoning.
 
-    White space is none, unless it is special.
+    White space is none, unless it is special. Nor is a single character, such as the full stop that is some tokenizer's
+    token for what it does not know: texts have it.
     """
     written = template.literals()
     known = {name for name in tokenizer.added.values() if name in written or name in markers}
     added = {name for name in known if not name.isspace()}
-    return added | {name for name in tokenizer.specials.values() if name}
+    return added | {name for name in tokenizer.specials.values() if len(name) > 1}
