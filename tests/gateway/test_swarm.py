@@ -183,11 +183,11 @@ async def test_a_claim_waits_on_the_server_until_there_is_room(rolling: PlayedHi
 
 
 async def test_a_claim_may_wait_longer_than_the_bus_may_take_to_answer(bus: Bus) -> None:
-    async with played_hive(bus, bus_timeout_s=1.0) as hive:
+    async with played_hive(bus, bus_timeout_s=3.0) as hive:
         await hive.start()
         for _ in range(8):
             await hive.claim()
-        body = {"client_uuid": "c2", "claim_id": "k1", "wait_s": 2.5, "discard_episode_timeout": 60.0}
+        body = {"client_uuid": "c2", "claim_id": "k1", "wait_s": 4.5, "discard_episode_timeout": 60.0}
         refused = (await hive.post("/claim_episodes", body)).json()
         assert "No available episodes to claim." in refused["fail_cause"]
 
