@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Fast
 
 from bombus.config.template_variables import SPECIAL_TOKENS
 from bombus.errors import EngineFault
-from bombus.weights.tokenizer_fit import template_sources
+from bombus.weights.tokenizer_fit import read_json, template_sources
 
 # Special tokens that are part of the text where nothing else is said; all others are left out of it.
 SHOWN_SPECIALS = frozenset(
@@ -38,19 +38,18 @@ class Tokenizer:
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
         self._to_bytes = _piece_reader(described.get("decoder"))
-        self.config = _json_file(files, "tokenizer_config.json")
-        self.model_config = _json_file(files, "config.json")
-        self.generation_config = _json_file(files, "generation_config.json")
+        self.config = read_json(files, "tokenizer_config.json")
+        self.model_config = read_json(files, "config.json")
+        self.generation_config = read_json(files, "generation_config.json")
         templates = template_sources(files)
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
-        self.named = _named_specials(self.config, _json_file(files, "special_tokens_map.json"))
+        self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
         self.added = {index: str(token.content) for index, token in added.items()}
         named = set(self._named_or_extra())
         self.specials = {i: str(token.content) for i, token in added.items() if token.special or token.content in named}
-        self.size = self.fast.get_vocab_size(with_added_tokens=True)
         self.shown: Collection[str] = SHOWN_SPECIALS
 
     def _add_tokens(self) -> None:
@@ -107,14 +106,6 @@ class Tokenizer:
             elif index not in self.specials or token in self.shown:
                 pieces[index] = token.encode()
         return pieces
-
-
-def _json_file(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(files.get(name) or b"{}")
-    except ValueError as error:
-        raise EngineFault(f"{name} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
 
 
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")

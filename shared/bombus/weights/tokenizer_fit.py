@@ -38,7 +38,7 @@ def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
 
 def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
     """Say what does not fit; empty when everything does."""
-    described, config = _read(files, "tokenizer.json"), _read(files, "config.json")
+    described, config = read_json(files, "tokenizer.json"), read_json(files, "config.json")
     ids = token_ids(described)
     size = config.get("vocab_size") or _inner(config, "text_config").get("vocab_size")
     if not ids:
@@ -71,8 +71,8 @@ def _role_misfit(
     The tokenizer may prefer another special token: models have several ends of sequence, and some well-known ones name
     one in config.json that their tokenizer does not. With another model's tokenizer the id belongs to part of a word.
     """
-    text, generation = _read(files, "tokenizer_config.json"), _read(files, "generation_config.json")
-    added = _read(files, "tokenizer.json").get("added_tokens") or ()
+    text, generation = read_json(files, "tokenizer_config.json"), read_json(files, "generation_config.json")
+    added = read_json(files, "tokenizer.json").get("added_tokens") or ()
     specials = {int(token["id"]) for token in added if token.get("special")}
     names = {index: token for token, index in ids.items()}
     sources = (("config.json", config), ("generation_config.json", generation))
@@ -105,11 +105,20 @@ def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Return the chat templates of a model's files: "default", and perhaps "tool_use" for conversations with tools."""
     in_files = {"default": "chat_template.jinja", "tool_use": TOOL_TEMPLATE}
     found = {name: files[file].decode("utf-8", "replace") for name, file in in_files.items() if file in files}
-    given = _read(files, "tokenizer_config.json").get("chat_template")
+    given = read_json(files, "tokenizer_config.json").get("chat_template")
     if found or isinstance(given, str):
         return found or {"default": str(given)}
     listed = [each for each in given if isinstance(each, dict)] if isinstance(given, list) else []
     return {str(each.get("name")): str(each.get("template")) for each in listed}
+
+
+def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the object in a file of JSON, an empty one where there is none. Raises `EngineFault` for other text."""
+    try:
+        found = json.loads(files.get(name) or b"{}")
+    except ValueError as error:
+        raise EngineFault(f"{name} cannot be read: {error}") from error
+    return found if isinstance(found, dict) else {}
 
 
 def _name_of(value: object) -> str | None:
@@ -122,14 +131,6 @@ def _ids_of(value: object) -> tuple[int, ...]:
     if isinstance(value, list):
         return tuple(one for one in value if isinstance(one, int))
     return (value,) if isinstance(value, int) and value >= 0 else ()
-
-
-def _read(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    try:
-        found = json.loads(files.get(name) or b"{}")
-    except ValueError as error:
-        raise EngineFault(f"{name} cannot be read: {error}") from error
-    return found if isinstance(found, dict) else {}
 
 
 def _inner(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
