@@ -5,7 +5,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Literal, Self
 
 import jinja2
@@ -152,11 +152,12 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any], source_with_tools: str = "") -> None:
         """Raises `EngineFault` when a source is not a template."""
         self.variables = dict(variables)
-        self._sources = [source, source_with_tools or source]
+        self._sources = [source, source_with_tools] if source_with_tools else [source]
         try:
-            self._template, self._template_with_tools = map(_environment().from_string, self._sources)
+            compiled = [_environment().from_string(each) for each in self._sources]
         except Exception as error:  # jinja2 lets errors of Python's own compiler through
             raise EngineFault(f"the model's chat template cannot be compiled: {error}") from error
+        self._template, self._template_with_tools = compiled[0], compiled[-1]
 
     def given(self, variables: Mapping[str, Any]) -> Self:
         """Return this template with further variables, or other values of those that it has."""
@@ -212,6 +213,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
+@cache
 def _environment() -> _Sandbox:
     made = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     for name in ("batch", "center", "indent", "slice"):
