@@ -80,6 +80,11 @@ def read_scoring(
     return Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), window, softcap, sinks)
 
 
+def hidden(back: Tensor, window: int | None) -> Tensor:
+    """Return which keys a query does not see, given how many tokens each is before it: later ones, and far ones."""
+    return back < 0 if window is None else (back < 0) | (back >= window)
+
+
 def attend_in_full(
     query_BNGQD: Tensor, key_BNKD: Tensor, value_BNKE: Tensor, mask_BQK: Tensor, scoring: Scoring
 ) -> Tensor:

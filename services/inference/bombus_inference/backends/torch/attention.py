@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
-from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
+from bombus.architectures.scoring import Scoring, attend_in_full, hidden, read_scoring
 from bombus.architectures.shapes import NOT_PASSED_ON, ShapeRecorder
 from bombus.errors import EngineFault
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
@@ -51,9 +51,8 @@ class Bucket:
         mask = self.masks.get((window, groups))
         if mask is None:
             back_BQL = self.reach_BQ[:, :, None] - torch.arange(length, device=self.reach_BQ.device)
-            hidden_BQL = back_BQL < 0 if window is None else (back_BQL < 0) | (back_BQL >= window)
-            mask = torch.zeros(hidden_BQL.shape, dtype=dtype, device=hidden_BQL.device)
-            mask = mask.masked_fill_(hidden_BQL, -torch.inf)
+            mask = torch.zeros(back_BQL.shape, dtype=dtype, device=back_BQL.device)
+            mask = mask.masked_fill_(hidden(back_BQL, window), -torch.inf)
             if groups > 1:
                 mask = mask[:, None].expand(-1, groups, -1, -1).reshape(self.rows, -1, length)
             self.masks[window, groups] = mask

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bombus.architectures.scoring import Scoring
+from bombus.architectures.scoring import Scoring, hidden
 from bombus_inference.backends.torch.pool import KvPool, SequenceChunk
 
 CAPACITY_MIN = 64
@@ -91,8 +91,8 @@ class LaneStep:
         mask = self.masks.get((window, kv_heads))
         if mask is None:
             back_RL = self.reach_R[:, None] - torch.arange(self.length, device=self.reach_R.device)
-            hidden_RL = back_RL < 0 if window is None else (back_RL < 0) | (back_RL >= window)
-            mask_RL = torch.zeros(hidden_RL.shape, device=hidden_RL.device).masked_fill_(hidden_RL, -torch.inf)
+            mask_RL = torch.zeros(back_RL.shape, device=back_RL.device)
+            mask_RL.masked_fill_(hidden(back_RL, window), -torch.inf)
             mask = self.masks[window, kv_heads] = mask_RL.repeat_interleave(kv_heads, dim=0)[:, None]
         return mask
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from bombus.architectures.scoring import Scoring, attend_in_full, read_scoring
+from bombus.architectures.scoring import Scoring, attend_in_full, hidden, read_scoring
 from bombus.architectures.shapes import NOT_PASSED_ON, ShapeRecorder
 from bombus.errors import EngineFault
 from bombus_trainer.data.packing import Segment
@@ -52,10 +52,9 @@ class Block:
             device = self.offsets_B.device
             sees_BQ = self.offsets_B[:, None] + torch.arange(queries, device=device)
             back_BQK = sees_BQ[:, :, None] - torch.arange(keys, device=device)
-            hidden_BQK = back_BQK < 0 if window is None else (back_BQK < 0) | (back_BQK >= window)
             aligned = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
             mask = torch.zeros((rows, groups, queries, aligned), dtype=dtype, device=device)[..., :keys]
-            mask.masked_fill_(hidden_BQK[:, None], -torch.inf)
+            mask.masked_fill_(hidden(back_BQK, window)[:, None], -torch.inf)
             mask = mask.view(rows, groups * queries, keys)
             self.masks[window, groups, dtype] = mask
         return mask
