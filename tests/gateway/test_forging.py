@@ -10,6 +10,7 @@ from tokenizers import AddedToken, normalizers
 
 from bombus.errors import Refused
 from bombus.weights.models import build_tiny, load_tokenizer_files
+from bombus_gateway.text.control import PLACEHOLDERS_FROM, PLACEHOLDERS_TO
 from bombus_gateway.text.rendering import TextModel, TextOptions
 from tests.gateway.test_renderer import (
     CONVERSATION,
@@ -196,3 +197,11 @@ def test_a_token_of_one_character_is_text_and_one_for_unknown_text_is_not_counte
     text = made.tokenizer.decode(made.renderer.render(conversation, []), with_specials=True)
     assert "a=1." in text
     assert text.count("<|im_start|>") == 2
+
+
+def test_names_beside_all_the_characters_that_could_stand_for_them_are_refused() -> None:
+    made = model(HEADERS)
+    crowd = "".join(map(chr, range(PLACEHOLDERS_FROM, PLACEHOLDERS_TO)))
+    assert made.renderer.render([user(crowd)], [])
+    with pytest.raises(Refused, match="take the names out"):
+        made.renderer.render([user(crowd + EVIL)], [])

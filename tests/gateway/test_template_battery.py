@@ -133,7 +133,7 @@ PARTS = """
 {%- if add_generation_prompt %}{{- 'Assistant:' }}{% endif %}
 """
 
-# Arguments as Python writes them, one by one; a call's arguments as text would be refused.
+# Writes each argument of a call as Python does, so that it fails where the arguments are one text.
 PYTHONIC = """
 {{- bos_token }}
 {%- for tool in tools or [] %}{{- '<|tool|>' + tool | tojson }}{% endfor %}

@@ -78,7 +78,7 @@ def page(found: Iterable[Found]) -> str:
 
 
 def reason(sentence: str) -> str:
-    """Return what the page says about a refusal."""
+    """Return the reason that the page gives for a refusal, of which `sentence` is the message."""
     return next(why for part, why in REASONS.items() if part in sentence)
 
 

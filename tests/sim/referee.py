@@ -32,7 +32,7 @@ class JobConfig(msgspec.Struct, frozen=True):
 
 
 class Published(msgspec.Struct, frozen=True):
-    """A policy version, with the model that stands for its weights."""
+    """A policy version that was published. `model` are the bytes that stand for its weights."""
 
     run: int
     version: int

@@ -257,7 +257,7 @@ def _tokens_after(reference: Reference, before: str, text: str) -> list[int]:
 
 
 class Extension(NamedTuple):
-    """What was made of a conversation after an answer.
+    """The tokens that the gateway appended to a conversation, and what they were appended to.
 
     `before` is the text of the prompt that was answered with `sampled`, `history` the tokens of both. `tail` was
     appended to them; it is None where a branch began.

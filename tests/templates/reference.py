@@ -238,7 +238,7 @@ class Reference:
         )
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of ids, specials shown."""
+        """Return the text of tokens, with the names of special ones."""
         return self.shown(str(self.fast.decode(list(ids), skip_special_tokens=False)))
 
     def shown(self, text: str) -> str:

@@ -148,7 +148,7 @@ def _threshold_line(curve: Curve, threshold: float) -> str:
 
 
 def needle_job(model: str, plan: TrainingPlan) -> Job:
-    """Return a job that trains LoRA adapters of an instruct model, whichever it is: a name, or a folder."""
+    """Return a job that trains LoRA adapters of any instruct model. `model` is a name or a folder."""
     return Job(
         model=model,
         batch_size=plan.batch_size,

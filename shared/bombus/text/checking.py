@@ -54,7 +54,7 @@ def template_of(tokenizer: Tokenizer, name: str) -> str:
 
 
 def _check_renders(template: ChatTemplate) -> None:
-    """Raise `EngineFault` unless the template shows a user's message, as text or as parts."""
+    """Raise `EngineFault` unless a user's message, as text or as a list of parts, is in what the template writes."""
     why = ""
     for as_parts in (False, True):
         try:

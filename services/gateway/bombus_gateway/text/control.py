@@ -16,8 +16,16 @@ from typing import Any
 
 from tokenizers import Tokenizer as Fast
 
-# Ideographs: templates change neither their case nor white space, and `repr`, by which some print a list, keeps them.
-_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO = 0x20000, 0x2A6D0
+from bombus.errors import Code, Refused
+
+# These are ideographs: a template that changes case or white space leaves them as they are, and so does `repr`, with
+# which some templates print a list.
+PLACEHOLDERS_FROM, PLACEHOLDERS_TO = 0x20000, 0x2A6D0
+
+_NO_PLACEHOLDER = (
+    "The conversation holds names of control tokens, and all the rare ideographs that could stand for them: "
+    "take the names out."
+)
 
 
 class ControlTokens:
@@ -51,11 +59,17 @@ class ControlTokens:
         return set(self._pattern.findall(text))
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
-        """Return a character for each name. None of `texts` has it, as it is or as JSON in ASCII has it."""
+        """Return a character for each name. None of `texts` has it, as it is or as JSON in ASCII has it.
+
+        Raises `Refused` where there are fewer such characters than names.
+        """
         whole = "\0".join(texts)
-        characters = map(chr, range(_PLACEHOLDERS_FROM, _PLACEHOLDERS_TO))
+        characters = map(chr, range(PLACEHOLDERS_FROM, PLACEHOLDERS_TO))
         free = (each for each in characters if each not in whole and escaped(each) not in whole)
-        return dict(zip(sorted(names), free))
+        found = dict(zip(names := sorted(names), free))
+        if len(found) < len(names):
+            raise Refused(Code.MALFORMED, _NO_PLACEHOLDER)
+        return found
 
     def is_suspect(self, text: str, inner: bool = True) -> bool:
         """Whether a text holds the name of a control token, or what a template or the tokenizer could make one of.

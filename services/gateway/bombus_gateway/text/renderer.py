@@ -60,6 +60,8 @@ class TemplateRenderer:
         self._guard = TextGuard(self._control, tokenizer.specials.values())
         self._losses = LossCheck(self._text)
         self.stop_token_ids = find_stops(self._text, tokenizer)
+        if not self.stop_token_ids:
+            log.warning("the model has no token that ends a completion: each one goes on to its limit of tokens")
         self._stops = frozenset(self.stop_token_ids)
 
     def given(self, variables: Mapping[str, Any]) -> Self:

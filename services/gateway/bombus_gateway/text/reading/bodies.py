@@ -63,7 +63,7 @@ class BodyEnd:
         self._begun = bool(form.close)
 
     def take(self, text: str, at: int) -> tuple[int, bool]:
-        """Look at `text` from `at`. Returns how far the body goes in it, and whether it ends there.
+        """Read on in `text` from `at`. Return how far the body goes in it, and whether it ends there.
 
         What is beyond that, and not yet the body's end, is to be handed in again with what follows it.
         """
@@ -96,7 +96,7 @@ class BodyEnd:
         return at if self._begun or at == len(text) else None
 
     def _look_for_mark(self, text: str, at: int) -> tuple[int, bool]:
-        """Go to the closing marker, or into a string. Returns like `take`."""
+        """Go on to the end of the closing marker, or into a string, and return what `take` returns."""
         close = self._form.close
         if not self._strings:
             place = text.find(close, at)
@@ -110,7 +110,7 @@ class BodyEnd:
         return found.end(), False
 
     def _look_for_bracket(self, text: str, at: int) -> tuple[int, bool]:
-        """Go to the last bracket, or into a string. Returns like `take`."""
+        """Go on to the bracket that closes the first one, or into a string, and return what `take` returns."""
         if self._form.strings and not self._strings:
             return at, True  # a string was broken: the rest is text again
         while found := self._form.outside.search(text, at):
