@@ -251,6 +251,21 @@ def test_a_prompt_may_end_within_a_message() -> None:
     assert read_as("channels", text, 5, prompt_end) == expected
 
 
+@pytest.mark.parametrize(
+    ("form", "header", "text", "expected"),
+    [
+        ("recipients", "<|channel|>analysis", "", []),
+        ("recipients", "<|channel|>analysis", "hm", [TextDelta("hm")]),
+        ("channels", " to=functions.f", "{bad", [TextDelta("{bad")]),
+        ("channels", " to=functions.f", '{"a": 1}<|call|>', [MADE]),
+    ],
+)
+def test_a_header_in_the_prompt_is_no_text_of_the_completion(
+    form: str, header: str, text: str, expected: list[Delta]
+) -> None:
+    assert read_as(form, text, 5, f"<|start|>assistant{header}<|message|>") == expected
+
+
 def test_without_tools_messages_to_tools_are_text() -> None:
     text = ' to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>'
     assert read(lambda: READINGS["channels"].reader("<|start|>assistant", []), [text]) == [TextDelta(text)]

@@ -107,7 +107,9 @@ class ChannelReader:
         _, started, header = prompt_end.rpartition(form.start)
         if started:
             self.feed(header)
-            self._kept = [] if self._kind is None else self._kept
+            # What the prompt has never comes out as text.
+            self._kept = self._kept[self._body_at :] if self._kind is MessageKind.CALL else []
+            self._body_at = 0
 
     def feed(self, text: str) -> list[Delta]:
         """Add text. Returns what can no longer change."""
