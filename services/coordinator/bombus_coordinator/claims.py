@@ -7,7 +7,8 @@ from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
 from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, Waiting, ns
+from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, ns
+from bombus_coordinator.waiting import Waiting
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
@@ -100,31 +101,18 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
         raise no_room(live)
     if engine.phase == Phase.OFFLINE:
         raise why_none(engine)
-    live.enqueue(engine, message)
+    live.queue(engine).add(message, live.now_ns, live.now_ns + ns(message.wait_s))
     yield from grant(engine, live)
     yield from lapse(engine, live)
 
 
 def _next(engine: EngineState, live: Live) -> Waiting | None:
     """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
-    queue = list(live.queue(engine).values())
-    waiting = _fairest(engine, queue)
+    queue = live.queue(engine)
+    waiting = queue.first(*EpisodeType)
     if waiting is not None and _paced(engine, waiting.claim):
-        return _fairest(engine, [waiting for waiting in queue if waiting.claim.type == EpisodeType.EVAL])
+        return queue.first(EpisodeType.EVAL)
     return waiting
-
-
-def _fairest(engine: EngineState, queue: list[Waiting]) -> Waiting | None:
-    """Return the claim whose client has the fewest open episodes; among these, the oldest claim (R13)."""
-    if len(queue) < 2:
-        return queue[0] if queue else None
-    held: dict[str, int] = {}
-    for episode in engine.open.values():
-        held[episode.client] = held.get(episode.client, 0) + 1
-    return min(
-        queue,
-        key=lambda waiting: (held.get(waiting.claim.client, 0), waiting.first_asked_ns, waiting.claim.claim),
-    )
 
 
 def grant(engine: EngineState, live: Live) -> Decisions:
@@ -136,7 +124,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
         claim = waiting.claim
         if len(engine.open) + claim.count > engine.collection.max_open_claims:
             return
-        del live.queue(engine)[claim.claim]
+        live.queue(engine).remove(waiting)
         version = served(engine)
         if version is None:  # its calls will wait for a replica
             version = engine.version
@@ -174,13 +162,9 @@ def grant(engine: EngineState, live: Live) -> Decisions:
 def lapse(engine: EngineState, live: Live) -> Decisions:
     """Refuse the claims whose slice is over, or all of them when the engine is offline."""
     queue = live.queue(engine)
-    offline = engine.phase == Phase.OFFLINE
-    over = [waiting for waiting in queue.values() if offline or waiting.until_ns <= live.now_ns]
-    if not over:
-        return
     replies: list[CommandReply] = []
-    for waiting in over:
-        del queue[waiting.claim.claim]
+    for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):
         answer = refusal(no_room(live) if live.refusing else why_none(engine, waiting.claim))
         replies += [CommandReply(command, answer) for command in waiting.commands]
-    yield Decision(replies=tuple(replies))
+    if replies:
+        yield Decision(replies=tuple(replies))

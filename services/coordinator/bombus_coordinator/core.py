@@ -4,7 +4,7 @@
 the decisions to the log. If it cannot, it discards this object and folds the log again.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -77,19 +77,24 @@ class Core:
 
     def _fold(self, decision: Decision) -> None:
         for event in decision.events:
+            self._count_open(event)
             evolve(self.hive, event)
             if isinstance(event, ev.EpochOpened):
                 self.live.epoch_ns = event.at_ns
             elif isinstance(event, ev.StorageFilled | ev.StorageFreed):
                 self.live.refusing = self.hive.refusing
-            elif isinstance(event, ev.EpisodeAborted):
-                for episode in event.episodes:
-                    self.live.forget(episode)
-            elif isinstance(event, ev.EpisodeEnded):
-                for outcome in event.outcomes:
-                    self.live.forget(outcome.episode)
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
+
+    def _count_open(self, event: ev.Event) -> None:
+        """Tell an event, before it is folded, to what follows the open episodes besides the state."""
+        if isinstance(event, ev.EpisodeClaimed):
+            self.live.opened(event.engine, event.client, len(event.episodes))
+        for name in _closed_by(event):
+            self.live.forget(name)
+            episode = self.hive.engine(event.engine).open.get(name)
+            if episode is not None:
+                self.live.opened(event.engine, episode.client, -1)
 
     def _folded(self, decisions: Decisions) -> Iterator[Decision]:
         for decision in decisions:
@@ -153,6 +158,16 @@ class Core:
                 self.live.activity[episode] = self.live.now_ns
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
+
+
+def _closed_by(event: ev.Event) -> Iterable[str]:
+    """Return the episodes that an event ends or aborts."""
+    match event:
+        case ev.EpisodeEnded():
+            return [outcome.episode for outcome in event.outcomes]
+        case ev.EpisodeAborted():
+            return event.episodes
+    return ()
 
 
 _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]] = {

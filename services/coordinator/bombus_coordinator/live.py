@@ -6,13 +6,12 @@ clients that wait for a claim send it again (R13).
 
 import msgspec
 
-from bombus.errors import Code, Refused
 from bombus.hive.bounded import trim
-from bombus.hive.inbox import Answer, Claim
+from bombus.hive.inbox import Answer
 from bombus.hive.state import EngineState, Episode
+from bombus_coordinator.waiting import Queue
 
 ANSWERS_KEPT = 10_000
-WAITING_MAX = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
 REPLICA_LAPSE_S = 10.0
 AWAY_S = 5.0  # this long between two ticks means that the bus was unreachable or that nobody led
@@ -20,15 +19,6 @@ AWAY_S = 5.0  # this long between two ticks means that the bus was unreachable o
 
 def ns(seconds: float) -> int:
     return int(seconds * 1e9)
-
-
-class Waiting(msgspec.Struct, kw_only=True):
-    """A claim that waits for room. `commands` are the message ids to answer: one, unless it was sent again."""
-
-    claim: Claim
-    commands: list[str]
-    first_asked_ns: int
-    until_ns: int
 
 
 class Unconfirmed(msgspec.Struct):
@@ -49,7 +39,7 @@ class Live(msgspec.Struct, kw_only=True):
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
-    waiting: dict[str, dict[str, Waiting]] = {}  # by engine and claim
+    queues: dict[str, Queue] = {}  # of waiting claims, by engine
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
@@ -62,21 +52,19 @@ class Live(msgspec.Struct, kw_only=True):
         """Return when a deadline set at `at_ns` started: not before this epoch."""
         return max(at_ns, self.epoch_ns)
 
-    def queue(self, engine: EngineState) -> dict[str, Waiting]:
-        return self.waiting.setdefault(engine.name, {})
+    def queue(self, engine: EngineState) -> Queue:
+        """Return the engine's queue of waiting claims. It is made from the state, and follows it from then on."""
+        queue = self.queues.get(engine.name)
+        if queue is None:
+            queue = self.queues[engine.name] = Queue()
+            for episode in engine.open.values():
+                queue.opened(episode.client, 1)
+        return queue
 
-    def enqueue(self, engine: EngineState, claim: Claim) -> None:
-        queue = self.queue(engine)
-        until_ns = self.now_ns + ns(claim.wait_s)
-        before = queue.get(claim.claim)
-        if before is not None:
-            before.commands.append(claim.id)
-            before.until_ns = max(before.until_ns, until_ns)
-            return
-        if len(queue) >= WAITING_MAX:
-            raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
-        first_asked_ns = min(claim.first_asked_ns or self.now_ns, self.now_ns)
-        queue[claim.claim] = Waiting(claim=claim, commands=[claim.id], first_asked_ns=first_asked_ns, until_ns=until_ns)
+    def opened(self, engine: str, client: str, episodes: int) -> None:
+        """Note that a client has so many open episodes more, or fewer if the number is negative."""
+        if engine in self.queues:
+            self.queues[engine].opened(client, episodes)
 
     def remember(self, command: str, answer: Answer) -> None:
         self.answers[command] = answer
