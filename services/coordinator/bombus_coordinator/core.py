@@ -62,13 +62,22 @@ class Core:
             yield PendingDecision(decision, seq)
 
     def flush(self) -> Iterator[PendingDecision]:
-        """Note the calls recorded since the last decision, in one event for each engine (R9)."""
+        """Note the calls recorded since the last decision, in one event for each engine (R9).
+
+        They are one decision: all of them answer one inbox position, after which the next leader continues, so that an
+        append must not be cut between two engines.
+        """
         noted, self._noted = self._noted, {}
-        for (name, run), calls in noted.items():
-            event = ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls))
-            decision = Decision(events=(event,))
-            self._fold(decision)
-            yield PendingDecision(decision, self._noted_seq)
+        if not noted:
+            return
+        decision = Decision(
+            events=tuple(
+                ev.CallsNoted(at_ns=self.live.now_ns, engine=name, run=run, calls=tuple(calls))
+                for (name, run), calls in noted.items()
+            )
+        )
+        self._fold(decision)
+        yield PendingDecision(decision, self._noted_seq)
 
     def recover(self) -> Iterator[Decision]:
         """Decide the transitions that are due already: a crash may have cut them off after a decision."""
