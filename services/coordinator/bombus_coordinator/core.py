@@ -49,8 +49,7 @@ class Core:
         The first decision is the message's own. Those after it could be derived again from the fold, so nothing is
         lost when an append is cut off after any of them.
         """
-        self.live.now_ns = max(self.live.now_ns, self.hive.now_ns, at_ns)
-        self.live.seq = seq
+        self.live.arrived(seq, at_ns)
         if isinstance(message, inbox.CallRecorded):
             self._note(message, seq)
             if sum(map(len, self._noted.values())) >= NOTED_MAX:

@@ -15,6 +15,7 @@ ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
 REPLICA_LAPSE_S = 10.0
 AWAY_S = 5.0  # this long between two ticks means that the bus was unreachable or that nobody led
+CATCH_UP = 10  # of this many seconds one is left out while the hive's time is ahead of the clock
 
 
 def ns(seconds: float) -> int:
@@ -30,11 +31,16 @@ class Unconfirmed(msgspec.Struct):
 
 
 class Live(msgspec.Struct, kw_only=True):
-    """The state of a leader that is not on the log."""
+    """The state of a leader that is not on the log.
+
+    `now_ns` is the hive's time. It is that of the server's clock, unless the clock was set back: then it is ahead.
+    """
 
     now_ns: int = 0
     epoch_ns: int = 0
     ticked_ns: int = 0  # time of the last tick
+    stamp_ns: int | None = None  # what the server's clock said when it stored the last message
+    ahead_ns: int = 0  # of the server's clock
     refusing: str = ""  # why the hive takes no new work, "" while it does
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
@@ -74,15 +80,36 @@ class Live(msgspec.Struct, kw_only=True):
         self.granted[claim] = None
         trim(self.granted, ANSWERS_KEPT)
 
+    def arrived(self, seq: int, stamp_ns: int) -> None:
+        """Take in that the server stored the next message, at `stamp_ns` by its clock.
+
+        No deadline runs while nobody can show activity (R5): without ticks for long, and where the clock was set far
+        ahead, all deadlines start again, as in a new epoch. When the clock is set back, the hive's time goes on at the
+        clock's pace, a tenth slower until the clock has caught up.
+        """
+        self.seq = seq
+        passed_ns = stamp_ns - (self.now_ns if self.stamp_ns is None else self.stamp_ns)
+        if passed_ns < 0:
+            self.ahead_ns -= passed_ns
+        else:
+            self.ahead_ns = max(0, self.ahead_ns - passed_ns // CATCH_UP)
+        self.stamp_ns = stamp_ns
+        self.now_ns = max(self.now_ns, stamp_ns + self.ahead_ns)
+        if self.is_away:
+            self.epoch_ns = self.now_ns
+            self.replica_seen.clear()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last tick is so long ago that the bus was unreachable, nobody led, or the clock was set ahead."""
+        return self.now_ns - self.ticked_ns > ns(AWAY_S)
+
     def tick(self, answered: int) -> None:
         """Take in a tick, sent when the answers to all messages up to `answered` had been sent.
 
-        No deadline runs while nobody can show activity (R5): the time to confirm a claim starts once its answer has
-        been sent, and after a long silence all deadlines start again, as in a new epoch.
+        The time to confirm a claim starts once its answer has been sent.
         """
-        if self.now_ns - self.ticked_ns > ns(AWAY_S):
-            self.epoch_ns = self.now_ns
-            self.replica_seen.clear()
+        if self.is_away:
             answered = 0
         self.ticked_ns = self.now_ns
         for grant in self.unconfirmed.values():
