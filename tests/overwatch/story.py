@@ -265,6 +265,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),
         lambda: tell(ev.SyncAgreed, client="ann"),
         lambda: tell(ev.EngineStopped),
+        lambda: tell(ev.CommandAnswered, command="c", why="it is started already"),
         lambda: tell(ev.EngineFailed, reason="a reason"),
         restart,
     ]

@@ -104,7 +104,7 @@ class Core:
             if episode is not None:
                 self.live.opened(event.engine, episode.client, -1)
 
-    def _folded(self, decisions: Decisions) -> Iterator[Decision]:
+    def _folded(self, decisions: Iterable[Decision]) -> Iterator[Decision]:
         for decision in decisions:
             self._fold(decision)
             yield decision
@@ -134,15 +134,15 @@ class Core:
             self._touch(engine, message)
             return
         answered = self.live.answers.get(message.id)
+        if answered is None and isinstance(message, engines.CONTROL):
+            answered = engines.recorded(engine, message.id)
         if answered is not None:
             yield Decision(replies=(CommandReply(message.id, answered),))
             return
         try:
             yield from self._folded(self._command(engine, message))
         except Refused as error:
-            refused = Decision(replies=(CommandReply(message.id, refusal(error)),))
-            self._fold(refused)
-            yield refused
+            yield from self._folded([_refused(engine, self.live, message, error)])
             return
         yield from self._folded(self._follow_up(self.hive.engine(message.engine)))
 
@@ -166,6 +166,13 @@ class Core:
                 self.live.activity[episode] = self.live.now_ns
         for claim in message.confirmed:
             self.live.unconfirmed.pop(claim, None)
+
+
+def _refused(engine: EngineState, live: Live, message: inbox.AnyMessage, error: Refused) -> Decision:
+    reply = CommandReply(message.id, refusal(error))
+    if not isinstance(message, engines.CONTROL):
+        return Decision(replies=(reply,))
+    return Decision(events=(engines.answered(engine, live, message, error),), replies=(reply,))
 
 
 def _closed_by(event: ev.Event) -> Iterable[str]:

@@ -9,6 +9,8 @@ from bombus.hive.inbox import (
     Configure,
     Done,
     EngineBroke,
+    Message,
+    Refusal,
     ReplicaAlive,
     ReplicaLeaves,
     StageReached,
@@ -29,10 +31,31 @@ from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
 REASON_CHARS_MAX = 2000
 
 
+CONTROL = (Configure, Start, Stop)  # commands whose outcome is always on the log
+
+
+def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
+    """Return what a control command was answered, under whichever leader; None for a new one."""
+    refused = engine.refused.get(command)
+    if refused is not None and refused.code is not None:
+        return Refusal(code=refused.code, why=refused.why)
+    run = engine.commands.get(command)
+    return None if run is None else Done(run=run)
+
+
+def answered(engine: EngineState, live: Live, message: Message, error: Refused | None = None) -> ev.CommandAnswered:
+    """Return the event of a control command that changes nothing."""
+    return ev.CommandAnswered(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        command=message.id,
+        code=None if error is None else error.code,
+        why="" if error is None else error.why,
+    )
+
+
 def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
-    if message.id in engine.commands:
-        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
-        return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if message.collection.max_staleness > 0:
@@ -67,9 +90,6 @@ def check_asynchronous(rules: Collection) -> None:
 
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
-    if message.id in engine.commands:
-        yield Decision(replies=(CommandReply(message.id, Done(run=engine.commands[message.id])),))
-        return
     if engine.phase != Phase.OFFLINE:
         raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
     if live.refusing:
@@ -95,9 +115,9 @@ def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
-    reply = (CommandReply(message.id, Done(run=engine.commands.get(message.id, engine.run))),)
-    if message.id in engine.commands or engine.phase == Phase.OFFLINE:
-        yield Decision(replies=reply)
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if engine.phase == Phase.OFFLINE:
+        yield Decision(events=(answered(engine, live, message),), replies=reply)
         return
     stopped = ev.EngineStopped(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
     yield Decision(events=_close_all(engine, live, stopped), replies=reply)

@@ -56,6 +56,11 @@ def _(event: ev.EngineStarted) -> str:
 
 
 @_text.register
+def _(event: ev.CommandAnswered) -> str:
+    return f"command {event.command}: {event.why or 'there was nothing to stop'}"
+
+
+@_text.register
 def _(event: ev.EngineProgressed) -> str:
     return f"boot: {event.stage}"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from bombus.errors import Code
 from bombus.hive.records import CallRef, CallStatus
 
 HIVE = "_hive"  # the engine token of events that belong to no engine
@@ -117,6 +118,18 @@ class EngineStopped(Event, frozen=True, kw_only=True, omit_defaults=True, tag="e
 class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.failed"):
     run: int
     reason: str
+
+
+class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
+    """A command to configure, start or stop changed nothing: it was refused for `why`, or nothing was there to stop.
+
+    The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
+    """
+
+    command: str
+    run: int
+    code: Code | None = None  # None: it was not refused
+    why: str = ""
 
 
 class RollingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.started"):
@@ -342,6 +355,7 @@ AnyEvent = (
     | EngineBooted
     | EngineStopped
     | EngineFailed
+    | CommandAnswered
     | RollingStarted
     | RollingClosed
     | SyncingStarted

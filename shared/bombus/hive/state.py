@@ -146,6 +146,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     rewarded_ns: dict[str, int] = {}  # when each client last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
     commands: dict[str, int] = {}  # configure, start and stop commands that were carried out: their runs
+    refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
 
@@ -266,6 +267,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         run=event.run,
         replicas=engine.replicas,
         commands=engine.commands,
+        refused=engine.refused,
         newest_call=engine.newest_call,
         steps_from=engine.steps_from,
         stage="waiting for a trainer",
@@ -298,6 +300,15 @@ def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
     engine.stage = ""
     engine.failure = event.reason
     _enter(engine, Phase.OFFLINE, event.at_ns)
+
+
+@_on(ev.CommandAnswered)
+def _command_answered(engine: EngineState, event: ev.CommandAnswered) -> None:
+    if event.code is None:
+        _remember(engine, event.command)
+    else:
+        engine.refused[event.command] = event
+        trim(engine.refused, COMMANDS_KEPT)
 
 
 @_on(ev.RollingStarted)
