@@ -271,3 +271,17 @@ async def test_a_follower_overtaken_by_a_compaction_continues_from_a_snapshot(bu
     await watcher.watch()
     assert [position for position, _ in watcher.starts] == [0, 8]
     assert watcher.follower.hive == everything
+
+
+async def test_snapshots_of_a_longer_log_do_not_push_out_those_of_this_one(bus: Bus) -> None:
+    async with leading(bus):
+        await boot(bus)
+        await play(bus, 0, 3)
+    foreign = Snapshot(fold=FOLD, position=0, event_id="of another log", answered=0, hive=Hive())
+    for position in (100_000, 200_000):
+        body = snapshots.encode(msgspec.structs.replace(foreign, position=position))
+        await Blobs(bus).put(f"snapshot-{position:016d}", body)
+    for position in (2, 4, 6):
+        await put(bus, position)
+    assert await snapshots.positions(bus) == [4, 6]
+    assert (await snapshots.start_of(bus)).position == 6

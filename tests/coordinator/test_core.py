@@ -96,6 +96,21 @@ def test_commands_repeated_under_another_leader_change_nothing_and_get_their_ori
     assert answers == [inbox.Done(run=1), inbox.Done(run=1), inbox.Done(run=2)]
 
 
+def test_a_refused_start_and_a_needless_stop_that_come_again_late_do_nothing() -> None:
+    harness = CoreHarness()
+    start, stop = inbox.Start(id="early", engine=ENGINE), inbox.Stop(id="needless", engine=ENGINE)
+    answers = [harness.request(message) for message in (start, stop)]
+    refused(answers[0], Code.NO_CONFIG)
+    assert answers[1] == Done(run=0)
+    harness.boot()
+    harness = CoreHarness(Core(harness.core.hive))
+    assert [harness.request(message) for message in (start, stop)] == answers
+    assert harness.phase() == Phase.ROLLING
+    harness.request(inbox.Stop(id="stop", engine=ENGINE))
+    assert harness.request(start) == answers[0], "it is refused as before, although it could be carried out now"
+    assert harness.phase() == Phase.OFFLINE
+
+
 def test_a_trainers_opening_repeated_under_another_leader_does_not_supersede_anybody(harness: CoreHarness) -> None:
     first = inbox.TrainerOpens(id="first", engine=ENGINE, run=1, trainer="t1")
     opened = harness.request(first)
@@ -484,6 +499,17 @@ def test_all_active_clients_must_agree_and_ten_minutes_of_silence_make_a_client_
     assert harness.phase() == Phase.WEIGHT_SYNCING
 
 
+def test_clients_that_come_and_go_are_forgotten() -> None:
+    harness = CoreHarness()
+    harness.boot(batch_size=10_000)
+    for number in range(60):
+        harness.now_ns += 60 * SECOND
+        harness.tick()
+        harness.play(f"t{number}", client=f"c{number}")
+    assert list(harness.engine.rewarded_ns)[-1] == "c59"
+    assert 10 <= len(harness.engine.rewarded_ns) <= 21
+
+
 def test_agreeing_out_of_phase_is_refused() -> None:
     refused(CoreHarness().request(inbox.AgreeSync(id="x", engine=ENGINE, client="c")), Code.WRONG_PHASE)
 
@@ -687,6 +713,20 @@ def test_calls_of_one_append_are_noted_in_one_event(harness: CoreHarness) -> Non
     assert flush.answers == 102
 
 
+def test_calls_of_two_engines_in_one_append_are_one_decision(harness: CoreHarness) -> None:
+    """All of them answer one inbox position: a cut between two engines would lose the calls of the second one."""
+    (episode,) = harness.claim()
+    for number, engine in enumerate((ENGINE, "other")):
+        noted = NotedCall(episode, CallRef(number, f"n{number}", b"d"), 5, 2, 0, 0)
+        run = harness.engine.run if engine == ENGINE else 0
+        message = inbox.CallRecorded(id=f"x{number}", engine=engine, run=run, call=noted)
+        assert list(harness.core.receive(message, 100 + number, harness.now_ns)) == []
+    (flush,) = harness.core.flush()
+    assert [event.engine for event in flush.decision.events] == [ENGINE, "other"]
+    assert flush.answers == 101
+    assert list(harness.core.flush()) == []
+
+
 def test_time_never_goes_backwards(harness: CoreHarness) -> None:
     before = harness.core.live.now_ns
     list(harness.core.receive(inbox.Tick(id="t"), 50, before - 5 * SECOND))
@@ -721,6 +761,57 @@ def test_deadlines_do_not_run_while_the_bus_is_away(harness: CoreHarness) -> Non
         harness.send(inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
         assert confirmed_later(harness, harness.seq, after_s=1) == []
     assert aborts(confirmed_later(harness, harness.seq, after_s=1)) == [((episode,), AbortReason.IDLE)]
+
+
+def test_deadlines_run_when_the_clock_was_set_back_by_an_hour(harness: CoreHarness) -> None:
+    (episode,) = harness.claim(discard_timeout_s=30)
+    harness.tick()
+    before_ns = harness.core.live.now_ns
+    harness.now_ns -= 3600 * SECOND
+    found = [(second, aborts(harness.tick())) for second in range(40)]
+    ended = [(second, what) for second, what in found if what]
+    assert [what for _, what in ended] == [[((episode,), AbortReason.UNCONFIRMED)]]
+    (episode,) = harness.claim(claim="k", discard_timeout_s=30)
+    harness.send(inbox.Touch(id=harness.id(), engine=ENGINE, confirmed=("k",)))
+    idle_s = next(second for second in range(60) if aborts(harness.tick()))
+    assert 29 <= idle_s <= 34, "a tenth slower"
+    passed_s = (harness.core.live.now_ns - before_ns) / SECOND
+    assert passed_s == pytest.approx(0.9 * (40 + idle_s + 1), abs=2)
+
+
+def test_the_hives_time_is_that_of_the_clock_again_after_a_while(harness: CoreHarness) -> None:
+    harness.tick()
+    harness.now_ns -= 60 * SECOND
+    for _ in range(590):
+        harness.tick()
+    assert harness.core.live.now_ns > harness.now_ns
+    for _ in range(20):
+        harness.tick()
+    assert harness.core.live.now_ns == harness.now_ns
+
+
+def test_a_new_leader_goes_on_from_the_time_of_the_log(harness: CoreHarness) -> None:
+    harness.play("t1")
+    last_ns = harness.core.hive.now_ns
+    follower = CoreHarness(Core(harness.core.hive))
+    follower.now_ns = harness.now_ns - 3600 * SECOND
+    follower.tick()
+    assert last_ns <= follower.core.live.now_ns <= last_ns + 2 * SECOND
+    follower.tick()
+    assert follower.core.live.now_ns >= last_ns + SECOND * 9 // 10
+
+
+def test_no_message_that_comes_before_the_first_tick_after_an_outage_ends_a_wait(harness: CoreHarness) -> None:
+    (straggler,) = harness.claim()
+    for task in ("t1", "t2"):
+        for reward in (0.0, 1.0):
+            harness.play(task, reward)
+    assert harness.phase() == Phase.ROLLING_POST
+    drain_s = harness.engine.collection.drain_s
+    late = inbox.Abort(id=harness.id(), engine=ENGINE, client="c1", episodes=())
+    assert harness.send(late, drain_s + 60) == []
+    harness.tick()
+    assert straggler in harness.engine.open
 
 
 # ---- storage ----

@@ -2,7 +2,7 @@
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
-from bombus.hive.collection import ACTIVE_S, BATCH_METHODS, active_clients
+from bombus.hive.collection import BATCH_METHODS, active_clients
 from bombus.hive.events import AbortReason, Collection, Event
 from bombus.hive.inbox import (
     AgreeSync,
@@ -22,7 +22,7 @@ from bombus.hive.inbox import (
     WeightsLoadedFact,
     WeightsSaved,
 )
-from bombus.hive.state import EngineState, Phase
+from bombus.hive.state import ACTIVE_S, EngineState, Phase
 from bombus_coordinator.claims import no_room, why_none
 from bombus_coordinator.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.episodes import aborted

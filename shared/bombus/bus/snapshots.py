@@ -52,11 +52,14 @@ def decode(body: bytes) -> Snapshot:
 
 
 async def save(bus: Bus, body: bytes, position: int) -> None:
-    """Store an encoded snapshot, then remove all but the newest `KEPT`."""
+    """Store an encoded snapshot, then remove all but the newest `KEPT`, and those of another log that was longer."""
     blobs = Blobs(bus)
     await blobs.put(_name(position), body)
-    for old in (await positions(bus))[:-KEPT]:
-        await blobs.delete(_name(old))
+    found = await positions(bus)
+    ends_at = (await bus.state(bus.subjects.events_stream)).last_seq  # after the list: no snapshot in it is newer
+    own = [each for each in found if each <= max(ends_at, position)]
+    for unused in {*found} - {*own[-KEPT:]}:
+        await blobs.delete(_name(unused))
 
 
 async def positions(bus: Bus) -> list[int]:

@@ -12,9 +12,7 @@ from itertools import islice
 import msgspec
 
 from bombus.hive.events import BatchEpisode, BatchGroup, Collection, Method
-from bombus.hive.state import Completed, EngineState
-
-ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
+from bombus.hive.state import ACTIVE_S, Completed, EngineState
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):

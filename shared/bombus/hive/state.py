@@ -16,10 +16,11 @@ from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Note
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 
-FOLD = 2  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 3  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -143,7 +144,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     loaded: set[str] = set()  # replicas that serve `weights`
     replicas: dict[str, Replica] = {}
     agreed: set[str] = set()
-    rewarded_ns: dict[str, int] = {}  # when each client last ended an episode
+    rewarded_ns: dict[str, int] = {}  # when each client that may be active last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
     commands: dict[str, int] = {}  # configure, start and stop commands that were carried out: their runs
     refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
@@ -389,7 +390,7 @@ def _close(engine: EngineState, episode_id: str, closed: Closed) -> Episode | No
 @_on(ev.EpisodeEnded)
 def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
     engine.counters.ended += len(event.outcomes)
-    engine.rewarded_ns[event.client] = event.at_ns
+    _note_reward(engine, event.client, event.at_ns)
     is_eval = event.type == EpisodeType.EVAL
     for outcome in event.outcomes:
         episode = _close(engine, outcome.episode, Closed(event.client, outcome.digest))
@@ -416,6 +417,16 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
+
+
+def _note_reward(engine: EngineState, client: str, at_ns: int) -> None:
+    """Note that a client is active now, and forget those that are not: any number of them come and go."""
+    seen = engine.rewarded_ns
+    seen.pop(client, None)
+    seen[client] = at_ns  # last, so that the first has been silent longest
+    limit_ns = int(ACTIVE_S * 1e9)
+    if seen[next(iter(seen))] < at_ns - 2 * limit_ns:
+        engine.rewarded_ns = {name: last_ns for name, last_ns in seen.items() if last_ns >= at_ns - limit_ns}
 
 
 @_on(ev.EpisodeAborted)
