@@ -347,7 +347,7 @@ def test_a_second_different_outcome_is_a_conflict(harness: CoreHarness) -> None:
     refused(harness.end(episode, "t1", 0.5), Code.OTHER_OUTCOME)
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf, 1.7e308, -1.1e9, None])
 def test_a_reward_that_is_not_a_finite_number_is_refused_and_the_episode_stays_open(
     harness: CoreHarness, reward: float | None
 ) -> None:

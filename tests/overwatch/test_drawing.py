@@ -2,10 +2,13 @@
 
 import math
 
+import msgspec
+
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
 from bombus_overwatch.model import HiveView, fold
 from bombus_overwatch.palette import clock_time, figure, fit, fit_end
-from bombus_overwatch.screen import screen_data
+from bombus_overwatch.reward import RewardPanel
+from bombus_overwatch.screen import RewardCurves, screen_data
 from bombus_overwatch.widgets import CollectionPanel
 from tests.coordinator.steady_clients import Steady
 
@@ -28,6 +31,17 @@ def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
 def test_a_value_that_is_not_a_number_leaves_a_gap() -> None:
     assert sparkline([0.0, math.nan, 1.0], 8) == "▁ █"
     assert figure(math.nan) == "nan"
+
+
+def test_values_that_are_too_far_apart_to_be_drawn_leave_gaps() -> None:
+    """An old log may have rewards of any size."""
+    assert sparkline([0.0, 1e308, -1e308, 1.0], 8) == "▁  █"
+    assert sparkline([1e308, 1.7e308] * 8, 2) == ""
+    shown = screen_data(HiveView(), 0, "main")
+    train = ((1, 1e308), (2, -1e308), (3, 0.5), (4, 0.75))
+    curves = RewardCurves(train=train, held_out=((1, -1.7e308), (2, 0.25)), now_mean=1e308, now_episodes=3)
+    lines = RewardPanel().lines(msgspec.structs.replace(shown, rewards=curves), 70, 10)
+    assert [line.plain[:6].strip() for line in lines[1:10:4]] == ["0.78", "", "0.23"]
 
 
 def test_more_values_than_cells_are_averaged() -> None:

@@ -235,14 +235,14 @@ async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_
 ) -> None:
     trainer = stage.train()
     await stage.start(stage.job(normalise_by_std=False, max_nonfinite_steps=2))
-    rewards = (1e300, 1.0, 1e300, 1e300)
-    for step, reward in enumerate(rewards, start=1):
+    temperatures = (1e-45, 1.0, 1e-45, 1e-45)  # the lowest float32: logits over it are not finite
+    for step, temperature in enumerate(temperatures, start=1):
         await stage.until(Phase.ROLLING, version=step - 1)
-        if step == len(rewards):  # the count is on the log: it survives a restart
+        if step == len(temperatures):  # the count is on the log: it survives a restart
             trainer.cancel()
             await asyncio.gather(trainer, return_exceptions=True)
             stage.train()
-        await stage.play_batch(shift=step, reward=reward)
+        await stage.play_batch(shift=step, temperature=temperature)
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert stage.engine.failure.startswith("losses or gradients of the last 2 steps were not finite")
     completed = [event for event in stage.events if isinstance(event, StepCompleted)]

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -114,6 +115,7 @@ class Stage:
         noted: int = 0,
         versions: tuple[int, int] = (0, 0),
         reward: float = 1.0,
+        temperature: float = 1.0,
     ) -> None:
         """Play two tasks of two episodes, of two turns each; `spoil` breaks the reference of that task's last call.
 
@@ -126,11 +128,9 @@ class Stage:
             assert isinstance(granted, inbox.Granted)
             results = []
             for number, episode in enumerate(granted.episodes):
-                first = call(
-                    f"{episode}-a", list(range(18)), [20 + (number + shift) % 8, 21], episode=episode, version=version
-                )
-                sampled = [30 + (number + shift) % 8, 31, 32]
-                second = call(f"{episode}-b", [5, 6], sampled, parent=first, episode=episode, version=version)
+                make = partial(call, episode=episode, version=version, temperature=temperature)
+                first = make(f"{episode}-a", list(range(18)), [20 + (number + shift) % 8, 21])
+                second = make(f"{episode}-b", [5, 6], [30 + (number + shift) % 8, 31, 32], parent=first)
                 for record in (first, second):
                     body = encode_record(record)
                     ack = await self.bus.publisher.publish(

@@ -1,7 +1,5 @@
 """End and abort episodes, and look after the calls that belong to them."""
 
-import math
-
 import msgspec
 
 from bombus.errors import Code, Refused
@@ -15,6 +13,7 @@ from bombus_coordinator.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
 METADATA_BYTES_MAX = 64 << 10
+REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -37,7 +36,7 @@ def _why_aborted(engine: EngineState, reason: AbortReason) -> str:
 
 
 def _check_reward(episode: Episode, result: EpisodeResult) -> float:
-    """Return the episode's reward. Raises `Refused` for none, NaN, infinity or a list of the wrong length."""
+    """Return the episode's reward. Raises `Refused` for none, one that is no number, and a list of another length."""
     if result.call_rewards is None:
         if result.reward is None:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has no reward: report one, or abort it.")
@@ -53,10 +52,11 @@ def _check_reward(episode: Episode, result: EpisodeResult) -> float:
             )
         if not rewards:
             raise Refused(Code.BAD_REWARD, f"Episode {result.episode} has an empty list of rewards.")
-    if not all(math.isfinite(reward) for reward in rewards):
+    if not all(abs(reward) <= REWARD_MAX for reward in rewards):  # which NaN is not either
         raise Refused(
             Code.BAD_REWARD,
-            f"Episode {result.episode} has a reward that is not finite: send a finite number.",
+            f"Episode {result.episode} has a reward that is not finite, or over {REWARD_MAX:.0e} in size, which would "
+            "give gradients that are not finite. Send a smaller number.",
         )
     return sum(rewards) / len(rewards)
 

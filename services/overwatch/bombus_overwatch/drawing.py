@@ -7,6 +7,7 @@ import msgspec
 
 LEVELS = "▁▂▃▄▅▆▇█"
 BRAILLE = 0x2800
+DRAWN_MAX = 1e300
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # the bit of a dot, by row and column in its cell
 
 
@@ -29,17 +30,17 @@ def buckets(values: Sequence[float], width: int) -> list[float]:
 def sparkline(values: Sequence[float], width: int, floor: float | None = None) -> str:
     """Return a row of bars, scaled from the least value (or `floor`) to the greatest.
 
-    Values that are not finite leave gaps.
+    Values that cannot be drawn leave gaps.
     """
     shown = buckets(values, width)
-    finite = [value for value in shown if _finite(value)]
-    if not finite or width <= 0:
+    drawn = [value for value in shown if is_drawable(value)]
+    if not drawn or width <= 0:
         return ""
-    low = min(finite) if floor is None else floor
-    span = max(finite) - low
+    low = min(drawn) if floor is None else floor
+    span = max(drawn) - low
     cells = []
     for value in shown:
-        if not _finite(value):
+        if not is_drawable(value):
             cells.append(" ")
             continue
         level = (value - low) / span if span > 0 else 0.0
@@ -47,8 +48,9 @@ def sparkline(values: Sequence[float], width: int, floor: float | None = None) -
     return "".join(cells)
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0.0
+def is_drawable(value: float) -> bool:
+    """Return whether a value is a number whose distance from any other such number is finite."""
+    return abs(value) < DRAWN_MAX
 
 
 class Range(msgspec.Struct, frozen=True):

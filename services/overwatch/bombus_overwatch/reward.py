@@ -1,11 +1,9 @@
 """The reward chart: training and held-out reward over policy versions, in one picture."""
 
-from math import isfinite
-
 from rich.text import Text
 
 from bombus_overwatch import palette as pal
-from bombus_overwatch.drawing import Range, braille_line, range_of
+from bombus_overwatch.drawing import Range, braille_line, is_drawable, range_of
 from bombus_overwatch.palette import figure, fit
 from bombus_overwatch.screen import RewardCurves, Screen
 from bombus_overwatch.widgets import Panel
@@ -22,8 +20,8 @@ class RewardPanel(Panel):
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         rows = [_legend(screen.rewards, width)]
-        train = [point for point in screen.rewards.train if isfinite(point[1])]
-        held_out = [point for point in screen.rewards.held_out if isfinite(point[1])]
+        train = [point for point in screen.rewards.train if is_drawable(point[1])]
+        held_out = [point for point in screen.rewards.held_out if is_drawable(point[1])]
         if not train and not held_out:
             return [*rows, Text(""), Text("the curve begins after step 1", pal.QUIET)]
         return rows + _chart(train, held_out, width, height - 2)
@@ -56,7 +54,8 @@ def _chart(train: list[CurvePoint], held_out: list[CurvePoint], width: int, heig
     for index, row in enumerate(cells):
         labelled = index in (0, height // 2, height - 1)
         level = y.high - (y.high - y.low) * index / (height - 1)
-        line = Text(fit(f"{level:.2f}" if labelled else "", AXIS - 1, right=True), pal.QUIET)
+        number = f"{level:.2f}" if abs(level) < 1000 else figure(level)
+        line = Text(fit(number if labelled else "", AXIS - 1, right=True), pal.QUIET)
         line.append(" ┤" if labelled else " │", pal.FAINT)
         for char, colour in row:
             line.append(char, colour)

@@ -158,6 +158,9 @@ def _(event: ev.StepCompleted) -> str:
     left_out = int(event.metrics.get("updates_left_out", 0))
     if left_out:
         shown.append(f"{_count(left_out, 'update')} left out, not finite")
+    groups = int(event.metrics.get("groups_left_out", 0))
+    if groups:
+        shown.append(f"{_count(groups, 'group')} left out, with advantages that are not finite")
     return ", ".join([f"step {event.step} completed", *shown])
 
 

@@ -52,6 +52,10 @@ class PreparedGroup:
     signal: bool
 
 
+ADVANTAGE_MAX = float(np.finfo(np.float32).max)
+NOT_FINITE = PreparedGroup(lines=(), tokens={}, signal=False)  # stands for a group whose advantages are not finite
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedBatch:
     groups: tuple[PreparedGroup, ...]
@@ -60,6 +64,7 @@ class PreparedBatch:
     merged_calls: int
     left_out: tuple[str, ...]  # episodes whose records cannot be trained, each an infrastructure failure
     cut: int = 0  # episodes one of whose calls was cut off at a limit of the job
+    groups_left_out: int = 0  # whose advantages are not finite
 
 
 def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
@@ -76,7 +81,11 @@ def check_episode(episode: EpisodeCalls, vocab_size: int) -> MergedEpisode:
 
 
 def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_size: int) -> PreparedBatch:
-    """Merge calls and compute advantages. A corrupted episode is left out of its group before anything is computed."""
+    """Merge calls and compute advantages.
+
+    A corrupted episode is left out of its group before anything is computed, and so is a group whose advantages are not
+    finite.
+    """
     prepared: list[PreparedGroup] = []
     left_out: list[str] = []
     terms = calls = merged_calls = cut = 0
@@ -92,9 +101,10 @@ def prepare(groups: Sequence[EpisodeGroup], settings: TrainerSettings, vocab_siz
         calls += sum(merged.calls for _, merged in kept)
         merged_calls += sum(merged.merged_calls for _, merged in kept)
         cut += sum(was_cut(episode.records, settings) for episode, _ in kept)
+    excluded = sum(group is NOT_FINITE for group in prepared)
     if settings.estimator.over_batch:
         prepared = _whitened(prepared)
-    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut)
+    return PreparedBatch(tuple(prepared), terms, calls, merged_calls, tuple(left_out), cut, excluded)
 
 
 def episode_advantages(episodes: Sequence[EpisodeCalls], settings: TrainerSettings) -> list[list[float]]:
@@ -119,6 +129,8 @@ def _prepare_group(
     kept: Sequence[tuple[EpisodeCalls, MergedEpisode]], first_id: int, settings: TrainerSettings
 ) -> PreparedGroup:
     advantages = episode_advantages([episode for episode, _ in kept], settings)
+    if not all(abs(advantage) <= ADVANTAGE_MAX for of_calls in advantages for advantage in of_calls):
+        return NOT_FINITE
     lines: list[Line] = []
     tokens: dict[str, int] = {}
     for (episode, merged), of_calls in zip(kept, advantages, strict=True):

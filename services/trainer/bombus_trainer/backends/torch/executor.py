@@ -195,6 +195,7 @@ def batch_metrics(groups: list[EpisodeGroup], batch: PreparedBatch) -> dict[str,
     return {
         **reward_metrics(groups),
         "groups": float(len(groups)),
+        "groups_left_out": float(batch.groups_left_out),
         "groups_without_signal": float(sum(not group.signal for group in batch.groups)),
         "episodes": float(sum(len(group.episodes) for group in groups)),
         "episodes_left_out": float(len(batch.left_out)),
