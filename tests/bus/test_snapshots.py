@@ -276,7 +276,6 @@ async def test_a_follower_overtaken_by_a_compaction_continues_from_a_snapshot(bu
 async def test_snapshots_of_a_longer_log_do_not_push_out_those_of_this_one(bus: Bus) -> None:
     async with leading(bus):
         await boot(bus)
-        await play(bus, 0, 3)
     foreign = Snapshot(fold=FOLD, position=0, event_id="of another log", answered=0, hive=Hive())
     for position in (100_000, 200_000):
         body = snapshots.encode(msgspec.structs.replace(foreign, position=position))

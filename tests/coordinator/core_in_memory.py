@@ -12,11 +12,17 @@ SECOND = 1_000_000_000
 ENGINE = "main"
 
 
+def without_ticks(core: Core) -> Core:
+    """Return a core that expects no ticks: its time may jump, and deadlines run all the same."""
+    core.live.ticked_ns = None
+    return core
+
+
 class CoreHarness:
     """A core, an inbox that counts, and a clock. `send` puts a message in and returns what was decided."""
 
     def __init__(self, core: Core | None = None) -> None:
-        self.core = core or Core()
+        self.core = without_ticks(core or Core())
         self.seq = 0
         self.now_ns = 1_000 * SECOND
         self.log: list[Event] = []

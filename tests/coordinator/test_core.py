@@ -802,7 +802,9 @@ def test_a_new_leader_goes_on_from_the_time_of_the_log(harness: CoreHarness) -> 
 
 
 def test_no_message_that_comes_before_the_first_tick_after_an_outage_ends_a_wait(harness: CoreHarness) -> None:
-    (straggler,) = harness.claim()
+    (straggler,) = harness.claim(claim="k")
+    confirmed_later(harness, harness.seq, after_s=1)
+    harness.send(inbox.Touch(id=harness.id(), engine=ENGINE, confirmed=("k",)))
     for task in ("t1", "t2"):
         for reward in (0.0, 1.0):
             harness.play(task, reward)

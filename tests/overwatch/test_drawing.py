@@ -1,8 +1,7 @@
 """Bars, sparklines and the chart, compared with pictures drawn by hand."""
 
 import math
-
-import msgspec
+from dataclasses import replace
 
 from bombus_overwatch.drawing import Range, bar, braille_line, buckets, range_of, sparkline
 from bombus_overwatch.model import HiveView, fold
@@ -40,8 +39,8 @@ def test_values_that_are_too_far_apart_to_be_drawn_leave_gaps() -> None:
     shown = screen_data(HiveView(), 0, "main")
     train = ((1, 1e308), (2, -1e308), (3, 0.5), (4, 0.75))
     curves = RewardCurves(train=train, held_out=((1, -1.7e308), (2, 0.25)), now_mean=1e308, now_episodes=3)
-    lines = RewardPanel().lines(msgspec.structs.replace(shown, rewards=curves), 70, 10)
-    assert [line.plain[:6].strip() for line in lines[1:10:4]] == ["0.78", "", "0.23"]
+    lines = RewardPanel().lines(replace(shown, rewards=curves), 70, 10)
+    assert (lines[1].plain.split()[0], lines[5].plain.split()[0]) == ("0.78", "0.46")
 
 
 def test_more_values_than_cells_are_averaged() -> None:

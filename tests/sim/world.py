@@ -182,7 +182,7 @@ class World:
                 server.lease = None
                 return "now"
             case Fault.CLOCK:
-                jump_s = pick.choice((-4, -1, 3, 30, 300))
+                jump_s = pick.choice((-3600, -1, 3, 30, 300))
                 server.jump_ns += jump_s * SECOND
                 return f"by {jump_s} s"
             case Fault.FULL:

@@ -38,7 +38,7 @@ class Live(msgspec.Struct, kw_only=True):
 
     now_ns: int = 0
     epoch_ns: int = 0
-    ticked_ns: int = 0  # time of the last tick
+    ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
     stamp_ns: int | None = None  # what the server's clock said when it stored the last message
     ahead_ns: int = 0  # of the server's clock
     refusing: str = ""  # why the hive takes no new work, "" while it does
@@ -102,7 +102,7 @@ class Live(msgspec.Struct, kw_only=True):
     @property
     def is_away(self) -> bool:
         """Whether the last tick is so long ago that the bus was unreachable, nobody led, or the clock was set ahead."""
-        return self.now_ns - self.ticked_ns > ns(AWAY_S)
+        return self.ticked_ns is not None and self.now_ns - self.ticked_ns > ns(AWAY_S)
 
     def tick(self, answered: int) -> None:
         """Take in a tick, sent when the answers to all messages up to `answered` had been sent.
