@@ -301,6 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"extra_body": {"top_k": 5}}, "unsupported", "top_k"),
     ({"temperature": 0}, "unsupported", "temperature"),
     ({"temperature": 3}, "malformed", "temperature"),
+    ({"temperature": 5e-324}, "malformed", "temperature"),
     ({"top_logprobs": 2}, "malformed", "top_logprobs"),
     ({"extra_body": {"colour": "red"}}, "unknown_field", "colour"),
     ({"n": 65}, "malformed", "n"),

@@ -13,7 +13,7 @@ from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, 
 from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
 from bombus.hive.events import Collection, Method
-from bombus.hive.records import digest
+from bombus.hive.records import TEMPERATURE_MIN, digest
 
 SHORT_METHOD_PREFIX = "rollout_until_"
 METHODS = frozenset(method.value for method in Method)
@@ -87,6 +87,13 @@ class RolloutConfig(ConfigGroup):
     history: Literal["template", "keep"] = "template"
     allow_biased_sampling: bool = False  # top_p, top_k, penalties and forced tokens in training episodes
     allow_chat_template_kwargs: bool = False  # in requests
+
+    @field_validator("temperature")
+    @classmethod
+    def _can_be_sampled_at(cls, given: float) -> float:
+        if 0 < given < TEMPERATURE_MIN:
+            raise ValueError(f"it is 0 for the most likely token, or at least {TEMPERATURE_MIN}")
+        return given
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "RolloutConfig":

@@ -75,6 +75,9 @@ class CallStatus(StrEnum):
     CUT_OFF = "cut_off"  # the client disconnected: kept for replay, never trained
 
 
+TEMPERATURE_MIN = 0.01  # above 0, which is greedy: logits over a smaller one may leave float32. It is vLLM's least too
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """The parameters of sampling. The defaults are the unmodified distribution of the model."""
 

@@ -1,8 +1,10 @@
 """The engine gives the distributions and tokens of plain transformers, whatever shares its batch and its cache."""
 
+import math
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -363,6 +365,34 @@ def test_weights_that_are_not_finite_fail_the_request_and_not_the_engine() -> No
     assert engine.stats.blocks_held == 0
     engine.swap_weights(good, version=2, run=1)
     assert worst_difference(llama(), [1, 2], answer(engine, request([1, 2])).only) < 1e-4
+
+
+def at_temperature(request: Generate, temperature: float) -> Generate:
+    sampling = msgspec.structs.replace(request.sampling, temperature=temperature)
+    return msgspec.structs.replace(request, sampling=sampling)
+
+
+def test_a_request_whose_logprobs_alone_are_not_finite_leaves_the_cache_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bombus_inference.backends.limits.TEMPERATURE_MIN", 0.0)
+    engine = engine_for(llama())
+    engine.add(1, request(list(range(50)), max_tokens=8))
+    engine.step()
+    engine.add(2, at_temperature(request([4, 5], max_tokens=2), 5e-324))
+    answers = finish(engine)
+    assert answers[2].fault is not None
+    assert worst_difference(llama(), list(range(50)), answers[1].only) < 1e-4
+    again = answer(engine, request(list(range(50)), max_tokens=8))
+    assert again.only.tokens == answers[1].only.tokens
+    assert engine.stats.cached_tokens > 0, "keys and values of the honest request are still there"
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 0.0099, -0.1, math.nan])
+def test_a_temperature_over_which_logits_are_not_finite_is_refused(temperature: float) -> None:
+    engine = engine_for(llama())
+    with pytest.raises(Refused, match="temperature"):
+        engine.add(1, at_temperature(request([1, 2]), temperature))
 
 
 def test_sequences_of_very_different_lengths_decode_side_by_side(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from bombus.errors import Code, Refused
+from bombus.hive.records import TEMPERATURE_MIN
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.message import ChatMessage
 
@@ -191,6 +192,9 @@ def _wants_usage(found: _Common) -> bool:
 
 
 def _common_fields(found: _Common) -> dict[str, Any]:
+    if found.temperature is not None and 0 < found.temperature < TEMPERATURE_MIN:
+        why = f"temperature is {found.temperature}: give 0 for the most likely token, or at least {TEMPERATURE_MIN}."
+        raise BadParameter(Code.MALFORMED, "temperature", why)
     return {
         "n": found.n or 1,
         "stops": _stops(found.stop),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from bombus.errors import Code, Refused
 from bombus.hive.generation import Generate
-from bombus.hive.records import unpack_tokens
+from bombus.hive.records import TEMPERATURE_MIN, unpack_tokens
 
 TOP_LOGPROBS_MAX = 20
 CHOICES_MAX = 128  # n of one request
@@ -58,6 +58,9 @@ class Limits:
         for name, value, low, high in ranges:
             if not low <= value <= high:
                 raise Refused(Code.MALFORMED, f"{name} is {value}; it goes from {low} to {high}")
+        if 0 < sampling.temperature < TEMPERATURE_MIN:
+            why = f"temperature is {sampling.temperature}; it is 0, or at least {TEMPERATURE_MIN}"
+            raise Refused(Code.MALFORMED, why)
         if not 0 < sampling.top_p <= 1:
             raise Refused(Code.MALFORMED, f"top_p is {sampling.top_p}; it is above 0 and at most 1")
         if request.n > self.waiting_max:

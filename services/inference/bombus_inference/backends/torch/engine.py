@@ -147,7 +147,7 @@ class Engine:
         if not work:
             return []
         self._steps += 1
-        ready, drawn = self._compute(work)
+        ready, drawn, sane = self._compute(work)
         finished: list[SequenceState] = []
         broken: set[int] = set()
         for sequence, token, logprob, top in zip(ready, drawn.tokens, drawn.logprobs, drawn.tops):
@@ -158,7 +158,10 @@ class Engine:
             else:
                 broken.add(sequence.ticket)
         self._scheduler.drop(finished)
-        return self._outputs(ready, broken)
+        outputs = self._outputs(ready, broken)
+        if not sane:
+            self._wipe()
+        return outputs
 
     @torch.no_grad()
     def swap_weights(
@@ -209,8 +212,12 @@ class Engine:
         self.run = run
         self._swaps += 1
 
-    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn]:
-        """Run the forward pass, and draw a token for each sequence whose keys and values are then complete."""
+    def _compute(self, work: ScheduledChunks) -> tuple[list[SequenceState], Drawn, bool]:
+        """Run the forward pass, and draw a token for each sequence whose keys and values are then complete.
+
+        Also return whether the logits that a token was drawn from are numbers. Where they are, and the token's logprob
+        is not, the fault is the request's.
+        """
         with torch.inference_mode():
             plan = plan_pass(self._pool, self._rows, [chunk for _, chunk in work], self._heads)
             hidden_1TD = self._decoder(
@@ -230,11 +237,14 @@ class Engine:
                     ready.append(sequence)
                     rows.append(at)
             if not ready:
-                return ready, Drawn([], [], [])
+                return ready, Drawn([], [], []), True
             hidden_TD = hidden_1TD[0]
             if len(rows) < hidden_TD.shape[0]:
                 hidden_TD = hidden_TD[torch.tensor(rows, device=hidden_TD.device)]
-            return ready, draw(self._form(self._head(hidden_TD)), [sequence.draw() for sequence in ready])
+            logits_RV = self._form(self._head(hidden_TD))
+            drawn = draw(logits_RV, [sequence.draw() for sequence in ready])
+            sane = all(map(math.isfinite, drawn.logprobs)) or bool(logits_RV.isfinite().all())
+            return ready, drawn, sane
 
     def _outputs(self, ready: Iterable[SequenceState], broken: set[int]) -> list[Output]:
         frames: dict[int, list[Frame]] = {}
@@ -248,8 +258,6 @@ class Engine:
             self.abort(ticket)
             why = f"the model's logits are not finite at version {self.version}"
             outputs.append(Output(ticket, [Fault(why=why, code=Code.INTERNAL)], done=True))
-        if broken:
-            self._wipe()
         for ticket, made in frames.items():
             done = all(sequence.finish is not None for sequence in self._open[ticket])
             if done:
