@@ -1,5 +1,6 @@
 """verl's engine on one rank and on two gives the results of the torch backend on the same batches."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,14 @@ TOLERANCE = 1e-4
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return everything that `tests.verl.rank` computes, once for each number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    tiny_model_folder(model_folder(folder))
+    with_dropout(tiny_model_folder(model_folder(folder)))
     return found_by_ranks("tests.verl.rank", request.param, folder)
+
+
+def with_dropout(folder: Path) -> None:
+    """Make a model one of those that drop activations in training mode. Neither backend trains in that mode."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -32,7 +33,7 @@ from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
 from bombus_trainer.backends.torch.lora import layers_to_adapt
-from bombus_trainer.backends.torch.model import ScoredTerms, probe
+from bombus_trainer.backends.torch.model import ScoredTerms, probe, recompute_layers
 from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
@@ -90,7 +91,7 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             load_tokenizer=False,
             override_config={"attn_implementation": attention},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=config.gradient_checkpointing,
+            enable_gradient_checkpointing=False,  # ours works in evaluation mode too
             lora_rank=config.lora_rank,
             lora_alpha=config.lora_alpha,
             target_modules=list(adapted),
@@ -170,6 +171,8 @@ def _engine_class() -> Any:
             output = module.get_output_embeddings()
             self._head = TermsHead(output, settings.logits_bytes_max, settings.config.entropy_coef > 0.0)
             module.set_output_embeddings(self._head)
+            if settings.config.gradient_checkpointing:
+                recompute_layers(module)
             return module
 
         def _build_lora_module(self, module: Any) -> Any:
@@ -196,6 +199,14 @@ def _engine_class() -> Any:
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
 
     return Engine
+
+
+@contextmanager
+def training(engine: Any) -> Iterator[None]:
+    """Prepare the engine for a step. Its model stays in evaluation mode: see `recompute_layers`."""
+    with engine.train_mode():
+        engine.module.eval()
+        yield
 
 
 def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:

@@ -84,7 +84,7 @@ class VerlExecutor:
             if self._estimate is not None:
                 batch = self._estimate(batch, groups)
         rate = learning_rate(step, self.settings)
-        with self._engine.train_mode():
+        with verl_engine.training(self._engine):
             old = self._old_logprobs(batch, step, tally, interrupted)
             for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
