@@ -19,6 +19,7 @@ class TurnReader:
 
     White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all
     is text, to the letter. Text goes out as soon as it cannot be the beginning of a mark; a call when it is closed.
+    Marks that are `frames` of texts are dropped.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class TurnReader:
         thinking: Thinking | None,
         tools: Sequence[Mapping[str, Any]],
         inside_reasoning: bool = False,
+        frames: Sequence[str] = (),
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
         self._schemas = schemas_of(tools)
-        self._marks = (*(syntax.opens if syntax else ()), *((thinking.open,) if thinking else ()))
+        self._frames = frozenset(frames)
+        self._marks = (*(syntax.opens if syntax else ()), *((thinking.open,) if thinking else ()), *frames)
         self._opening = re.compile(alternatives(self._marks)) if self._marks else _NEVER
         self._rest = ""
         self._held: list[str] = []  # white space that is dropped if a mark follows
@@ -90,7 +93,7 @@ class TurnReader:
             return end
         if self._thinking and found[0] == self._thinking.open:
             self._begin_reasoning()
-        else:
+        elif found[0] not in self._frames:
             self._begin_call(found[0])
         return found.end()
 
