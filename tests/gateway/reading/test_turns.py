@@ -227,6 +227,9 @@ def test_without_tools_calls_are_text_and_reasoning_is_read() -> None:
          [ReasoningDelta("1"), MADE, ReasoningDelta("2"), TextDelta("yes")]),
         ("", "so \n<think>hm</think>\nyes", [TextDelta("so"), ReasoningDelta("hm"), TextDelta(" \nyes")]),
         ("", "no </think> here", [TextDelta("no </think> here")]),
+        ("", "\n</think>\n\nyes </think>", [TextDelta("yes </think>")]),
+        ("", f"</think>{CALL}</think>", [MADE, TextDelta("</think>")]),
+        ("<think>", "hm</think></think>yes", [ReasoningDelta("hm"), TextDelta("</think>yes")]),
     ],
 )  # fmt: skip
 def test_reasoning_is_separated_from_text(prompt_end: str, text: str, expected: list[Delta], portion: int) -> None:
@@ -315,6 +318,15 @@ def test_much_white_space_in_a_named_call_is_read_at_once() -> None:
         read_named(" " * 100_000 + "f" + " " * 100_000 + "[ARGS]" + " " * 100_000, {})
     (read_call,) = read_named(' f  [CALL_ID] 123456789 [ARGS] {"a": 1}', {})
     assert read_call == ToolCallDelta("f", '{"a": 1}', "123456789")
+
+
+def test_a_header_of_the_prompt_is_no_part_of_the_turn() -> None:
+    unknown = "<|start|>assistant<|channel|>analysis<|message|>"
+    assert read_as("recipients", "", 1, unknown) == []
+    assert read_as("recipients", "hm<|eot|>", 1, unknown) == [TextDelta("hm<|eot|>")]
+    called = "<|start|>assistant to=functions.f<|channel|>commentary<|message|>"
+    assert read_as("channels", '{"a": 1}<|call|>', 1, called) == [MADE]
+    assert read_as("channels", "hm<|call|>", 1, called) == [TextDelta("hm<|call|>")]
 
 
 def test_recipients_are_read() -> None:

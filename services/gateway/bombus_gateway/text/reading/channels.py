@@ -107,7 +107,7 @@ class ChannelReader:
         _, started, header = prompt_end.rpartition(form.start)
         if started:
             self.feed(header)
-            self._kept = [] if self._kind is None else self._kept
+            self._kept, self._body_at = [], 0  # what the prompt wrote is no part of the turn
 
     def feed(self, text: str) -> list[Delta]:
         """Add text. Returns what can no longer change."""
