@@ -27,6 +27,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.EngineBooted: EventGroup.ENGINE,
     ev.EngineStopped: EventGroup.ENGINE,
     ev.EngineFailed: EventGroup.ENGINE,
+    ev.ModelRead: EventGroup.ENGINE,
     ev.RollingStarted: EventGroup.ENGINE,
     ev.RollingClosed: EventGroup.ENGINE,
     ev.SyncingStarted: EventGroup.ENGINE,

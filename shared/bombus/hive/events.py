@@ -119,6 +119,26 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
     reason: str
 
 
+class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a gateway writes conversations with a model and reads its turns.
+
+    `template` is a digest of what decides prompts. `tool_calls` and `reasoning` are the names of syntaxes, "text" where
+    they stay text.
+    """
+
+    template: str
+    tool_calls: str
+    reasoning: str
+
+
+class ModelRead(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
+    """A gateway has read the run's model, in a way in which no gateway had read it in this run."""
+
+    run: int
+    gateway: str
+    format: ConversationFormat
+
+
 class RollingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.started"):
     run: int
     version: int
@@ -342,6 +362,7 @@ AnyEvent = (
     | EngineBooted
     | EngineStopped
     | EngineFailed
+    | ModelRead
     | RollingStarted
     | RollingClosed
     | SyncingStarted

@@ -75,6 +75,13 @@ class TemplateRenderer:
         for name, value in variables.items():
             if self._control.is_suspect(str(value), inner=False):
                 raise Refused(Code.MALFORMED, _VARIABLE.format(name, value))
+        return self._with(variables)
+
+    def undated(self) -> Self:
+        """Return this renderer with the format of a date in place of each date: it renders the same every day."""
+        return self._with({"strftime_now": str})
+
+    def _with(self, variables: Mapping[str, Any]) -> Self:
         made = copy.copy(self)
         made._template = self._template.given(variables)
         made._losses = self._losses.given(made._text)
