@@ -11,9 +11,18 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.collection import BATCH_METHODS
-from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, Method, NotedCall, Weights
+from bombus.hive.events import (
+    AbortReason,
+    Collection,
+    ConversationFormat,
+    EpisodeType,
+    Event,
+    Method,
+    NotedCall,
+    Weights,
+)
 from bombus.hive.records import CallRef
-from bombus.hive.state import EngineState, Hive, Phase, evolve
+from bombus.hive.state import FORMATS_MAX, EngineState, Hive, Phase, evolve
 from bombus_coordinator.core import Core, PendingDecision
 from tests.hive.phases import TRANSITIONS
 
@@ -111,9 +120,7 @@ class World:
     def _check_before(self, event: Event, engine: EngineState) -> None:
         match event:
             case ev.EpisodeEnded():
-                for outcome in event.outcomes:
-                    assert outcome.episode in engine.open, "only an open episode ends"
-                    (self.ended if event.type == EpisodeType.TRAIN else self.evaluated).add(outcome.episode)
+                self._check_ended(event, engine)
             case ev.EpisodeClaimed():
                 assert engine.phase == Phase.ROLLING
                 assert not set(event.episodes) & (set(engine.open) | set(engine.closed)), "every id is fresh"
@@ -132,6 +139,13 @@ class World:
                 assert event.version > engine.version
             case ev.EpisodeAborted():
                 assert set(event.episodes) <= set(engine.open)
+            case ev.ModelRead():
+                check_read(event, engine)
+
+    def _check_ended(self, event: ev.EpisodeEnded, engine: EngineState) -> None:
+        for outcome in event.outcomes:
+            assert outcome.episode in engine.open, "only an open episode ends"
+            (self.ended if event.type == EpisodeType.TRAIN else self.evaluated).add(outcome.episode)
 
     def _check_batch(self, batch: ev.BatchReady, engine: EngineState) -> None:
         episodes = [episode.episode for group in batch.groups for episode in group.episodes]
@@ -293,8 +307,16 @@ class World:
             self._send(inbox.Start(id=self._id(), engine=ENGINE))
         elif self.random.random() < 0.3:
             self._send(inbox.Stop(id=self._id(), engine=ENGINE))
+        self._send(self._read(engine))
         used = self.random.choice((0, 0, 0, 99))
         self._send(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
+
+    def _read(self, engine: EngineState) -> inbox.ModelReadFact:
+        """Return the report of a gateway, which may be of another version than the one before."""
+        pick = self.random
+        found = ConversationFormat(template=pick.choice("abcdef"), tool_calls="hermes", reasoning="text")
+        run = engine.run - pick.choice((0, 0, 0, 1))
+        return inbox.ModelReadFact(id=self._id(), engine=ENGINE, run=run, gateway="g", format=found)
 
     # ---- without faults ----
 
@@ -362,6 +384,13 @@ class World:
 
 def reasons(world: World) -> set[AbortReason]:
     return {logged.event.reason for logged in world.log if isinstance(logged.event, ev.EpisodeAborted)}
+
+
+def check_read(event: ev.ModelRead, engine: EngineState) -> None:
+    """Check that a way of reading the model is of this run, is written once, and is one of few."""
+    assert event.run == engine.run
+    assert event.format not in [each.format for each in engine.formats]
+    assert len(engine.formats) < FORMATS_MAX
 
 
 def check_in_time(batch: ev.BatchReady, engine: EngineState) -> None:

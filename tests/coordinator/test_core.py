@@ -10,7 +10,7 @@ from bombus.hive import inbox
 from bombus.hive.events import AbortReason, Collection, DropReason, EpisodeType, Method, NotedCall
 from bombus.hive.inbox import Done, Found, Granted, Refusal
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.state import Phase
+from bombus.hive.state import FORMATS_MAX, Phase
 from bombus_coordinator.core import Core
 from tests.coordinator.core_in_memory import ENGINE, SECOND, CoreHarness
 
@@ -688,6 +688,39 @@ def test_a_replica_without_heartbeats_leaves() -> None:
     left = only(harness.tick(after_s=10), ev.ReplicaLeft)
     assert isinstance(left, ev.ReplicaLeft)
     assert left.replica == "r1"
+
+
+def read(harness: CoreHarness, template: str, gateway: str = "g1", run: int = 1) -> list[ev.AnyEvent]:
+    found = ev.ConversationFormat(template=template, tool_calls="hermes", reasoning="text")
+    message = inbox.ModelReadFact(id=harness.id(), engine=ENGINE, run=run, gateway=gateway, format=found)
+    return harness.send(message)
+
+
+def test_each_way_in_which_gateways_read_the_model_is_written_once_in_a_run(harness: CoreHarness) -> None:
+    first = only(read(harness, "a"), ev.ModelRead)
+    assert isinstance(first, ev.ModelRead)
+    assert (first.run, first.gateway, first.format.template) == (1, "g1", "a")
+    assert read(harness, "a", "g2") == []
+    only(read(harness, "b", "g2"), ev.ModelRead)
+    for _ in range(3):  # two that disagree, and say so again and again
+        assert read(harness, "a", "g1") == read(harness, "b", "g2") == []
+    assert [each.gateway for each in harness.engine.formats] == ["g1", "g2"]
+
+
+def test_the_ways_of_reading_a_model_that_are_kept_are_few(harness: CoreHarness) -> None:
+    written = [read(harness, template) for template in "abcdefgh"]
+    assert [len(events) for events in written] == [1] * FORMATS_MAX + [0] * (8 - FORMATS_MAX)
+
+
+def test_how_a_model_is_read_counts_for_the_run_that_goes_on(harness: CoreHarness) -> None:
+    assert read(harness, "a", run=2) == []
+    only(read(harness, "a"), ev.ModelRead)
+    harness.send(inbox.Stop(id=harness.id(), engine=ENGINE))
+    assert read(harness, "b") == []
+    harness.send(inbox.Start(id=harness.id(), engine=ENGINE))
+    assert harness.engine.formats == []
+    assert read(harness, "a", run=1) == []
+    only(read(harness, "a", run=2), ev.ModelRead)
 
 
 def test_the_same_command_gets_the_same_answer(harness: CoreHarness) -> None:

@@ -31,6 +31,10 @@ REASONING = (
     "{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|head|>assistant<|body|><think>{% endif %}"
 )
+SINGLE = (
+    "{% for message in messages if message.tool_calls and message.tool_calls | length > 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endfor %}" + WITH_TOOLS
+)
 STRICT = (
     "{% for message in messages %}"
     "{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
@@ -254,6 +258,43 @@ def test_a_template_that_changes_earlier_turns_begins_a_branch() -> None:
     made = model(moving)
     history, at = turns(made, [user("the fox")], "jumps<|end|>")
     assert made.renderer.extend(history, at, [user("the fox"), assistant("jumps"), user("dog")], 2, []) is None
+
+
+def test_several_calls_are_followed_by_their_results_although_the_template_takes_one_at_a_time() -> None:
+    made = model(SINGLE)
+    written = '<tool_call>{"name": "weather", "arguments": {"city": "%s"}}</tool_call>'
+    calls = [call('{"city": "Paris"}', "a"), call('{"city": "Rome"}', "b")]
+    results = [{"role": "tool", "tool_call_id": key, "content": text} for key, text in (("a", "fox"), ("b", "dog"))]
+    conversation = [user("the fox"), assistant(None, tool_calls=calls), *results]
+    prompt = made.renderer.render(conversation[:1], [TOOL])
+    history = prompt + made.tokenizer.encode(written % "Paris" + written % "Rome" + "<|end|>")
+    tail = made.renderer.extend(pack_tokens(history), len(prompt), conversation, 2, [TOOL])
+    assert tail is not None
+    text = made.tokenizer.decode(tail, with_specials=True)
+    assert text == "<|head|>tool<|body|>fox<|end|><|head|>tool<|body|>dog<|end|><|head|>assistant<|body|>"
+
+    prompt = history + tail
+    history, later = [*prompt, *made.tokenizer.encode("over<|end|>")], [*conversation, assistant("over"), user("lazy")]
+    tail = made.renderer.extend(pack_tokens(history), len(prompt), later, 5, [TOOL])
+    assert tail is not None, "the sequence goes on in later turns"
+    text = made.tokenizer.decode(tail, with_specials=True)
+    assert text == "<|head|>user<|body|>lazy<|end|><|head|>assistant<|body|>"
+
+    written_by_the_agent = [*later, assistant(None, tool_calls=calls), *results]
+    assert made.renderer.extend(pack_tokens(history), len(prompt), written_by_the_agent, 5, [TOOL]) is None
+    with pytest.raises(Refused, match="one call at a time"):
+        made.renderer.render(conversation, [TOOL])
+
+
+def test_an_answer_that_was_cut_after_several_calls_is_closed_first() -> None:
+    made = model(SINGLE)
+    calls = [call('{"city": "Paris"}', "a"), call('{"city": "Rome"}', "b")]
+    conversation = [user("the fox"), assistant(None, tool_calls=calls), user("dog")]
+    history, at = turns(made, conversation[:1], "<tool_call>{}</tool_call><tool_call>{}</tool_call>")
+    tail = made.renderer.extend(history, at, conversation, 2, [TOOL])
+    assert tail is not None
+    text = made.tokenizer.decode(tail, with_specials=True)
+    assert text == "<|end|><|head|>user<|body|>dog<|end|><|head|>assistant<|body|>"
 
 
 # ---- what a template refuses, loses, and wants ----

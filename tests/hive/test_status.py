@@ -55,6 +55,41 @@ def test_a_failure_is_shown_with_its_reason() -> None:
     assert "failure: replica-a could not load version 0" in text
 
 
+def read(template: str, gateway: str) -> ev.ModelRead:
+    found = ev.ConversationFormat(template=template, tool_calls="hermes", reasoning="<think>")
+    return ev.ModelRead(engine=ENGINE, run=1, gateway=gateway, format=found)
+
+
+def test_how_the_model_is_read_is_shown_until_the_next_run_starts() -> None:
+    story = rolling(1)
+    assert "template" not in render_status(hive_of(story))
+    story.tell(read("3fa91c2e", "g1"))
+    hive = hive_of(story)
+    assert "\n  template 3fa91c2e, tool calls: hermes, reasoning: <think>\n" in render_status(hive)
+    data = json.loads(json.dumps(status_dict(hive)))["engines"][0]
+    assert data["formats"] == [
+        {"gateway": "g1", "format": {"template": "3fa91c2e", "tool_calls": "hermes", "reasoning": "<think>"}}
+    ]
+    assert data["disagreement"] == ""
+    story.tell(ev.EngineStarted(**story.at, run=2, config_digest="d"))
+    assert "template" not in render_status(hive_of(story))
+
+
+def test_gateways_that_read_the_model_differently_are_named_in_one_sentence() -> None:
+    story = rolling(1)
+    story.tell(read("3fa91c2e", "g1 (bombus 1.0)"))
+    story.tell(read("77d0ab12", "g2\x1b (bombus 1.1)"))
+    hive = hive_of(story)
+    assert (
+        "\n  warning: gateways have read the model of this run in 2 ways: "
+        "g1 (bombus 1.0) has template 3fa91c2e, tool calls: hermes, reasoning: <think>; "
+        "g2  (bombus 1.1) has template 77d0ab12, tool calls: hermes, reasoning: <think>. "
+        "Install the same versions of bombus, jinja2 and tokenizers for each of them, then start the engine again.\n"
+    ) in render_status(hive)
+    data = json.loads(json.dumps(status_dict(hive)))["engines"][0]
+    assert data["disagreement"].startswith("gateways have read the model of this run in 2 ways")
+
+
 def test_an_unknown_engine_is_answered_with_the_known_ones(hive: Hive) -> None:
     assert render_status(hive, "mian") == "no engine 'mian' on this hive; known engines: main\n"
     assert render_status(Hive()) == "no engine yet\n"

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from bombus.architectures.miniatures import check_exists, write_miniature
+from bombus.architectures.miniatures import empty_model, write_miniature
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault
 from bombus.host.doctor import State
@@ -138,7 +138,7 @@ def write_small(config: PretrainedConfig, named: Path, small: Path) -> None:
         write_miniature(config, small)
     except EngineFault:
         with pytest.raises(EngineFault):
-            check_exists(config)
+            empty_model(config)
         shutil.copytree(named, small, dirs_exist_ok=True)
         save_file({"nothing": torch.zeros(1)}, small / "model.safetensors", metadata={"format": "pt"})
 

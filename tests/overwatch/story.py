@@ -247,6 +247,10 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         story.run += 1
         story.tell(ev.EngineStarted(**story.at, run=story.run, config_digest="d"))
 
+    def read(template: str) -> None:
+        found = ev.ConversationFormat(template=template, tool_calls="hermes", reasoning="text")
+        tell(ev.ModelRead, gateway="gateway-a", format=found)
+
     replica = "replica-a"
     actions: list[Callable[[], object]] = [
         *4 * [lambda: episodes.append(story.claim(0, "t"))],
@@ -264,6 +268,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.boot(1),
         lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),
         lambda: tell(ev.SyncAgreed, client="ann"),
+        lambda: read(draw.choice("abc")),
         lambda: tell(ev.EngineStopped),
         lambda: tell(ev.CommandAnswered, command="c", why="it is started already"),
         lambda: tell(ev.EngineFailed, reason="a reason"),

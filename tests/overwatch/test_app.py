@@ -9,10 +9,11 @@ from collections.abc import Callable
 import pytest
 from textual.pilot import Pilot
 
+from bombus.hive import events as ev
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
-from bombus_overwatch.widgets import EpisodesPanel, PhaseBar, TailPanel
+from bombus_overwatch.widgets import EpisodesPanel, Notice, PhaseBar, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, rolling
 
 WIDE = (120, 36)
@@ -28,7 +29,7 @@ def app_of(story: Story) -> Overwatch:
     return app
 
 
-def text(app: Overwatch, panel: type[Banner | KeyBar | PhaseBar | TailPanel | EpisodesPanel]) -> str:
+def text(app: Overwatch, panel: type[Banner | KeyBar | PhaseBar | Notice | TailPanel | EpisodesPanel]) -> str:
     return app.screen_stack[0].query_one(panel).render().plain
 
 
@@ -168,6 +169,19 @@ async def test_while_the_bus_is_away_the_reason_is_shown(story: Story) -> None:
         app.report(Link.AWAY, "the bus is away")
         await drawn(app, pilot, "reconnecting")
         assert "the bus is away" in text(app, KeyBar)
+
+
+async def test_how_gateways_read_the_model_is_shown_and_that_they_disagree() -> None:
+    story = rolling(1)
+    for template in ("3fa91c2e", "77d0ab12"):
+        found = ev.ConversationFormat(template=template, tool_calls="hermes", reasoning="<think>")
+        story.tell(ev.ModelRead(**story.at, run=1, gateway=f"gateway of {template}", format=found))
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert "template 3fa91c2e, tool calls: hermes, reasoning: <think>" in text(app, PhaseBar)
+        assert app.screen.query_one(Notice).display
+        assert "in 2 ways: gateway of 3fa91c2e has" in text(app, Notice)
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])

@@ -8,7 +8,7 @@ import msgspec
 from bombus.bus.append import Outgoing
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
-from bombus.hive.events import NotedCall
+from bombus.hive.events import ConversationFormat, NotedCall
 from bombus.hive.inbox import AnyAnswer, Found, Granted
 from bombus.hive.pacing import fitting
 from bombus.hive.records import CallRef, CallStatus, digest
@@ -30,6 +30,7 @@ RECORD_S = 5.0
 TOUCH_S = 1.0
 CONFIRM_S = 0.2
 RESPONSE_S = 20.0
+READ_S = 1.0
 
 T = TypeVar("T")
 GatewayFault = (Code.BUS_DOWN, Code.OVERLOADED, Code.NO_REPLICA)  # 503: the client tries again
@@ -55,8 +56,10 @@ class Gateway(Process):
     link: Link
     follower: Follower
 
-    def __init__(self, name: str, net: Net, variant: Variant | None) -> None:
+    def __init__(self, name: str, net: Net, variant: Variant | None, reports: bool = False) -> None:
+        """With `reports` it reports how it reads the model: in each of its lives as another version would."""
         super().__init__(net.loop, name)
+        self._reports = reports
         self._net = net
         self._variant = variant
         self._responses: dict[Future[Any], None] = {}
@@ -70,6 +73,8 @@ class Gateway(Process):
         self._unreported: dict[tuple[str, str], tuple[CallRef, Record]] = {}  # stored, but not yet reported
         self.spawn(self.follower.run())
         await self.follower.caught_up()
+        if self._reports:
+            self.spawn(self._report_format())
         await self._send_touches()
 
     def kill(self) -> None:
@@ -236,6 +241,22 @@ class Gateway(Process):
                 await self.link.send(message, 3.0)
             except BusUnavailable:
                 pass  # open calls are touched again; an unconfirmed claim is taken back
+
+    async def _report_format(self) -> None:
+        """Report how the model is read until it is on the log (formats.py)."""
+        found = ConversationFormat(template=self.link.token, tool_calls="text", reasoning="text")
+        while True:
+            await self.sleep(READ_S)
+            run = self.engine.run
+            if self.engine.weights is None or not self.engine.lacks_format(run, found):
+                continue
+            message = inbox.ModelReadFact(
+                id=f"{self.link.token}-read-{run}", engine=ENGINE, run=run, gateway=self.link.token, format=found
+            )
+            try:
+                await self.link.send(message, 3.0)
+            except BusUnavailable:
+                pass  # it is sent again
 
 
 def read_record(body: bytes, ref: CallRef) -> Record:

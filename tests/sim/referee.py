@@ -13,7 +13,7 @@ from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.episodes import outcome_digest
-from tests.coordinator.core_world import check_as_asked, check_in_time
+from tests.coordinator.core_world import check_as_asked, check_in_time, check_read
 from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
 
@@ -155,6 +155,8 @@ class Referee:
                 self.gone |= set(engine.pool)
                 self.models[event.run, 0] = LOADED
                 self.saved, self.lacking = [], []
+            case ev.ModelRead():
+                check_read(event, engine)
             case ev.TrainerOpened():
                 assert event.trainer_epoch == engine.trainer_epoch + 1
             case ev.StepCompleted():

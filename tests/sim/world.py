@@ -21,6 +21,7 @@ FAULTS_S = 25.0
 LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock was set back, a late message
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
+REPORTING = 8  # in one of so many hives gateways report how they read the model
 
 
 class World:
@@ -46,7 +47,7 @@ class World:
         self._trace = trace
         net, referee = self.net, self.referee
         self.coordinators = [Coordinator(f"c{n}", net, referee, variant) for n in range(pick.randint(2, 3))]
-        self.gateways = [Gateway(f"g{n}", net, variant) for n in range(2)]
+        self.gateways = [Gateway(f"g{n}", net, variant, reports=seed % REPORTING == 0) for n in range(2)]
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
         self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]

@@ -90,6 +90,11 @@ def example(up: Up, name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def status_of(up: Up, *options: str) -> str:
+    command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
 def stop(up: Up) -> None:
     with SwarmClient(up.url) as client:
         client.stop_engine()
@@ -113,6 +118,8 @@ def test_a_hive_trains_a_model_through_every_service_and_serves_the_new_weights(
             client.run_episodes_until_all_complete(tasks, lambda task: client.run_group(task, agent, 4))
         client.wait_for_status("ENGINE.ROLLING")
         assert client.get_global_step() == 2
+        (engine,) = json.loads(status_of(up, "--json"))["engines"]
+        assert len(engine["formats"]) == 1, "both gateways read the model in the same way"
         episode, credentials = client.begin_episode(episode_type="eval")
         agent(tasks[0], credentials)
         client.end_episode(tasks[0], episode, WorkflowOutput(reward=0.5))
@@ -274,12 +281,8 @@ def test_an_example_says_how_to_start_a_hive_and_shows_no_traceback() -> None:
 def test_status_shows_what_a_hive_does_as_text_and_as_json(up: Up) -> None:
     assert (up.folder / "data/nats-url").read_text().strip() == up.nats
     assert up.ready == f"ready {up.url} (NATS at {up.nats})\n"
-    command = [sys.executable, "-m", "bombus", "status", "--nats", up.nats, "--hive", "main"]
-    text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert "engine main" in text
-    data = json.loads(
-        subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=True).stdout
-    )
+    assert "engine main" in status_of(up)
+    data = json.loads(status_of(up, "--json"))
     assert "main" in json.dumps(data)
 
 

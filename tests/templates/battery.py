@@ -160,6 +160,8 @@ SIX_TURNS: list[Turn] = [
     ([user(" Grüße 🐝\n")], assistant("Hello.")),
     ([user("Bye.")], assistant("Bye!")),
 ]
+# Two calls at once, which some templates refuse.
+PAIR = (call(1, "weather", PARIS), call(2, "local_time", {"zone": "CET"}))
 PLAIN_TURNS: list[Turn] = [([user(f"Question {number}?\n")], assistant(f"Answer {number}.")) for number in range(6)]
 
 

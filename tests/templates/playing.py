@@ -11,6 +11,7 @@ from bombus.hive.records import CallRecord, unpack_tokens
 from bombus_gateway.text.message import ChatMessage
 from tests.gateway.openai_hive import gateway_hive, says
 from tests.templates.battery import (
+    PAIR,
     PLAIN_TURNS,
     Extension,
     Kind,
@@ -21,7 +22,7 @@ from tests.templates.battery import (
     spoken,
     turns_of,
 )
-from tests.templates.conversations import user
+from tests.templates.conversations import TOOLS, assistant, result, user
 from tests.templates.families import MODEL
 
 JOB: dict[str, Any] = {
@@ -80,6 +81,39 @@ async def play(bus: Bus, subject: Subject) -> list[Outcome]:
             messages, conversation = [*messages, received], [*conversation, _with_ids(said.message, received)]
         records = await hive.records(episode, len(turns))
     return outcomes + _compared(subject, asked, records, tools)
+
+
+async def play_pair(bus: Bus, subject: Subject) -> list[Outcome]:
+    """Let the model sample two calls at once where its template takes one at a time, and look at what follows.
+
+    That is what the template writes after the last call. Nothing is played with templates of another kind.
+    """
+    reference, ours = subject
+    question, results = user("Weather and time in Paris?"), [result(1, "sunny"), result(2, "12:00")]
+    single = [question, assistant("", PAIR[1]), *results]
+    takes_both = reference.texts.text_or_none([question, assistant("", *PAIR), *results], TOOLS) is not None
+    if takes_both or not ours.renderer.reading.calls or reference.texts.text_or_none(single, TOOLS) is None:
+        return []
+    first, last = (spoken(subject, [question], assistant("", each), results, TOOLS).tokens for each in PAIR)
+    sampled = [*first[:-1], *ours.tokenizer.encode("; "), *last]
+    async with gateway_hive(bus, JOB, reference.family.files) as hive:
+        episode, key = await hive.claim()
+        agent = hive.client(key)
+        messages: list[Any] = [question]
+        request: dict[str, Any] = {"model": MODEL, "tools": TOOLS}
+        for tokens, sent in ((sampled, results), (last, [])):
+            hive.replica.scripts.append(says(tokens))
+            completion = await agent.chat.completions.create(messages=messages, **request)
+            received = _message(completion.choices[0].message)
+            messages += [received, *_answering([received], sent)]
+        asked, answered = await hive.records(episode, 2)
+    wanted, tail = reference.ids(single, TOOLS), unpack_tokens(answered.prompt_tail)
+    read = [_call(each) for each in messages[1].get("tool_calls", ())] == [_call(each) for each in PAIR]
+    goes_on = answered.parent is not None and answered.parent.id == asked.id
+    detail = "" if tail == wanted[-len(tail) :] else difference(reference, tail, wanted)
+    outcomes = {"both calls are read": "" if read else f"received {messages[1]}", "what follows": detail}
+    outcomes["one sequence"] = "" if goes_on else "a branch began"
+    return [Outcome(name, Kind.WRONG if why else Kind.EQUAL, why) for name, why in outcomes.items()]
 
 
 def _answering(messages: Sequence[ChatMessage], sent: Sequence[ChatMessage]) -> list[ChatMessage]:

@@ -11,7 +11,7 @@ from bombus.bus import Bus
 from bombus_gateway.text.reading.finding import Reading
 from tests.templates.battery import TALLY, Outcome, Subject, bridge, run, subject
 from tests.templates.families import VARIANTS, family
-from tests.templates.playing import play
+from tests.templates.playing import play, play_pair
 from tests.templates.sampling import forged, read_random_tokens
 
 
@@ -74,6 +74,13 @@ def test_a_message_with_the_names_of_all_special_tokens_has_none_of_their_ids(ma
 
 async def test_six_turns_through_a_gateway_are_recorded_as_the_template_keeps_them(played: Subject, bus: Bus) -> None:
     outcomes = await play(bus, played)
+    assert not failures(outcomes), failures(outcomes)
+
+
+async def test_two_calls_at_once_are_one_sequence_where_the_template_takes_one_at_a_time(
+    played: Subject, bus: Bus
+) -> None:
+    outcomes = await play_pair(bus, played)
     assert not failures(outcomes), failures(outcomes)
 
 

@@ -104,6 +104,64 @@ def test_of_several_templates_the_default_one_is_taken() -> None:
     check_text({**files(None), "tokenizer_config.json": json.dumps({"chat_template": listed}).encode()}, model())
 
 
+# ---- markers ----
+
+TURNS = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+CHATML = [{"id": 2 + index, "content": name} for index, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+
+
+def test_a_marker_around_texts_that_is_not_a_token_is_refused() -> None:
+    check_text(files(TURNS, added_tokens=tokens(*CHATML)), model())
+    with pytest.raises(EngineFault) as no:
+        check_text(files(TURNS + "<|eot_id|>", added_tokens=tokens(*CHATML)), model())
+    assert str(no.value) == (
+        "the tokenizer of 'some/model' does not fit its chat template, which writes '<|eot_id|>': that is not one of "
+        "its tokens; correct its files, set model.tokenizer to the model's own, or set model.chat_template to a "
+        "template that fits"
+    )
+    answers = TURNS + "{% if messages | length > 1 %}<|after|>{% endif %}"
+    with pytest.raises(EngineFault, match=r"writes '<\|after\|>'"):
+        check_text(files(answers, added_tokens=tokens(*CHATML)), model(tokenizer="another"))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "{# an image is <|image|> #}",
+        "{% if '<|think_on|>' in messages[0].content %}{% endif %}",
+        "{% if messages[0].content.type == 'image' %}<|image|>{% endif %}",
+        "{% for tool in tools or [] %}<|tool|>{{ tool }}{% endfor %}",
+        "{% for call in messages[0].tool_calls or [] %}<｜tool▁calls▁begin｜>{{ call }}{% endfor %}",
+        "{% if messages[0].role == 'root' %}{{ raise_exception('a <|root|> first') }}{% endif %}",
+        "{% set nobody = '<|NONE|>' %}",
+    ],
+)
+def test_a_marker_that_no_conversation_of_texts_shows_need_not_be_a_token(more: str) -> None:
+    check_text(files(more + TURNS, added_tokens=tokens(*CHATML)), model())
+
+
+def test_a_template_whose_markers_are_all_plain_text_fits_unless_they_are_those_of_chatml() -> None:
+    zephyr = "{% for message in messages %}<|user|>{{ message.content }}{{ eos_token }}{% endfor %}"
+    check_text(
+        {
+            **files(zephyr, added_tokens=tokens({"id": 2, "content": "<|end_of_text|>"})),
+            "tokenizer_config.json": json.dumps({"eos_token": "<|end_of_text|>"}).encode(),
+        },
+        model(),
+    )
+    with pytest.raises(EngineFault, match=r"writes '<\|im_end\|>'"):
+        check_text(files(TURNS), model())
+
+
+def test_a_template_that_the_job_gives_may_write_markers_as_text() -> None:
+    check_text(with_chat_template(files(), TURNS), model(chat_template=TURNS))
+
+
+def tokens(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [{**flags, "special": True, **token} for token in given]
+
+
 # ---- templates that take too much ----
 
 

@@ -1,15 +1,8 @@
-"""One rank of a trainer without a hive: make the steps of each case with both backends and write down the results.
+"""What a rank finds about a tiny model: the steps of each case with both backends, restarts, names and refusals."""
 
-Run alone or by torchrun: `python -m tests.verl.rank FOLDER RESULTS.json`.
-"""
-
-import json
-import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from bombus.errors import EngineFault
@@ -24,29 +17,23 @@ from bombus_trainer.ranks import Ranks
 from bombus_trainer.settings import TrainerSettings
 from tests.trainer.small_batches import VOCAB, tiny_settings, tiny_tokenizer
 from tests.verl.given import CASES, PACKED, STEPS, facts, groups, model_folder, settings
+from tests.verl.processes import on_ranks
 
 Found = dict[str, object]
 SHARES = ("importance_capped", "masked_share", "clip_fraction")
 KEPT = ("loss", "grad_norm", "entropy", "kl_sampler", "tokens_trained", "sequences", "lr", "updates", *SHARES)
 
 
-def main(folder: Path, results: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo") if dist.is_torchelastic_launched() else None
-    ranks = Ranks.of_group(timedelta(seconds=60)) if dist.is_initialized() else Ranks.alone()
+def compute(folder: Path, ranks: Ranks) -> Found:
     model = model_folder(folder)
     found: Found = {case: compare(model, case, ranks, folder / case) for case in CASES}
-    found["ranks"] = ranks.size
     found["lora"] = lora(model, ranks, folder / "lora")
     found["restart"] = restart(model, ranks, folder / "restart")
     found["algorithms"] = algorithms(model, ranks)
     found["few"] = few(model, ranks)
     found["work"] = work(model, ranks)
     found["soft-capped"] = soft_capped(folder / "soft-capped", ranks)
-    if ranks.leads:
-        results.write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return found
 
 
 def exported(backend: TrainerBackend, ranks: Ranks, folder: Path, version: int) -> Found:
@@ -207,4 +194,4 @@ def soft_capped(folder: Path, ranks: Ranks) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    on_ranks(compute)

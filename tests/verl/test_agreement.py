@@ -1,10 +1,6 @@
 """verl's engine on one rank and on two gives the results of the torch backend on the same batches."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +10,23 @@ from safetensors.torch import load_file
 
 from tests.trainer.small_batches import tiny_model_folder
 from tests.verl.given import CASES, model_folder
+from tests.verl.processes import found_by_ranks
 
 TOLERANCE = 1e-4
-WAIT_S = 400
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return everything that `tests.verl.rank` computes, once for each number of ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    tiny_model_folder(model_folder(folder))
-    ranks = ["torch.distributed.run", f"--nproc-per-node={request.param}", f"--master-port={free_port()}"]
-    command = [sys.executable, "-m", *(ranks if request.param > 1 else []), *(["-m"] if request.param > 1 else [])]
-    command += ["tests.verl.rank", str(folder), str(folder / "results.json")]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=WAIT_S
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
-    return results
+    with_dropout(tiny_model_folder(model_folder(folder)))
+    return found_by_ranks("tests.verl.rank", request.param, folder)
+
+
+def with_dropout(folder: Path) -> None:
+    """Make a model one of those that drop activations in training mode. Neither backend trains in that mode."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))
 
 
 @pytest.mark.parametrize("case", CASES)

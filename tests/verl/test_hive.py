@@ -23,7 +23,7 @@ import pytest
 from bombus import SwarmClient, Task, WorkflowOutput
 from bombus.sdk.errors import WrongPhase
 from bombus.sdk.job import Job
-from tests.verl.test_agreement import free_port
+from tests.verl.processes import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = os.environ.get("BOMBUS_PYTHON", str(ROOT / ".venv/bin/python"))

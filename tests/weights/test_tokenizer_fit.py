@@ -104,15 +104,6 @@ def test_a_named_end_of_sequence_that_the_tokenizer_does_not_have_is_refused() -
     )
 
 
-def test_a_marker_of_the_template_that_is_not_a_single_token_is_refused() -> None:
-    template = b"<|im_start|>{{ messages }}<|eot_id|>"
-    assert "its chat template has '<|eot_id|>'" in misfit({**qwen_like(), "chat_template.jinja": template})
-
-
-def test_a_template_whose_markers_are_all_plain_text_fits(tiny: Path) -> None:
-    check_fit({**load_tokenizer_files(tiny), "chat_template.jinja": b"<|user|>{{ messages }}"}, "zephyr", "zephyr")
-
-
 def test_ids_are_read_from_every_kind_of_vocabulary() -> None:
     added = [{"id": 7, "content": "<x>", "special": False}]
     assert token_ids({"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": added}) == {

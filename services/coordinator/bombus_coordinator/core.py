@@ -200,6 +200,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.StepBroke: engines.step_broke,
     inbox.WeightsSaved: engines.weights_saved,
     inbox.EngineBroke: engines.broke,
+    inbox.ModelReadFact: engines.model_read,
     inbox.ReplicaAlive: engines.replica_alive,
     inbox.ReplicaLeaves: engines.replica_leaves,
     inbox.WeightsLoadedFact: engines.weights_loaded,

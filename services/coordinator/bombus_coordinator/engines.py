@@ -10,6 +10,7 @@ from bombus.hive.inbox import (
     Done,
     EngineBroke,
     Message,
+    ModelReadFact,
     Refusal,
     ReplicaAlive,
     ReplicaLeaves,
@@ -132,6 +133,21 @@ def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
     superseded = message.trainer_epoch not in (None, engine.trainer_epoch)
     if message.run == engine.run and engine.phase != Phase.OFFLINE and not superseded:
         yield from fail(engine, live, message.reason)
+
+
+def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decisions:
+    if engine.lacks_format(message.run, message.format):
+        yield Decision(
+            events=(
+                ev.ModelRead(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    gateway=message.gateway,
+                    format=message.format,
+                ),
+            )
+        )
 
 
 def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:

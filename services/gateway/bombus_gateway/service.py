@@ -15,6 +15,7 @@ from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
 from bombus_gateway.context import Gateway
+from bombus_gateway.formats import FormatReports
 from bombus_gateway.keys import SECRET_NAME, Keys
 from bombus_gateway.settings import GatewaySettings
 
@@ -60,6 +61,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 tasks.create_task(gateway.heartbeats.run()),
                 tasks.create_task(app.calls.capacity.run()),
                 tasks.create_task(app.calls.upstream.run()),
+                tasks.create_task(FormatReports(gateway, app.calls.models).run()),
                 tasks.create_task(_become_ready(gateway)),
             ]
             try:

@@ -28,6 +28,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.EngineStopped: EventGroup.ENGINE,
     ev.EngineFailed: EventGroup.ENGINE,
     ev.CommandAnswered: EventGroup.ENGINE,
+    ev.ModelRead: EventGroup.ENGINE,
     ev.RollingStarted: EventGroup.ENGINE,
     ev.RollingClosed: EventGroup.ENGINE,
     ev.SyncingStarted: EventGroup.ENGINE,

@@ -8,7 +8,7 @@ from textual.widget import Widget
 from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
-from bombus.hive.status import byte_size, duration, one_line
+from bombus.hive.status import byte_size, duration, format_text, one_line
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end
@@ -62,7 +62,13 @@ class Panel(Widget):
 
 
 class PhaseBar(Panel):
-    """Shows the phase of the engine, for how long it has been in it, and what it waits for."""
+    """Shows the phase of the engine, for how long it has been in it, and what it waits for.
+
+    Once a gateway has read the model, a third line says how.
+    """
+
+    def retitle(self, screen: Screen) -> None:
+        self.set_class(bool(screen.status and screen.status.formats), "-read")
 
     def lines(self, screen: Screen, width: int, height: int) -> list[Text]:
         status = screen.status
@@ -78,7 +84,8 @@ class PhaseBar(Panel):
             failed = phase == Phase.OFFLINE and status.failure
             colour = pal.VERMILLION if failed else pal.AMBER
             cycle.append(f" {'FAILED' if failed else name} {duration(status.phase_s)} ", f"bold {pal.INK} on {colour}")
-        return [cycle, self._facts(screen, width)]
+        read = [Text(f" {one_line(format_text(row.format))}", pal.QUIET) for row in status.formats[:1]]
+        return [cycle, self._facts(screen, width), *read]
 
     def _facts(self, screen: Screen, width: int) -> Text:
         status = screen.status
@@ -96,15 +103,18 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Shows in full why the last run failed; hidden if it did not."""
+    """Shows in full why the last run failed, or how gateways disagree about its model; hidden otherwise."""
 
     def retitle(self, screen: Screen) -> None:
-        self.display = bool(screen.status and screen.status.failure)
+        self.display = bool(screen.status and (screen.status.failure or screen.status.disagreement))
 
     def render(self) -> Text:
         if self.data is None or self.data.status is None:
             return Text("")
-        return Text(f"✗ {one_line(self.data.status.failure)}", f"bold {pal.VERMILLION}")
+        status = self.data.status
+        if status.failure:
+            return Text(f"✗ {one_line(status.failure)}", f"bold {pal.VERMILLION}")
+        return Text(f"! {one_line(status.disagreement)}", f"bold {pal.AMBER}")
 
 
 class CollectionPanel(Panel):

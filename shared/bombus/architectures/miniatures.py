@@ -149,17 +149,21 @@ def _miniature(small: "PretrainedConfig", seed: int) -> "PreTrainedModel":
     return model
 
 
-def check_exists(config: "PretrainedConfig") -> None:
-    """Raise `EngineFault` where transformers cannot make a model of `config` at all. None of its weights are made."""
+def empty_model(config: "PretrainedConfig") -> "PreTrainedModel":
+    """Make a model of `config` for float32 without its weights: on the meta device they take no memory.
+
+    Raises `EngineFault` where transformers cannot make it at all.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except Exception as error:  # a family's own code may raise anything
         raise EngineFault(
             f"this model's architecture ({config.model_type}) cannot be loaded here: {in_one_line(error)}"
         ) from error
+    return model
 
 
 def _shrunken(document: Mapping[str, Any]) -> dict[str, Any]:

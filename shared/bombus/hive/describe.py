@@ -5,7 +5,7 @@ from functools import singledispatch
 
 from bombus.hive import events as ev
 from bombus.hive.events import Event
-from bombus.hive.status import byte_size, one_line
+from bombus.hive.status import byte_size, format_text, one_line
 
 
 def line_of(event: Event) -> str:
@@ -78,6 +78,11 @@ def _(event: ev.EngineStopped) -> str:
 @_text.register
 def _(event: ev.EngineFailed) -> str:
     return f"run {event.run} failed: {event.reason}"
+
+
+@_text.register
+def _(event: ev.ModelRead) -> str:
+    return f"{event.gateway} reads the model with {format_text(event.format)}"
 
 
 @_text.register

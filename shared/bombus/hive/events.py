@@ -132,6 +132,26 @@ class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag=
     why: str = ""
 
 
+class ConversationFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a gateway writes conversations with a model and reads its turns.
+
+    `template` is a digest of what decides prompts. `tool_calls` and `reasoning` are the names of syntaxes, "text" where
+    they stay text.
+    """
+
+    template: str
+    tool_calls: str
+    reasoning: str
+
+
+class ModelRead(Event, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
+    """A gateway has read the run's model, in a way in which no gateway had read it in this run."""
+
+    run: int
+    gateway: str
+    format: ConversationFormat
+
+
 class RollingStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rolling.started"):
     run: int
     version: int
@@ -356,6 +376,7 @@ AnyEvent = (
     | EngineStopped
     | EngineFailed
     | CommandAnswered
+    | ModelRead
     | RollingStarted
     | RollingClosed
     | SyncingStarted

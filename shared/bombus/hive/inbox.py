@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code
-from bombus.hive.events import HIVE, Collection, EpisodeType, NotedCall, Weights
+from bombus.hive.events import HIVE, Collection, ConversationFormat, EpisodeType, NotedCall, Weights
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -110,6 +110,14 @@ class CallRecorded(Message, frozen=True, kw_only=True, omit_defaults=True, tag="
     call: NotedCall
 
 
+class ModelReadFact(Message, frozen=True, kw_only=True, omit_defaults=True, tag="model.read"):
+    """A gateway has read the run's model. It is sent until the format is on the log (`EngineState.lacks_format`)."""
+
+    run: int
+    gateway: str
+    format: ConversationFormat
+
+
 class ReplicaAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="replica.alive"):
     """A replica's heartbeat, once a second: it serves `version` of `run`, or nothing if that is -1.
 
@@ -206,6 +214,7 @@ AnyMessage = (
     | Tick
     | Touch
     | CallRecorded
+    | ModelReadFact
     | ReplicaAlive
     | ReplicaLeaves
     | WeightsLoadedFact

@@ -12,7 +12,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.events import AbortReason, Collection, EpisodeType, Event, NotedCall
+from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 
@@ -21,6 +21,7 @@ OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
+FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -136,6 +137,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
+    formats: list[ev.ModelRead] = []  # the ways in which gateways read the model of the run, oldest first
     trainer: str = ""
     trainer_epoch: int = 0
     openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
@@ -169,6 +171,14 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def global_step(self) -> int:
         return max(self.version, 0)
+
+    def lacks_format(self, run: int, found: ConversationFormat) -> bool:
+        """Return whether this way of reading the model is news.
+
+        Gateways report what is news, and the coordinator writes it: the two end together, whoever reports it.
+        """
+        is_current = run == self.run and self.phase != Phase.OFFLINE
+        return is_current and len(self.formats) < FORMATS_MAX and all(each.format != found for each in self.formats)
 
     def episode_number(self, episode: str) -> int | None:
         """Return the number in an episode id of this engine's current run, None for any other id."""
@@ -310,6 +320,11 @@ def _command_answered(engine: EngineState, event: ev.CommandAnswered) -> None:
     else:
         engine.refused[event.command] = event
         trim(engine.refused, COMMANDS_KEPT)
+
+
+@_on(ev.ModelRead)
+def _model_read(engine: EngineState, event: ev.ModelRead) -> None:
+    engine.formats.append(event)
 
 
 @_on(ev.RollingStarted)

@@ -3,10 +3,12 @@
 All of it is derived from the fold, without a request to any server.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from bombus.hive.collection import Measure, measures
-from bombus.hive.events import EpisodeType, Method
+from bombus.hive.events import ConversationFormat, EpisodeType, Method
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase
 
@@ -40,6 +42,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+
+
+class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A way in which the model of the run is read, and the first gateway that reported it."""
+
+    gateway: str
+    format: ConversationFormat
 
 
 class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +94,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_step: StepStatus | None
     evals: tuple[EvalStatus, ...]  # by version, ascending
     pace: Pace | None = None  # None: the run is synchronous, or there is none
+    formats: tuple[FormatStatus, ...] = ()  # empty until a gateway has read the model of the run
+    disagreement: str = ""  # between gateways that read the model of the run in different ways
 
 
 class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +156,21 @@ def noting(detail: str, refusing: str) -> str:
     return f"{detail}. No new work is taken: {refusing}" if refusing else detail
 
 
+def format_text(found: ConversationFormat) -> str:
+    return f"template {found.template}, tool calls: {found.tool_calls}, reasoning: {found.reasoning}"
+
+
+def disagreement_of(formats: Sequence[FormatStatus]) -> str:
+    """Return a sentence about gateways that read the model of a run in different ways, "" while they agree."""
+    if len(formats) < 2:
+        return ""
+    ways = "; ".join(f"{row.gateway} has {format_text(row.format)}" for row in formats)
+    return (
+        f"gateways have read the model of this run in {len(formats)} ways: {ways}. "
+        "Install the same versions of bombus, jinja2 and tokenizers for each of them, then start the engine again."
+    )
+
+
 def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
     return OpenEpisode(
         episode=episode.id,
@@ -195,6 +221,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
     source = engine.active or engine.configured
     done = engine.step_done
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
+    formats = tuple(FormatStatus(gateway=each.gateway, format=each.format) for each in engine.formats)
     return EngineStatus(
         engine=engine.name,
         phase=engine.phase,
@@ -223,6 +250,8 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
             for version, stats in sorted(engine.evals.items())
         ),
         pace=pace(engine) if engine.phase == Phase.ROLLING else None,
+        formats=formats,
+        disagreement=disagreement_of(formats),
     )
 
 
@@ -312,6 +341,10 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append(f"  failure: {one_line(status.failure)}")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
+    if status.disagreement:
+        lines.append(f"  warning: {one_line(status.disagreement)}")
+    elif status.formats:
+        lines.append(f"  {one_line(format_text(status.formats[0].format))}")
     return lines
 
 

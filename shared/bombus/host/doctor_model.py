@@ -107,7 +107,7 @@ def _architecture(what: str, config: "PretrainedConfig", miniatures: ModuleType)
 def _untried(what: str, config: "PretrainedConfig", untried: EngineFault, miniatures: ModuleType) -> Finding:
     """Return a refusal if transformers makes no model of the full size either."""
     try:
-        miniatures.check_exists(config)
+        miniatures.empty_model(config)
     except EngineFault as fault:
         return check(what, False, str(fault), CURE)
     return check(what, False, str(untried), AT_LOAD, needed=False)

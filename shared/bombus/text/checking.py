@@ -1,6 +1,7 @@
 """Checks from the text files of a model, before anything runs, that a gateway can use them."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ from bombus.errors import EngineFault
 from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus.weights.models import TOOL_TEMPLATE
+from bombus.weights.tokenizer_fit import read_json, token_ids
 
 _WORDS = ("look", "again")
+_MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
+# Some templates take no system message, and some only one message.
+_PLAIN_TURNS = (("system", "user", "assistant", "user"), ("user", "assistant", "user"), ("user",))
 
 
 def with_chat_template(files: Mapping[str, bytes], given: str) -> dict[str, bytes]:
@@ -34,13 +39,22 @@ def _read(name: str) -> bytes:
 def check_text(files: Mapping[str, bytes], model: ModelConfig) -> None:
     """Raise `EngineFault` unless a gateway can read the tokenizer, and the chat template renders what a user says.
 
-    `files` have the job's own template already. Nothing is rendered for a job without conversations.
+    The markers of the tokenizer's own template have to be its tokens. `files` have the job's own template already.
+    Nothing is rendered for a job without conversations.
     """
     tokenizer = Tokenizer(files)
-    if model.chat_template != NO_CHAT_TEMPLATE:
-        source = template_of(tokenizer, model.path)
-        variables = {**tokenizer.named, **model.chat_template_kwargs}
-        _check_renders(ChatTemplate(source, variables, tokenizer.template_with_tools))
+    if model.chat_template == NO_CHAT_TEMPLATE:
+        return
+    variables = {**tokenizer.named, **model.chat_template_kwargs}
+    template = ChatTemplate(template_of(tokenizer, model.path), variables, tokenizer.template_with_tools)
+    _check_renders(template)
+    marker = "" if model.chat_template else unknown_marker(template, token_ids(read_json(files, "tokenizer.json")))
+    if marker:
+        raise EngineFault(
+            f"the tokenizer of {model.tokenizer or model.path!r} does not fit its chat template, which writes "
+            f"{marker!r}: that is not one of its tokens; correct its files, set model.tokenizer to the model's own, "
+            f"or set model.chat_template to a template that fits"
+        )
 
 
 def template_of(tokenizer: Tokenizer, name: str) -> str:
@@ -70,3 +84,27 @@ def _check_renders(template: ChatTemplate) -> None:
 
 def _rendered(template: ChatTemplate, content: Any) -> str:
     return template.render([{"role": "user", "content": content}], (), True)
+
+
+def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
+    """Return a marker that a template writes around texts and that is not a token; empty when there is none.
+
+    Where no marker is a token, the model learned them as plain text. Markers that the template only compares, or writes
+    around tools or images, are not looked at: many a model lacks their tokens, and has a template that names them.
+    """
+    written = "\0".join(_plain_conversations(template))
+    markers = sorted({marker for marker in _MARKER.findall(template.literals()) if marker in written})
+    missing = [marker for marker in markers if marker not in ids]
+    plain = len(missing) == len(markers) and "<|im_end|>" not in missing
+    return "" if plain or not missing else missing[0]
+
+
+def _plain_conversations(template: ChatTemplate) -> Iterator[str]:
+    """Yield conversations of texts alone as the template renders them, those that it refuses left out."""
+    for roles in _PLAIN_TURNS:
+        for as_parts in (False, True):
+            content = [{"type": "text", "text": _WORDS[0]}] if as_parts else _WORDS[0]
+            try:
+                yield template.render([{"role": role, "content": content} for role in roles], (), True)
+            except TemplateRefused:
+                continue

@@ -1,11 +1,10 @@
 """Checks from files alone that a tokenizer is the model's own: with another one a model trains on noise.
 
-Four things count: no id is beyond the model's vocabulary, that vocabulary is not far larger than the tokenizer's, the
-ends of sequences are special tokens of the tokenizer, and the markers of its chat template are tokens.
+Three things count: no id is beyond the model's vocabulary, that vocabulary is not far larger than the tokenizer's, and
+the ends of sequences are special tokens of the tokenizer. `bombus.text.checking` looks at its chat template.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from bombus.weights.models import TOOL_TEMPLATE
 UNUSED_SHARE_MAX = 0.05
 UNUSED_MAX_OF_SMALL = 256
 ROLES = ("eos", "bos", "pad")
-_MARKER = re.compile(r"<[|｜][^<>|｜\s]{1,64}[|｜]>")
 
 
 def check_fit(files: Mapping[str, bytes], model: str, tokenizer: str) -> None:
@@ -51,7 +49,7 @@ def _misfit(files: Mapping[str, bytes], compared: Sequence[str]) -> str:
     unused = size - (ids[highest] + 1)
     if unused > max(UNUSED_MAX_OF_SMALL, int(size * UNUSED_SHARE_MAX)):
         return f"it has {ids[highest] + 1} tokens, and the model {size}"
-    return _role_misfit(files, ids, config, compared) or _marker_misfit(files, ids)
+    return _role_misfit(files, ids, config, compared)
 
 
 def token_ids(described: Mapping[str, Any]) -> dict[str, int]:
@@ -91,14 +89,6 @@ def _role_misfit(
                     f"whose {role}_token is {token!r} ({ids[token]})"
                 )
     return ""
-
-
-def _marker_misfit(files: Mapping[str, bytes], ids: Mapping[str, int]) -> str:
-    """Say which marker of the chat template is not a token, unless none is: some models learned them as plain text."""
-    markers = sorted(set(_MARKER.findall(template_sources(files).get("default", ""))))
-    missing = [marker for marker in markers if marker not in ids]
-    plain = len(missing) == len(markers) and "<|im_end|>" not in missing
-    return "" if plain or not missing else f"its chat template has {missing[0]!r}, which is not one of its tokens"
 
 
 def template_sources(files: Mapping[str, bytes]) -> dict[str, str]:

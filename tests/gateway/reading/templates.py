@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jinja2
@@ -11,7 +12,7 @@ from bombus.text.chat_template import TemplateRefused
 from bombus_gateway.text.deltas import Delta, ReasoningDelta, TextDelta
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelReader
 from bombus_gateway.text.reading.finding import Reading, RenderText
-from bombus_gateway.text.reading.syntaxes import SYNTAXES
+from bombus_gateway.text.reading.syntaxes import FRAMES, SYNTAXES
 from bombus_gateway.text.reading.turns import TurnReader
 
 TOOLS: list[dict[str, Any]] = [
@@ -101,6 +102,17 @@ _GEMMA = (
     "{% else %}{{ v|tojson }}{% endif %}{% endmacro %}"
 )
 
+_NESTED = (
+    "{% macro n(v) %}{% if v is mapping %}{% for k, x in v.items() %}@<{{ k }}>{{ n(x) }}@</{{ k }}>{% endfor %}"
+    "{% elif v is iterable and v is not string %}{% for x in v %}@<item>{{ n(x) }}@</item>{% endfor %}"
+    "{% else %}{{ v if v is string else v|tojson }}{% endif %}{% endmacro %}"
+)
+_OPENED = (
+    '<|open|>call tool="{{ c.name }}" index="{{ loop.index }}"<|sep|>{% for k, v in c.arguments.items() %}'
+    '<|open|>argument key="{{ k }}" type="{{ "string" if v is string else "number" }}"<|sep|>'
+    "{{ v if v is string else v|tojson }}<|close|>argument<|sep|>{% endfor %}<|close|>call<|sep|>"
+)
+
 
 def _gemma(quote: str, opens: str, close: str) -> str:
     return _GEMMA.replace("@", quote) + each(opens + "call:{{ c.name }}{{ g(c.arguments) }}" + close)
@@ -120,6 +132,33 @@ CALLS: dict[str, str] = {
         + _LINE
         + "{% endfor %}</tool_call>"
     ),
+    "key tags (hunyuan)": each(
+        "<tool_call@>{{ c.name }}<tool_sep@>"
+        + _LINE
+        + "{% for k, v in c.arguments.items() %}<arg_key@>{{ k }}</arg_key@>"
+        + _LINE
+        + "<arg_value@>{{ v if v is string else v|tojson }}</arg_value@>"
+        + _LINE
+        + "{% endfor %}</tool_call@>"
+        + _LINE,
+        "<tool_calls@>" + _LINE,
+        "</tool_calls@>",
+    ).replace("@", ":opensource"),
+    "function tags around json": each("<function={{ c.name }}>{{ c.arguments|tojson }}</function>"),
+    "named function tags": each(
+        '<function name="{{ c.name }}">{% for k, v in c.arguments.items() %}<param name="{{ k }}">'
+        "{% if v is string and '\n' in v %}<![CDATA[{{ v }}]]>{% else %}{{ v }}{% endif %}</param>{% endfor %}"
+        "</function>"
+    ),
+    "opened and closed": each(_OPENED, "<|open|>tools<|sep|>", "<|close|>tools<|sep|>"),
+    "nested tags": (
+        _NESTED
+        + each(
+            '@<invoke name="{{ c.name }}">{{ n(c.arguments) }}@</invoke>' + _LINE,
+            "@<tool_call>" + _LINE,
+            "@</tool_call>",
+        )
+    ).replace("@", "]<]minimax[>["),
     "mistral list": each(
         '{"name": "{{ c.name }}", "arguments": {{ c.arguments|tojson }}, "id": "{{ i }}"}', "[TOOL_CALLS] [", "]", ", "
     ),
@@ -149,6 +188,11 @@ CALLS: dict[str, str] = {
     "gemma": _gemma('<|"|>', "<|tool_call>", "<tool_call|>"),
     "gemma functions": _gemma("<escape>", "<start_function_call>", "<end_function_call>"),
     "pythonic between marks": each(_PYTHONIC, "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
+    "pythonic in a block of code": each(
+        _PYTHONIC + _LINE,
+        "<|tool_call_start|>" + _LINE + "```python" + _LINE,
+        "```" + _LINE + "<|tool_call_end|>",
+    ),
     "pythonic lines": each(_PYTHONIC + _LINE, "<function_calls>" + _LINE, "</function_calls>"),
     "cohere actions": each(
         '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.name }}", "parameters": {{ c.arguments|tojson }}}',
@@ -174,6 +218,9 @@ CALLS: dict[str, str] = {
     "invoke tags (deepseek)": each(
         _INVOKE.replace("@", "｜DSML｜"), "<｜DSML｜function_calls>" + _LINE, "</｜DSML｜function_calls>"
     ),
+    "invoke tags (deepseek v4)": each(
+        _INVOKE.replace("@", "｜DSML｜"), "<｜DSML｜tool_calls>" + _LINE, "</｜DSML｜tool_calls>"
+    ),
     "invoke tags": each(_INVOKE.replace("@", ""), "<function_calls>" + _LINE, "</function_calls>"),
     "llama json": each('{"name": "{{ c.name }}", "parameters": {{ c.arguments|tojson }}}', between="; "),
     "json list": each(_NAMED_JSON, "[", "]", ", "),
@@ -185,6 +232,7 @@ READINGS: dict[str, Reading] = {
     **{syntax.name: Reading(syntax) for syntax in SYNTAXES},
     **{form.name: Reading(channels=form) for form in CHANNELS},
 }
+READINGS["opened and closed"] = replace(READINGS["opened and closed"], frames=FRAMES[0])
 
 
 def read(make: Callable[[], TurnReader | ChannelReader], pieces: Iterable[str]) -> list[Delta]:

@@ -123,6 +123,21 @@ def test_calls_are_found_after_reasoning_that_the_prompt_opened() -> None:
     assert (reading.calls, reading.reasoning) == ("deepseek v3.1", "<think>")
 
 
+def test_marks_around_the_text_of_an_answer_are_no_part_of_it() -> None:
+    framed = "<|open|>response<|sep|>{{ m.content or '' }}<|close|>response<|sep|>"
+    source = template(
+        CALLS["opened and closed"] + "<|close|>message<|sep|>",
+        "<|open|>think<|sep|>{{ m.reasoning_content }}<|close|>think<|sep|>",
+    ).replace("{{ m.content or '' }}", framed)
+    reading = find_reading(renderer(source))
+    assert (reading.calls, reading.reasoning) == ("opened and closed", "<|open|>think<|sep|>")
+    assert {"<|open|>", "<|close|>", "<|sep|>"} <= reading.markers
+    text = "hm<|close|>think<|sep|><|open|>response<|sep|>yes \n<|close|>response<|sep|><|close|>message<|sep|>"
+    for tools in (TOOLS, []):
+        deltas = read(lambda tools=tools: reading.reader("<|open|>think<|sep|>", tools), list(text))  # type: ignore[misc]
+        assert deltas == [ReasoningDelta("hm"), TextDelta("yes \n")]
+
+
 # ---- channels ----
 
 _CHANNELS = """

@@ -1,6 +1,7 @@
 """Whatever a model samples is text, reasoning or calls: never an exception, never lost, never looked at twice."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -37,12 +38,12 @@ _COMMON = [
 
 def reading_of(name: str) -> Reading:
     reading = READINGS[name]
-    return reading if reading.channels else Reading(reading.syntax, THINKING[0])
+    return reading if reading.channels else replace(reading, thinking=THINKING[0])
 
 
 def marks_of(name: str) -> list[str]:
     reading = reading_of(name)
-    found = set(reading.markers)
+    found = set(reading.markers) | set(reading.frames)
     if reading.syntax:
         found |= {*reading.syntax.opens, *reading.syntax.inner, reading.syntax.form.close} - {""}
     return sorted(found)
@@ -97,7 +98,7 @@ def assert_nothing_is_lost(name: str, text: str, deltas: list[Delta]) -> None:
     assert all(letter in letters for letter in "".join(given_out.split())), "something came out that is not in the text"
     calls = [delta for delta in deltas if isinstance(delta, ToolCallDelta)]
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
-    dropped = {"<think>", "</think>"}
+    dropped = {"<think>", "</think>", *reading_of(name).frames}
     if READINGS[name].channels:  # headers, up to the end of the mark
         dropped |= reading_of(name).markers | {part + "<|message|>" for part in text.split("<|message|>")[:-1]}
     lost = len("".join(text.split())) - len("".join(given_out.split()))

@@ -25,6 +25,7 @@ def read_as(name: str, text: str, portion: int = 1000, prompt_end: str = "") -> 
 
 
 MADE = ToolCallDelta("f", '{"a": 1}')
+M = "]<]minimax[>["
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 # (syntax, what was sampled, what is read)
@@ -70,6 +71,41 @@ SAMPLED: list[tuple[str, str, list[Delta]]] = [
         "</arg_value>\n</tool_call>",
         [ToolCallDelta("f", '{"b": "true", "c": {"k": [1]}}')],
     ),
+    ("function tags around json", '<function=f>{"a": 1}</function>\n<function=g>{}</function>',
+     [MADE, ToolCallDelta("g", "{}")]),
+    (
+        "function tags around json",
+        '<function=f>{"b": "</function>"}</function>',
+        [ToolCallDelta("f", '{"b": "</function>"}')],
+    ),
+    ("function tags around json", "<function=f>1</function>", [TextDelta("<function=f>1</function>")]),
+    (
+        "named function tags",
+        '<function name="f"><param name="b"><![CDATA[a < b\n&amp;]]></param>\n<param name="c">{\'k\': [True]}</param>'
+        "</function>",
+        [ToolCallDelta("f", '{"b": "a < b\\n&amp;", "c": {"k": [true]}}')],
+    ),
+    (
+        "named function tags",
+        '<function name="f"><param name="b"><![CDATA[open</param></function>',
+        [ToolCallDelta("f", '{"b": "<![CDATA[open"}')],
+    ),
+    (
+        "opened and closed",
+        "<|open|>response<|sep|>It <|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a &amp; &quot;" type="string"<|sep|>1<|close|>'
+        'argument<|sep|><|open|>argument key="a" type="number"<|sep|>1<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message<|sep|>",
+        [TextDelta("It"), ToolCallDelta("f", '{"a & \\"": "1", "a": 1}')],
+    ),
+    (
+        "nested tags",
+        f"hm{M}<tool_call>\n{M}<invoke name=\"f\">{M}<a>1{M}</a>{M}<b>1 < 2{M}</b>{M}<c>"
+        f"{M}<k>{M}<item>x{M}</item>{M}</k>{M}<l>{M}</l>{M}</c>{M}</invoke>\n{M}</tool_call>",
+        [TextDelta("hm"), ToolCallDelta("f", '{"a": 1, "b": "1 < 2", "c": {"k": ["x"], "l": ""}}')],
+    ),
+    ("nested tags", f'{M}<tool_call>{M}<invoke name="f">{M}<c>{M}</c>{M}</invoke>{M}</tool_call>',
+     [ToolCallDelta("f", '{"c": {}}')]),
     ("key tags", "<tool_call>f\n</tool_call>", [ToolCallDelta("f", "{}")]),
     ("key tags", "<tool_call>f</tool_call>", [ToolCallDelta("f", "{}")]),
     ("llama json", '{"name": "f", "parameters": {"a": 1}}', [MADE]),
@@ -191,6 +227,9 @@ def test_without_tools_calls_are_text_and_reasoning_is_read() -> None:
          [ReasoningDelta("1"), MADE, ReasoningDelta("2"), TextDelta("yes")]),
         ("", "so \n<think>hm</think>\nyes", [TextDelta("so"), ReasoningDelta("hm"), TextDelta(" \nyes")]),
         ("", "no </think> here", [TextDelta("no </think> here")]),
+        ("", "\n</think>\n\nyes </think>", [TextDelta("yes </think>")]),
+        ("", f"</think>{CALL}</think>", [MADE, TextDelta("</think>")]),
+        ("<think>", "hm</think></think>yes", [ReasoningDelta("hm"), TextDelta("</think>yes")]),
     ],
 )  # fmt: skip
 def test_reasoning_is_separated_from_text(prompt_end: str, text: str, expected: list[Delta], portion: int) -> None:
@@ -271,11 +310,38 @@ def test_without_tools_messages_to_tools_are_text() -> None:
     assert read(lambda: READINGS["channels"].reader("<|start|>assistant", []), [text]) == [TextDelta(text)]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "",
+        "f",
+        f'{M}<invoke name="f">',
+        f'{M}<invoke name="f">{M}a>1{M}</a>{M}</invoke>',
+        f'{M}<invoke name="f">{M}<a>1{M}</b>{M}</invoke>',
+        f'{M}<invoke name="f">{M}<a>1{M}<b>2{M}</b>{M}</a>{M}</invoke>',
+        f'{M}<invoke name="f">{M}<a>1{M}</a>over{M}</invoke>',
+        f'{M}<invoke name="f">{f"{M}<c>" * 100}{f"{M}</c>" * 100}{M}</invoke>',
+    ],
+)
+def test_elements_that_are_no_call_are_text(body: str) -> None:
+    text = f"{M}<tool_call>{body}{M}</tool_call>"
+    assert read_as("nested tags", text) == [TextDelta(text)]
+
+
 def test_much_white_space_in_a_named_call_is_read_at_once() -> None:
     with pytest.raises(ValueError, match="no name"):
         read_named(" " * 100_000 + "f" + " " * 100_000 + "[ARGS]" + " " * 100_000, {})
     (read_call,) = read_named(' f  [CALL_ID] 123456789 [ARGS] {"a": 1}', {})
     assert read_call == ToolCallDelta("f", '{"a": 1}', "123456789")
+
+
+def test_a_header_of_the_prompt_is_no_part_of_the_turn() -> None:
+    unknown = "<|start|>assistant<|channel|>analysis<|message|>"
+    assert read_as("recipients", "", 1, unknown) == []
+    assert read_as("recipients", "hm<|eot|>", 1, unknown) == [TextDelta("hm<|eot|>")]
+    called = "<|start|>assistant to=functions.f<|channel|>commentary<|message|>"
+    assert read_as("channels", '{"a": 1}<|call|>', 1, called) == [MADE]
+    assert read_as("channels", "hm<|call|>", 1, called) == [TextDelta("hm<|call|>")]
 
 
 def test_recipients_are_read() -> None:

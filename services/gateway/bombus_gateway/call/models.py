@@ -10,6 +10,7 @@ import msgspec
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
+from bombus.hive.events import ConversationFormat
 from bombus.hive.state import EngineState
 from bombus_gateway.text.rendering import TextModel, TextOptions
 
@@ -35,6 +36,7 @@ class EngineModels:
         self._jobs: OrderedDict[str, RunConfig] = OrderedDict()
         self._models: OrderedDict[tuple[str, bytes], TextModel] = OrderedDict()
         self._loading = asyncio.Lock()
+        self.formats: dict[str, tuple[int, ConversationFormat]] = {}  # by engine: the run, and how its model is read
 
     def job(self, engine: EngineState) -> RunConfig:
         """Return the configuration of the run. Raises `Refused` NO_CONFIG when there is none."""
@@ -50,7 +52,7 @@ class EngineModels:
 
         Raises `Refused` while the model is loading, `EngineFault` when its files cannot be used.
         """
-        weights = engine.weights
+        run, weights = engine.run, engine.weights
         if weights is None or not weights.weights.tokenizer:
             raise Refused(Code.NO_REPLICA, f"Engine {engine.name} is still loading its model; try again in a moment.")
         config = self.job(engine)
@@ -62,6 +64,7 @@ class EngineModels:
                 model = self._models.get(key) or await self._load(key[0], config.model.path, options)
                 self._models[key] = model
         _keep(self._models, key, model, TEXT_MODELS_MAX)
+        self.formats[engine.name] = run, model.format
         return model
 
     async def _load(self, blob: str, name: str, options: TextOptions) -> TextModel:
@@ -82,7 +85,7 @@ class EngineModels:
 def _loaded(files: dict[str, bytes], name: str, options: TextOptions) -> TextModel:
     """Load a text model with all that its first call needs."""
     model = TextModel(files, name, options)
-    _ = model.tokenizer.pieces  # it takes long for a large vocabulary, and is made when it is first read
+    _ = model.tokenizer.pieces, model.format  # they take long, and are made when they are first read
     return model
 
 

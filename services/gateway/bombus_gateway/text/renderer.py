@@ -75,6 +75,13 @@ class TemplateRenderer:
         for name, value in variables.items():
             if self._control.is_suspect(str(value), inner=False):
                 raise Refused(Code.MALFORMED, _VARIABLE.format(name, value))
+        return self._with(variables)
+
+    def undated(self) -> Self:
+        """Return this renderer with the format of a date in place of each date: it renders the same every day."""
+        return self._with({"strftime_now": str})
+
+    def _with(self, variables: Mapping[str, Any]) -> Self:
         made = copy.copy(self)
         made._template = self._template.given(variables)
         made._losses = self._losses.given(made._text)
@@ -121,14 +128,18 @@ class TemplateRenderer:
         The first `count` messages are those of the history; the last of them was sampled from token `completion_at` on.
         What follows a completion is what the template writes after that message. Returns None where the template, given
         the new messages, changes what came before. Raises `Refused` like `render`.
+
+        Some templates refuse a message with several calls, which their models sample all the same. What was sampled
+        stays as it is: only what follows it is needed, and that is what follows the last of the calls.
         """
-        tail = self._extended(history, completion_at, messages, count, tools)
-        last = messages[count - 1]
-        if tail is None and last.get("tool_calls") and last.get("content") is None:
-            # Calls without text: some templates end such a turn only if its content is an empty text.
-            emptied = [*messages[: count - 1], {**last, "content": ""}, *messages[count:]]
-            return self._extended(history, completion_at, emptied, count, tools)
-        return tail
+        for given in _forms_of_calls(messages, count):
+            tail = self._extended(history, completion_at, given, count, tools)
+            if tail is not None:
+                return tail
+        single = _with_last_calls(messages, count)
+        if single is None or not self._is_refused(messages, tools):
+            return None
+        return self.extend(history, completion_at, single, count, tools)
 
     def _extended(
         self,
@@ -266,6 +277,13 @@ class TemplateRenderer:
     def _text(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
         return self._template.render(self.form.apply(messages), tools, generate)
 
+    def _is_refused(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> bool:
+        try:
+            self._text(messages, tools, True)
+        except TemplateRefused:
+            return True
+        return False
+
     def _rendered(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> Rendered:
         """Render a conversation whose texts cannot forge control tokens. Raises `TemplateRefused` and `Refused`."""
 
@@ -294,3 +312,26 @@ def _control_names(tokenizer: Tokenizer, template: ChatTemplate, markers: Collec
     known = {name for name in tokenizer.added.values() if name in written or name in markers}
     added = {name for name in known if not name.isspace()}
     return added | {name for name in tokenizer.specials.values() if len(name) > 1}
+
+
+def _forms_of_calls(messages: Sequence[ChatMessage], count: int) -> Iterator[Sequence[ChatMessage]]:
+    """Yield the messages as they are, and then, if message `count` has calls and no text, with an empty text there.
+
+    Some templates end a turn of calls only if its content is an empty text.
+    """
+    yield messages
+    last = messages[count - 1]
+    if last.get("tool_calls") and last.get("content") is None:
+        yield [*messages[: count - 1], {**last, "content": ""}, *messages[count:]]
+
+
+def _with_last_calls(messages: Sequence[ChatMessage], count: int) -> list[ChatMessage] | None:
+    """Return the messages with only the last call of each of the first `count`; None where none has several."""
+    if all(len(message.get("tool_calls") or ()) < 2 for message in messages[:count]):
+        return None
+    return [
+        {**message, "tool_calls": message["tool_calls"][-1:]}
+        if index < count and message.get("tool_calls")
+        else message
+        for index, message in enumerate(messages)
+    ]

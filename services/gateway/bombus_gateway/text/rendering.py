@@ -2,20 +2,25 @@
 
 import logging
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
 
 from bombus.config.job import NO_CHAT_TEMPLATE, ModelConfig
+from bombus.hive.events import ConversationFormat
+from bombus.hive.records import digest
 from bombus.text.chat_template import ChatTemplate
 from bombus.text.checking import template_of
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.hermes import HermesTemplate
+from bombus_gateway.text.prompt_digest import prompt_digest
 from bombus_gateway.text.renderer import TemplateRenderer
 
 log = logging.getLogger(__name__)
 
 CONTEXT_TOKENS_DEFAULT = 1 << 20
+SYNTAX_CHARACTERS_MAX = 80  # of a name in `TextModel.format`
 _NO_CHAT = "{{ raise_exception('the job has model.chat_template: none, for plain completions alone') }}"
 CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -64,9 +69,12 @@ class TextModel:
         source = template_of(self.tokenizer, name) if options.chat else _NO_CHAT
         kind = HermesTemplate if options.tools == "hermes" else ChatTemplate
         with_tools = self.tokenizer.template_with_tools if options.chat else ""
-        template = kind(source, {**self.tokenizer.named, **options.variables}, with_tools)
+        variables = {**self.tokenizer.named, **options.variables}
+        template = kind(source, variables, with_tools)
         self.renderer = TemplateRenderer(self.tokenizer, template, options.history)
         self.tokenizer.shown = self.renderer.reading.markers
+        self._sources = [source, with_tools, variables, options.tools, options.history]
+        self._sources.append(digest(files["tokenizer.json"]).hex())
         self.context_tokens = context_tokens(self.tokenizer.model_config)
         log.info(
             "the model's own chat template renders its prompts"
@@ -80,6 +88,12 @@ class TextModel:
         """The names of the syntaxes in which tool calls and reasoning are found: "text" where they stay text."""
         reading = self.renderer.reading
         return {"tool_calls": reading.calls or "text", "reasoning": reading.reasoning or "text"}
+
+    @cached_property
+    def format(self) -> ConversationFormat:
+        """How conversations are written and turns are read, for the hive to see. Long names of syntaxes are cut."""
+        names = {what: name[:SYNTAX_CHARACTERS_MAX] for what, name in self.syntaxes.items()}
+        return ConversationFormat(template=prompt_digest(self.renderer, *self._sources), **names)
 
 
 def syntaxes_of(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, str]:

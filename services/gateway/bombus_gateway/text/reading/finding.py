@@ -18,8 +18,8 @@ from bombus_gateway.text.message import ChatMessage
 from bombus_gateway.text.reading.bodies import BodyEnd, BodyForm
 from bombus_gateway.text.reading.channels import CHANNELS, ChannelForm, ChannelReader
 from bombus_gateway.text.reading.json_calls import read_json
-from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
-from bombus_gateway.text.reading.syntaxes import SYNTAXES, THINKING, json_between
+from bombus_gateway.text.reading.syntax import CallSyntax, Thinking, tokens_in
+from bombus_gateway.text.reading.syntaxes import FRAMES, SYNTAXES, THINKING, json_between
 from bombus_gateway.text.reading.turns import TurnReader
 
 # (messages, tools, add_generation_prompt) -> the template's text, in which special tokens are written by their names.
@@ -28,11 +28,15 @@ RenderText = Callable[[Sequence[ChatMessage], Sequence[Mapping[str, Any]], bool]
 
 @dataclass(frozen=True)
 class Reading:
-    """How a model's turns are read. Where neither `syntax` nor `channels` is known, calls stay text."""
+    """How a model's turns are read. Where neither `syntax` nor `channels` is known, calls stay text.
+
+    `frames` are marks around the text of answers, which are left out of it.
+    """
 
     syntax: CallSyntax | None = None
     thinking: Thinking | None = None
     channels: ChannelForm | None = None
+    frames: tuple[str, ...] = ()
 
     @property
     def calls(self) -> str:
@@ -48,7 +52,7 @@ class Reading:
     def markers(self) -> frozenset[str]:
         """The texts of tokens that must be in the text which a reader gets, even where the tokens are special."""
         parts = (self.syntax, self.thinking, self.channels)
-        return frozenset().union(*(part.markers for part in parts if part))
+        return tokens_in(*self.frames).union(*(part.markers for part in parts if part))
 
     def reader(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> TurnReader | ChannelReader:
         """Return a reader of one turn.
@@ -59,7 +63,7 @@ class Reading:
         if self.channels:
             return ChannelReader(self.channels, prompt_end, tools)
         inside = self.thinking is not None and prompt_end.rstrip().endswith(self.thinking.open)
-        return TurnReader(self.syntax if tools else None, self.thinking, tools, inside)
+        return TurnReader(self.syntax if tools else None, self.thinking, tools, inside, self.frames)
 
 
 def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Reading:
@@ -75,21 +79,22 @@ def find_reading(render: RenderText, switched: Iterable[RenderText] = ()) -> Rea
 
 
 def _find_shown(render: RenderText) -> Reading:
-    thinking = _find_thinking(render)
+    plain = Reading(thinking=_find_thinking(render), frames=_find_frames(render))
     for empty, call_ids in product(("", None), _CALL_IDS):
         probes = list(_call_probes(render, empty, call_ids))
         if not probes:
             continue
         candidates = [
             *(Reading(channels=form) for form in CHANNELS),
-            *(Reading(syntax, thinking) for syntax in SYNTAXES),
+            *(replace(plain, syntax=syntax) for syntax in SYNTAXES),
         ]
-        learned = (Reading(syntax, thinking) for syntax in _learned(render, probes[0], thinking))
+        learned = (replace(plain, syntax=syntax) for syntax in _learned(render, probes[0], plain))
         if found := _best(candidates, probes) or _best(learned, probes):
             # Some templates explain a mark to the model which they leave out of the history.
             bare = found.syntax is not None and bool(found.syntax.bare)
-            return Reading((bare and _announced(render)) or found.syntax, thinking, found.channels)
-    return Reading(_announced(render), thinking)
+            syntax = (bare and _announced(render)) or found.syntax
+            return replace(plain, syntax=syntax, channels=found.channels)
+    return replace(plain, syntax=_announced(render))
 
 
 # ---- probes ----
@@ -188,13 +193,13 @@ def _left_over(reading: Reading, probe: _Probe) -> int | None:
     return len("".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip())
 
 
-def _learned(render: RenderText, probe: _Probe, thinking: Thinking | None) -> Iterator[CallSyntax]:
+def _learned(render: RenderText, probe: _Probe, plain: Reading) -> Iterator[CallSyntax]:
     """Yield the syntax of JSON between the marks that this template writes, in case they are not in the table."""
-    reader = Reading(None, thinking).reader(probe.prompt_end, ())
+    thinking, reader = plain.thinking, plain.reader(probe.prompt_end, ())
     deltas = [*reader.feed(probe.turn), *reader.finish()]
     text = "".join(delta.text for delta in deltas if isinstance(delta, TextDelta)).strip()
-    plain = _turn(render, {"role": "assistant", "content": _TEXT})
-    end_of_turn = plain[1].rpartition(_TEXT)[2].lstrip() if plain else ""
+    said = _turn(render, {"role": "assistant", "content": _TEXT})
+    end_of_turn = said[1].rpartition(_TEXT)[2].lstrip() if said else ""
     for bracket in sorted(set("[{") & set(text), key=text.index):
         start = text.index(bracket)
         end, _ = BodyEnd(BodyForm(strings="json", bracket=bracket)).take(text, start)
@@ -221,7 +226,13 @@ def _announced(render: RenderText) -> CallSyntax | None:
     return next((syntax for syntax, mark in marks if mark in tools and mark not in without), None)
 
 
-# ---- reasoning ----
+# ---- texts and reasoning ----
+
+
+def _find_frames(render: RenderText) -> tuple[str, ...]:
+    said = _turn(render, {"role": "assistant", "content": _TEXT})
+    framed = (frames for frames in FRAMES if said and f"{frames[0]}{_TEXT}{frames[1]}" in said[1])
+    return next(framed, ())
 
 
 def _find_thinking(render: RenderText) -> Thinking | None:

@@ -11,7 +11,7 @@ from bombus_gateway.text.reading.values import Schemas
 # Reads the text between a call's marks. Raises `ValueError` for what is not a call.
 ReadBody = Callable[[str, Schemas], list[ToolCallDelta]]
 
-_TAG = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+_TAG = re.compile(r"\]<\]\w+\[>\[|<[^<>\s]+>|\[/?[A-Z_]+\]")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,17 @@
 from bombus_gateway.text.reading.bodies import BodyForm
 from bombus_gateway.text.reading.json_calls import read_json, read_json_by_name, read_named, sections
 from bombus_gateway.text.reading.literal_calls import gemma, read_pythonic
+from bombus_gateway.text.reading.nested_tags import nested_tags
 from bombus_gateway.text.reading.syntax import CallSyntax, Thinking
-from bombus_gateway.text.reading.tagged_calls import FUNCTION_TAGS, KEY_TAGS, invoke_tags, tagged
+from bombus_gateway.text.reading.tagged_calls import (
+    FUNCTION_TAGS,
+    KEY_TAGS,
+    NAMED_FUNCTION_TAGS,
+    OPENED_AND_CLOSED,
+    invoke_tags,
+    key_tags,
+    tagged,
+)
 
 _JSON_LIST = BodyForm(strings="json", bracket="[")
 
@@ -30,6 +39,9 @@ _KIMI_CALL = (
     r"<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^<:\s]+)(?::\d+)?)\s*"
     r"<\|tool_call_argument_begin\|>(?P<arguments>.*?)<\|tool_call_end\|>"
 )
+_HUNYUAN = ":opensource"
+_HUNYUAN_TAGS = ("tool_call", "arg_key", "arg_value")
+_MINIMAX = "]<]minimax[>["
 
 SYNTAXES: tuple[CallSyntax, ...] = (
     json_between("hermes", "<tool_call>", "</tool_call>", announced_by='<tool_call>\n{"name"'),
@@ -49,6 +61,37 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         BodyForm(close="</tool_call>"),
         tagged(KEY_TAGS),
         inner=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    CallSyntax(
+        "key tags (hunyuan)",
+        (f"<tool_calls{_HUNYUAN}>",),
+        BodyForm(close=f"</tool_calls{_HUNYUAN}>"),
+        tagged(key_tags(_HUNYUAN)),
+        inner=(
+            f"<tool_sep{_HUNYUAN}>",
+            *(f"<{slash}{tag}{_HUNYUAN}>" for tag in _HUNYUAN_TAGS for slash in ("", "/")),
+        ),
+    ),
+    CallSyntax(
+        "function tags around json",
+        ("<function=",),
+        BodyForm(close="</function>", strings="json"),
+        sections(r"(?P<name>[^<>\s]+)>(?P<arguments>.*)"),
+    ),
+    CallSyntax(
+        "named function tags", ('<function name="',), BodyForm(close="</function>"), tagged(NAMED_FUNCTION_TAGS)
+    ),
+    CallSyntax(
+        "opened and closed",
+        ("<|open|>tools<|sep|>",),
+        BodyForm(close="<|close|>tools<|sep|>"),
+        tagged(OPENED_AND_CLOSED),
+    ),
+    CallSyntax(
+        "nested tags",
+        (f"{_MINIMAX}<tool_call>",),
+        BodyForm(close=f"{_MINIMAX}</tool_call>"),
+        nested_tags(_MINIMAX),
     ),
     CallSyntax("mistral list", ("[TOOL_CALLS]",), _JSON_LIST, read_json),
     CallSyntax(
@@ -92,6 +135,12 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         read_pythonic,
         announced_by="<|tool_list_start|>",
     ),
+    CallSyntax(
+        "pythonic in a block of code",
+        ("<|tool_call_start|>\n```python",),
+        BodyForm(close="```\n<|tool_call_end|>"),
+        read_pythonic,
+    ),
     CallSyntax("pythonic lines", ("<function_calls>",), BodyForm(close="</function_calls>"), read_pythonic),
     json_between("cohere actions", "<|START_ACTION|>", "<|END_ACTION|>"),
     json_between("cohere markdown", "Action: ```json", "```"),
@@ -105,10 +154,17 @@ SYNTAXES: tuple[CallSyntax, ...] = (
         read_json_by_name,
         ends_with_turn=True,
     ),
-    CallSyntax("granite", ("<|tool_call|>",), _JSON_LIST, read_json),
+    CallSyntax(
+        "granite",
+        ("<|tool_call|>",),
+        _JSON_LIST,
+        read_json,
+        announced_by="<|tool_call|> followed by a JSON list",
+    ),
     CallSyntax("json list after a mark", ("<tool_call>",), _JSON_LIST, read_json),
     _invoke("invoke tags (minimax)", "<minimax:tool_call>", "</minimax:tool_call>", ""),
     _invoke("invoke tags (deepseek)", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜"),
+    _invoke("invoke tags (deepseek v4)", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜"),
     _invoke("invoke tags", "<function_calls>", "</function_calls>", ""),
     CallSyntax(  # Llama 4's template closes an empty piece of code before a call
         "llama json",
@@ -137,4 +193,10 @@ THINKING: tuple[Thinking, ...] = (
     Thinking("<|inner_prefix|>", "<|inner_suffix|>"),
     Thinking("◁think▷", "◁/think▷"),
     Thinking("<unused94>thought", "<unused95>"),
+    Thinking("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+)
+
+# Marks around the text of an answer, which are not part of it: what opens it, what closes it, and what may follow.
+FRAMES: tuple[tuple[str, ...], ...] = (
+    ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
 )

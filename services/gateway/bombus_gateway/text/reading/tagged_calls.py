@@ -13,13 +13,15 @@ from bombus_gateway.text.reading.values import Schemas, make_call, typed_value
 class TagForm:
     """Patterns of a call's tags. `call` has the group `name`; `parameter` has `name`, `value` and perhaps `is_string`.
 
-    `end` closes a call. `trimmed`: whether values have line breaks around them that are not theirs.
+    That group is there where the call itself says that a value is a string. `end` closes a call. `trimmed`: whether
+    values have line breaks around them that are not theirs. `entities`: whether names have quotes as XML has them.
     """
 
     call: str
     parameter: str
     end: str
     trimmed: bool = False
+    entities: bool = False
 
 
 FUNCTION_TAGS = TagForm(
@@ -34,6 +36,38 @@ KEY_TAGS = TagForm(
     end=r"\Z",
 )
 
+# Several lines may be in CDATA.
+NAMED_FUNCTION_TAGS = TagForm(
+    call=r'(?P<name>[^"\n<>]+)">',
+    parameter=(
+        r'<param name="(?P<name>[^"\n]+)">(?P<quoted><!\[CDATA\[)?(?P<value>.*?)(?(quoted)\]\]>)</param>'
+        r"\s*(?=<param |\Z)"
+    ),
+    end=r"\Z",
+)
+OPENED_AND_CLOSED = TagForm(
+    call=r'<\|open\|>call tool="(?P<name>[^"\n]+)"(?: index="\d+")?<\|sep\|>',
+    parameter=(
+        r'<\|open\|>argument key="(?P<name>[^"\n]+)" type="(?:(?P<is_string>string)|\w+)"<\|sep\|>(?P<value>.*?)'
+        r"<\|close\|>argument<\|sep\|>\s*(?=<\|open\|>argument|<\|close\|>call)"
+    ),
+    end=r"<\|close\|>call<\|sep\|>",
+    entities=True,
+)
+
+
+def key_tags(suffix: str) -> TagForm:
+    """Return the form of `<tool_call>f<tool_sep>` with pairs of key and value, whose tags' names end with `suffix`."""
+    tag = re.escape(suffix)
+    return TagForm(
+        call=rf"<tool_call{tag}>(?P<name>[\w.:/-]+)<tool_sep{tag}>",
+        parameter=(
+            rf"<arg_key{tag}>(?P<name>[^<]+)</arg_key{tag}>\s*<arg_value{tag}>(?P<value>.*?)</arg_value{tag}>"
+            rf"\s*(?=<arg_key{tag}>|</tool_call{tag}>)"
+        ),
+        end=rf"</tool_call{tag}>",
+    )
+
 
 def invoke_tags(prefix: str, around: str = "") -> TagForm:
     """Return the form of `<invoke name="f">`, in which each tag's name begins with `prefix`.
@@ -45,7 +79,7 @@ def invoke_tags(prefix: str, around: str = "") -> TagForm:
     return TagForm(
         call=rf'{opens}<{tag}invoke name="(?P<name>[^"\n]+)">',
         parameter=(
-            rf'<{tag}parameter name="(?P<name>[^"\n]+)"(?: string="(?P<is_string>true|false)")?>(?P<value>.*?)'
+            rf'<{tag}parameter name="(?P<name>[^"\n]+)"(?: string="(?:(?P<is_string>true)|false)")?>(?P<value>.*?)'
             rf"</{tag}parameter>\s*(?=<{tag}parameter|</{tag}invoke>)"
         ),
         end=rf"</{tag}invoke>{closes}",
@@ -64,12 +98,11 @@ def tagged(form: TagForm) -> ReadBody:
             opened = call.match(body, at)
             if opened is None:
                 raise ValueError(f"not a call at {at}")
-            name = opened["name"].strip()
+            name = _name(form, opened)
             arguments: dict[str, Any] = {}
             at = opened.end()
             while found := parameter.match(body, at):
-                key = found["name"].strip()
-                arguments[key] = _value(form, found, name, schemas)
+                arguments[_name(form, found)] = _value(form, found, name, schemas)
                 at = found.end()
             closed = end.match(body, at)
             if closed is None:
@@ -81,10 +114,15 @@ def tagged(form: TagForm) -> ReadBody:
     return read
 
 
+def _name(form: TagForm, found: re.Match[str]) -> str:
+    name = found["name"].strip()
+    return name.replace("&quot;", '"').replace("&amp;", "&") if form.entities else name
+
+
 def _value(form: TagForm, found: re.Match[str], tool: str, schemas: Schemas) -> Any:
     text = found["value"]
     if form.trimmed:
         text = text.removeprefix("\n").removesuffix("\n")
-    if found.groupdict().get("is_string") == "true":
+    if found.groupdict().get("is_string"):
         return text
-    return typed_value(text, schemas.get(tool, {}).get(found["name"].strip()))
+    return typed_value(text, schemas.get(tool, {}).get(_name(form, found)))

@@ -19,6 +19,8 @@ class TurnReader:
 
     White space before a call and around reasoning belongs to the format and is dropped. What is not a call after all
     is text, to the letter. Text goes out as soon as it cannot be the beginning of a mark; a call when it is closed.
+    Marks that are `frames` of texts are dropped, and so is the end of reasoning where a turn begins with it: so some
+    models write that there is none.
     """
 
     def __init__(
@@ -27,11 +29,14 @@ class TurnReader:
         thinking: Thinking | None,
         tools: Sequence[Mapping[str, Any]],
         inside_reasoning: bool = False,
+        frames: Sequence[str] = (),
     ) -> None:
         self._syntax = syntax
         self._thinking = thinking
         self._schemas = schemas_of(tools)
-        self._marks = (*(syntax.opens if syntax else ()), *((thinking.open,) if thinking else ()))
+        self._frames = frozenset(frames)
+        around_reasoning = (thinking.open, thinking.close) if thinking else ()
+        self._marks = (*(syntax.opens if syntax else ()), *around_reasoning, *frames)
         self._opening = re.compile(alternatives(self._marks)) if self._marks else _NEVER
         self._rest = ""
         self._held: list[str] = []  # white space that is dropped if a mark follows
@@ -90,7 +95,9 @@ class TurnReader:
             return end
         if self._thinking and found[0] == self._thinking.open:
             self._begin_reasoning()
-        else:
+        elif self._thinking and found[0] == self._thinking.close:
+            self._close_unopened(out)
+        elif found[0] not in self._frames:
             self._begin_call(found[0])
         return found.end()
 
@@ -122,6 +129,13 @@ class TurnReader:
             self._held = []
         self._thought = False
         self._take = self._take_reasoning
+
+    def _close_unopened(self, out: list[Delta]) -> None:
+        if self._said_text or self._after is not None:
+            self._say(self._thinking.close if self._thinking else "", out)
+            return
+        self._held = []
+        self._end_reasoning()
 
     def _take_reasoning(self, text: str, at: int, out: list[Delta]) -> int:
         close = self._thinking.close if self._thinking else ""

@@ -23,9 +23,9 @@ def schemas_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Sch
     """Return the schemas of the tools' parameters. What is not as it should be is left out."""
     found: dict[str, Mapping[str, Schema]] = {}
     for tool in tools:
-        function = _mapping(tool.get("function")) or tool
-        properties = _mapping(_mapping(function.get("parameters")).get("properties"))
-        found[str(function.get("name"))] = {name: _mapping(schema) for name, schema in properties.items()}
+        function = as_mapping(tool.get("function")) or tool
+        properties = as_mapping(as_mapping(function.get("parameters")).get("properties"))
+        found[str(function.get("name"))] = {name: as_mapping(schema) for name, schema in properties.items()}
     return found
 
 
@@ -108,7 +108,7 @@ def _types_of(schema: Schema) -> set[str]:
     for key in ("anyOf", "oneOf"):
         choices = schema.get(key)
         for choice in choices if isinstance(choices, list) else ():
-            inner = _mapping(choice).get("type")
+            inner = as_mapping(choice).get("type")
             types |= {inner} if isinstance(inner, str) else set()
     choices = schema.get("enum")
     if not types and isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
@@ -116,5 +116,6 @@ def _types_of(schema: Schema) -> set[str]:
     return types
 
 
-def _mapping(found: object) -> Mapping[str, Any]:
+def as_mapping(found: object) -> Mapping[str, Any]:
+    """Return a mapping itself, and an empty one for anything else."""
     return found if isinstance(found, Mapping) else {}

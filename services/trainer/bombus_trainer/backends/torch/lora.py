@@ -69,24 +69,29 @@ class LoraLinear(nn.Module):
 
 
 def add_adapters(model: "PreTrainedModel", rank: int, alpha: float, targets: Sequence[str], seed: int) -> None:
-    """Freeze `model` and put an adapter on each linear layer of its decoder, or on those of them named in `targets`.
-
-    The output layer gets none, because with tied embeddings it is not a layer of its own. Raises `EngineFault` when a
-    target names no layer, when there are no linear layers, or experts that "each linear layer" leaves out.
-    """
+    """Freeze `model` and put an adapter on each of its `layers_to_adapt`. Raises `EngineFault` as that does."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    for name, layer in layers_to_adapt(model, targets).items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
+
+
+def layers_to_adapt(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, nn.Linear]:
+    """Return each linear layer of a model's decoder by name, or those of them that `targets` name.
+
+    The output layer is left out, because with tied embeddings it is not a layer of its own. Raises `EngineFault` when a
+    target names no layer, when there are no linear layers, or experts that "each linear layer" leaves out.
+    """
     layers = _linear_layers(model)
     found = {name.rsplit(".", 1)[-1] for name in layers}
     if unknown := [target for target in targets if target not in found]:
         raise EngineFault(f"target module {unknown[0]!r} is none of this model's: {', '.join(sorted(found))}")
     if not targets:
-        check_covered(model)
-    for name, layer in layers.items():
-        owner, _, attribute = name.rpartition(".")
-        if not targets or attribute in targets:
-            setattr(model.get_submodule(owner), attribute, LoraLinear(layer, rank, alpha, generator))
+        _check_covered(model)
+        return layers
+    return {name: layer for name, layer in layers.items() if name.rsplit(".", 1)[-1] in targets}
 
 
 def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
@@ -112,7 +117,7 @@ def _linear_layers(model: "PreTrainedModel") -> dict[str, nn.Linear]:
     return layers
 
 
-def check_covered(model: "PreTrainedModel") -> None:
+def _check_covered(model: "PreTrainedModel") -> None:
     """Raise `EngineFault` when a model keeps experts in one tensor [experts, ...], which no layer's adapter covers."""
     inside = set(model.get_decoder().modules())
     fused = {

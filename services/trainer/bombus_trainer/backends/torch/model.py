@@ -110,7 +110,7 @@ class PolicyModel:
         elif config.kl_coef > 0.0:
             policy._reference = copy.deepcopy(model).requires_grad_(False)
         if config.gradient_checkpointing:
-            _recompute_layers(model)
+            recompute_layers(model)
         return policy
 
     # ---- computing --------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def export_dtype(folder: Path, settings: TrainerSettings) -> torch.dtype:
     return _stored_dtype(folder) if dtype == "auto" else DTYPES[dtype]
 
 
-def _recompute_layers(model: "PreTrainedModel") -> None:
+def recompute_layers(model: "PreTrainedModel") -> None:
     """Keep only the input of each layer for the backward pass, which computes the rest again.
 
     transformers does so in training mode alone, where many families also drop activations and jitter the router at

@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from bombus.architectures.miniatures import empty_model
 from bombus.architectures.probing import (
     Disagreement,
     probe_lines,
@@ -25,11 +28,12 @@ from bombus.architectures.probing import (
     sequence_limit,
 )
 from bombus.errors import EngineFault
+from bombus.weights.models import load_config, persistent_buffers
 from bombus_trainer.algorithms.losses import PolicyLoss
 from bombus_trainer.backends.torch.executor import loss_of_terms
 from bombus_trainer.backends.torch.flops import cost_of
-from bombus_trainer.backends.torch.lora import check_covered
-from bombus_trainer.backends.torch.model import ScoredTerms, probe
+from bombus_trainer.backends.torch.lora import layers_to_adapt
+from bombus_trainer.backends.torch.model import ScoredTerms, probe, recompute_layers
 from bombus_trainer.backends.verl.algorithms import VerlPolicyLoss, check_estimator, look_up, with_advantages
 from bombus_trainer.backends.verl.head import TermsHead, of_sequences, query_of, tensors_of
 from bombus_trainer.data.batch import EpisodeGroup, PreparedBatch
@@ -38,6 +42,7 @@ from bombus_trainer.settings import TrainerSettings
 
 VERSION = "0.9.1"  # its engines "may still change", so this file is written for one version
 DTYPES_COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
+EXPERT = "mlp.experts.*.gate_proj.weight"  # as transformers writes the name in a family's files that verl also gives it
 Advantages = Callable[[PreparedBatch, list[EpisodeGroup]], PreparedBatch]
 TermLoss = Callable[[ScoredTerms, Tensor, Tensor | None, TrainerSettings], PolicyLoss]
 LossOfBatch = Callable[..., tuple[Tensor, dict[str, float]]]
@@ -78,16 +83,18 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
     on_cpu = settings.device == "cpu"
     attention = "flash_attention_2" if has_flash_attention(settings) else "sdpa"
     computed = "fp32" if on_cpu or export_dtype == torch.float32 else "bf16"
+    config = settings.config
     try:
+        adapted = layers_to_adapt(empty_model(load_config(folder)), settings.lora_targets) if config.lora_rank else {}
         model = HFModelConfig(
             path=str(folder),
             load_tokenizer=False,
             override_config={"attn_implementation": attention},
             use_remove_padding=packed,
-            enable_gradient_checkpointing=settings.config.gradient_checkpointing,
-            lora_rank=settings.config.lora_rank,
-            lora_alpha=settings.config.lora_alpha,
-            target_modules=list(settings.lora_targets) or "all-linear",
+            enable_gradient_checkpointing=False,  # ours works in evaluation mode too
+            lora_rank=config.lora_rank,
+            lora_alpha=config.lora_alpha,
+            target_modules=list(adapted),
         )
         engine = _engine_class()(
             settings,
@@ -101,10 +108,10 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
                 use_dynamic_bsz=False,
             ),
             optimizer_config=FSDPOptimizerConfig(
-                lr=settings.config.lr,
-                weight_decay=settings.config.weight_decay,
-                betas=settings.config.betas,
-                clip_grad=settings.config.grad_clip,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                betas=config.betas,
+                clip_grad=config.grad_clip,
                 lr_warmup_steps=0,
                 total_training_steps=1,
                 override_optimizer_config={"fused": True, "eps": settings.adam_epsilon},
@@ -112,8 +119,6 @@ def new_engine(folder: Path, settings: TrainerSettings, export_dtype: torch.dtyp
             checkpoint_config=CheckpointConfig(),
         )
         engine.initialize()
-        if settings.config.lora_rank and not settings.lora_targets:
-            check_covered(engine.module)
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise EngineFault(f"verl cannot load the model at {folder}: {error}") from error
     _decay_matrices_only(engine.optimizer)
@@ -166,7 +171,19 @@ def _engine_class() -> Any:
             output = module.get_output_embeddings()
             self._head = TermsHead(output, settings.logits_bytes_max, settings.config.entropy_coef > 0.0)
             module.set_output_embeddings(self._head)
+            if settings.config.gradient_checkpointing:
+                recompute_layers(module)
             return module
+
+        def _build_lora_module(self, module: Any) -> Any:
+            adapted = super()._build_lora_module(module)
+            if experts := adapted.peft_config["default"].target_parameters:
+                raise EngineFault(
+                    f"trainer.target_modules has names that peft takes for those of the experts of this model "
+                    f"({module.config.model_type}), {' and '.join(sorted(experts))}, and their adapters could not be "
+                    "published: leave out gate_proj, up_proj and down_proj, or set trainer.backend to torch"
+                )
+            return adapted
 
         def prepare_model_inputs(self, micro_batch: Any) -> Any:
             packed = self.model_config.use_remove_padding
@@ -182,6 +199,14 @@ def _engine_class() -> Any:
             return {"log_probs": of_sequences(logprobs_N, mask), "entropy": of_sequences(entropy_N, mask)}
 
     return Engine
+
+
+@contextmanager
+def training(engine: Any) -> Iterator[None]:
+    """Prepare the engine for a step. Its model stays in evaluation mode: see `recompute_layers`."""
+    with engine.train_mode():
+        engine.module.eval()
+        yield
 
 
 def compute(engine: Any, micro_batch: MicroBatch, loss: LossOfBatch, backward: bool) -> None:
@@ -206,18 +231,27 @@ def _decay_matrices_only(optimizer: torch.optim.Optimizer) -> None:
         optimizer.add_param_group({"params": vectors, "weight_decay": 0.0})
 
 
-def named_parameters(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield sharded parameters by their names in a checkpoint on the hub; tied ones once, under their first name."""
+def named_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield sharded parameters and after them persistent buffers, by their names in a checkpoint on the hub.
+
+    Tied parameters come once, under the first of their names.
+    """
     from verl.utils.model import convert_weight_keys
 
-    yield from convert_weight_keys(dict(engine.module.named_parameters()), engine.module).items()
+    buffers = persistent_buffers(engine.module)  # this first: FSDP then puts its shards back for parameters in use
+    yield from convert_weight_keys(dict(engine.module.named_parameters()) | buffers, engine.module).items()
 
 
 def as_stored(tensors: Iterator[tuple[str, Tensor]], engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights as verl exports them: experts that transformers keeps in one tensor become one tensor each."""
+    """Yield weights as verl exports them: experts that transformers keeps in one tensor become one tensor each.
+
+    That is left out for families whose files have other names for experts than those that verl gives them, such as w1.
+    """
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-    yield from unfuse_moe_params(tensors, engine.model_config.hf_config.model_type)
+    family = engine.model_config.hf_config.model_type
+    sources = [name for each in get_checkpoint_conversion_mapping(family) or () for name in each.source_patterns]
+    yield from unfuse_moe_params(tensors, family) if EXPERT in sources else tensors
 
 
 def algorithms(settings: TrainerSettings) -> tuple[Advantages | None, TermLoss]:

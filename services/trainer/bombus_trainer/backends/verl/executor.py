@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bombus.errors import EngineFault
@@ -70,7 +70,7 @@ class VerlExecutor:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._engine.model_config.hf_config.vocab_size)
+        return int(self._engine.model_config.hf_config.get_text_config().vocab_size)
 
     # ---- steps ------------------------------------------------------------------------------------------------
 
@@ -84,7 +84,7 @@ class VerlExecutor:
             if self._estimate is not None:
                 batch = self._estimate(batch, groups)
         rate = learning_rate(step, self.settings)
-        with self._engine.train_mode():
+        with verl_engine.training(self._engine):
             old = self._old_logprobs(batch, step, tally, interrupted)
             for epoch in range(self.settings.config.ppo_epochs):
                 for items in mini_batches(batch, self.settings, step, epoch):
@@ -278,39 +278,39 @@ class VerlExecutor:
         return self._dense_weights(with_adapters=part == ModelPart.MODEL)
 
     def _dense_shapes(self) -> dict[str, Shape]:
-        empty = ((name, torch.empty(value.shape, device="meta")) for name, value in self._parameters())
-        return {
-            name: Shape(self._export_dtype, tuple(value.shape))
-            for name, value in verl_engine.as_stored(empty, self._engine)
-        }
+        empty = ((name, torch.empty(value.shape, dtype=dtype, device="meta")) for name, value, dtype in self._dense())
+        stored = verl_engine.as_stored(empty, self._engine)
+        return {name: Shape(value.dtype, tuple(value.shape)) for name, value in stored}
 
     def _dense_weights(self, with_adapters: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole model under its Hugging Face names, adapters merged or left out, one tensor at a time."""
-        if self.settings.config.lora_rank:
-            whole = self._merged() if with_adapters else ((name, _whole(value)) for name, value in self._parameters())
-            stored = verl_engine.as_stored(whole, self._engine)
-        else:
-            names = {name for name, _ in verl_engine.as_stored(self._parameters(), self._engine)}
-            stored = (pair for pair in self._engine.get_per_tensor_param()[0] if pair[0] in names)
-        for name, value in stored:
-            yield name, value.to(self._export_dtype)
+        adapters = dict(self._adapter_shards()) if with_adapters else {}
+        whole = ((name, self._merged(name, value, adapters).to(dtype)) for name, value, dtype in self._dense())
+        return verl_engine.as_stored(whole, self._engine)
 
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield sharded parameters without adapters; tied weights come once, under the first of their names."""
-        for name, value in verl_engine.named_parameters(self._engine):
+    def _dense(self) -> list[tuple[str, Tensor, torch.dtype]]:
+        """Return sharded parameters without adapters, and persistent buffers, each with its precision in a version.
+
+        Tied weights come once, under the first of their names. The order is that of the torch backend: wide elements
+        first.
+        """
+        dense = []
+        for name, value in verl_engine.named_tensors(self._engine):
             if ".lora_" not in name:
-                yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), value
+                plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+                dense.append((plain, value, self._export_dtype if isinstance(value, nn.Parameter) else value.dtype))
+        return sorted(dense, key=lambda each: -each[2].itemsize)
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole weights with their adapters merged. verl's own merge would copy the model, in bfloat16."""
-        adapters = dict(self._adapter_shards())
+    def _merged(self, name: str, value: Tensor, adapters: Mapping[str, Tensor]) -> Tensor:
+        """Return a whole tensor, its adapter merged if it has one. verl's own merge would copy the model, in bfloat16.
+
+        `adapters` has this rank's part of each by its name in a file.
+        """
+        low_a, low_b = adapter_names(name.removesuffix(".weight"))
+        if low_a not in adapters:
+            return _whole(value)
         scale = self.settings.config.lora_alpha / self.settings.config.lora_rank
-        for name, value in self._parameters():
-            whole = _whole(value)
-            low_a, low_b = adapter_names(name.removesuffix(".weight"))
-            if low_a in adapters:
-                whole = merged(whole, _whole(adapters[low_a]), _whole(adapters[low_b]), scale)
-            yield name, whole
+        return merged(_whole(value), _whole(adapters[low_a]), _whole(adapters[low_b]), scale)
 
     def _adapter_shards(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each adapter, under its name in a file."""

@@ -1,0 +1,48 @@
+"""A short digest of what a model's prompts are, by which gateways that would render them differently can be told apart.
+
+The files and the job are the same for all gateways of a run, so the digest of these alone would never differ. What may
+differ is what a version of bombus, or of a library, makes of them: so conversations are rendered too.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bombus.errors import Refused
+from bombus.hive.records import digest
+from bombus_gateway.text.forms import TOOL, call_of, user
+from bombus_gateway.text.message import ChatMessage
+from bombus_gateway.text.renderer import TemplateRenderer
+
+DIGITS = 8
+
+_SYSTEM: ChatMessage = {"role": "system", "content": "Answer in one word."}
+_REASONED: ChatMessage = {"role": "assistant", "content": " Yes.\n", "reasoning_content": "One word.\n"}
+_RESULT: ChatMessage = {"role": "tool", "tool_call_id": "call_0", "content": '{"found": "réséda, 木犀草"}'}
+_CONVERSATIONS: tuple[tuple[Sequence[ChatMessage], Sequence[Mapping[str, Any]]], ...] = (
+    ([user("Is it spring?")], []),
+    ([_SYSTEM, user("  Is it\n\nspring? "), _REASONED, user("And the résédas, 木犀草?")], []),
+    ([user("Look for résédas.")], [TOOL]),
+    ([_SYSTEM, user("Look for résédas."), call_of(["réséda"]), _RESULT], [TOOL]),
+    ([user("Look for both."), call_of(["réséda", "rose"]), _RESULT, {**_RESULT, "tool_call_id": "call_1"}], [TOOL]),
+)
+
+
+def prompt_digest(renderer: TemplateRenderer, *sources: object) -> str:
+    """Return a digest of `sources`, of the prompts of some conversations, and of what ends a completion.
+
+    Dates count as the format in which the template writes them: the digest is the same every day.
+    """
+    undated = renderer.undated()
+    prompts = [_prompt(undated, messages, tools) for messages, tools in _CONVERSATIONS]
+    parts = [*sources, prompts, sorted(renderer.stop_token_ids)]
+    return digest(json.dumps(parts, sort_keys=True).encode()).hex()[:DIGITS]
+
+
+def _prompt(
+    renderer: TemplateRenderer, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+) -> list[int] | None:
+    try:
+        return renderer.render(renderer.adapted(messages), tools)
+    except Refused:
+        return None
