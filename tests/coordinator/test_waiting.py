@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from bombus.errors import Refused
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim
-from bombus_coordinator import waiting
-from bombus_coordinator.waiting import Queue, Waiting
+from bombus_coordinator.rules import waiting
+from bombus_coordinator.rules.waiting import Queue, Waiting
 
 CLIENTS = st.sampled_from("abc")
 KINDS = st.sampled_from([tuple(EpisodeType), (EpisodeType.EVAL,), (EpisodeType.TRAIN,)])

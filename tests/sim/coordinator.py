@@ -13,8 +13,8 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.state import FOLD, Hive
 from bombus_coordinator.core import Core, PendingDecision
-from bombus_coordinator.decision import CommandReply
 from bombus_coordinator.retention import floors_of
+from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.storage import is_full
 from tests.sim.append import append
 from tests.sim.fold import RETRY_S, Fold

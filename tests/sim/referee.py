@@ -12,7 +12,7 @@ from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase, evolve
-from bombus_coordinator.episodes import outcome_digest
+from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read
 from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message

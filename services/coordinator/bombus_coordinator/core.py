@@ -14,9 +14,10 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
-from bombus_coordinator import claims, engines, episodes, storage, transitions
-from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.live import Live
+from bombus_coordinator import storage
+from bombus_coordinator.rules import claims, engines, episodes, transitions
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
+from bombus_coordinator.rules.live import Live
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
 

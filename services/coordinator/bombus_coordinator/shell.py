@@ -18,9 +18,9 @@ from bombus.hive.bounded import trim
 from bombus.hive.state import FOLD
 from bombus_coordinator import retention, storage
 from bombus_coordinator.core import Core, PendingDecision
-from bombus_coordinator.decision import CommandReply
 from bombus_coordinator.lease import Lease
 from bombus_coordinator.recovery import Fold, stand_by
+from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
 log = logging.getLogger(__name__)

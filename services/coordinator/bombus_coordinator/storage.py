@@ -19,8 +19,8 @@ from bombus.hive import events as ev
 from bombus.hive.inbox import StorageSeen
 from bombus.hive.state import Hive
 from bombus.hive.status import byte_size
-from bombus_coordinator.decision import Decision, Decisions
-from bombus_coordinator.live import Live
+from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.live import Live
 
 log = logging.getLogger(__name__)
 

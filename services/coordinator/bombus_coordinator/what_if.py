@@ -21,8 +21,8 @@ from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import NotOnLog, Source
-from bombus_coordinator.live import Live
-from bombus_coordinator.transitions import settle
+from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.transitions import settle
 
 INSTANT = "instant"  # the name of the trainer and the replica in a hive without time
 ROWS_MAX = 40

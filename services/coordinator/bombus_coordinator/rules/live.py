@@ -9,7 +9,7 @@ import msgspec
 from bombus.hive.bounded import trim
 from bombus.hive.inbox import Answer
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.waiting import Queue
+from bombus_coordinator.rules.waiting import Queue
 
 ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time

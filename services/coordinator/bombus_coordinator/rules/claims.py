@@ -6,9 +6,9 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
-from bombus_coordinator.decision import CommandReply, Decision, Decisions, refusal
-from bombus_coordinator.live import CONFIRM_S, Live, Unconfirmed, ns
-from bombus_coordinator.waiting import Waiting
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
+from bombus_coordinator.rules.live import CONFIRM_S, Live, Unconfirmed, ns
+from bombus_coordinator.rules.waiting import Waiting
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0

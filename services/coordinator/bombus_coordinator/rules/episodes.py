@@ -8,8 +8,8 @@ from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.decision import CommandReply, Decision, Decisions
-from bombus_coordinator.live import Live
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
+from bombus_coordinator.rules.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
 METADATA_BYTES_MAX = 64 << 10

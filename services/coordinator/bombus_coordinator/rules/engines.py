@@ -24,10 +24,10 @@ from bombus.hive.inbox import (
     WeightsSaved,
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
-from bombus_coordinator.claims import no_room, why_none
-from bombus_coordinator.decision import CommandReply, Decision, Decisions, wrong_phase
-from bombus_coordinator.episodes import aborted
-from bombus_coordinator.live import REPLICA_LAPSE_S, Live, ns
+from bombus_coordinator.rules.claims import no_room, why_none
+from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
+from bombus_coordinator.rules.episodes import aborted
+from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
 

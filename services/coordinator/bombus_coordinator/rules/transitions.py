@@ -5,10 +5,10 @@ from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
 from bombus.hive.events import AbortReason, DropReason
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
-from bombus_coordinator.decision import Decision, Decisions
-from bombus_coordinator.engines import fail
-from bombus_coordinator.episodes import aborted
-from bombus_coordinator.live import Live, ns
+from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.engines import fail
+from bombus_coordinator.rules.episodes import aborted
+from bombus_coordinator.rules.live import Live, ns
 
 
 def _all_loaded(engine: EngineState, live: Live) -> bool:
