@@ -14,6 +14,7 @@ import msgspec
 
 from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
+from bombus.terminal import complain, say
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # while `bombus up` runs, its data folder has the address of its bus
@@ -97,13 +98,13 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
     add_log_argument(parser)
 
 
-def hint_at_bus(arguments: argparse.Namespace) -> str:
-    """Return a hint to add to an error of the bus when the command line did not name one, else ""."""
+def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return a line to print after an error of the bus when the command line did not name one, else nothing."""
     if arguments.nats != DEFAULT_NATS:
-        return ""
+        return ()
     return (
-        "\nNo hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
-        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder"
+        "No hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
+        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder",
     )
 
 
@@ -151,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.version:
         from importlib.metadata import version
 
-        print(version("bombus"))
+        say(version("bombus"))
         return 0
     if arguments.command is None:
         parser.print_help()
@@ -164,14 +165,14 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
     try:
         module: CommandModule = load(command.module, command.extra)
     except NotInstalled as error:
-        print(f"{prog} needs {error.package}: {error.remedy}", file=sys.stderr)
+        complain(f"{prog} needs {error.package}: {error.remedy}")
         return 1
     parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(given))
     except Refused as error:
-        print(f"{prog}: {error.why}", file=sys.stderr)
+        complain(f"{prog}: {error.why}")
         return 2
     except KeyboardInterrupt:
         return 130

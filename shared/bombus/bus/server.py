@@ -96,9 +96,11 @@ class EmbeddedServer:
         try:
             while not self._ready(deadline):
                 if self._exited.is_set():
-                    raise BusUnavailable(f"nats-server did not start:\n{self._log_end()}")
+                    raise BusUnavailable(f"nats-server did not start; its log ends: {self._log_end()}")
                 if time.monotonic() > deadline:
-                    raise BusUnavailable(f"nats-server was not ready within {timeout_s:g} s:\n{self._log_end()}")
+                    raise BusUnavailable(
+                        f"nats-server was not ready within {timeout_s:g} s; its log ends: {self._log_end()}"
+                    )
                 self._exited.wait(_POLL_S)
         except BaseException:
             self.stop()
@@ -214,7 +216,7 @@ jetstream {{
 
     def _log_end(self) -> str:
         try:
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
+            return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
         except FileNotFoundError:
             return "(it wrote no log)"
 

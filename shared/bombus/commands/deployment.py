@@ -3,7 +3,6 @@ override it."""
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from bombus.config.parts import PROCESSES_MAX
 from bombus.config.placement import check_placement
 from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
+from bombus.terminal import complain
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
 
@@ -146,7 +146,7 @@ def tell_ignored(jobs: Jobs) -> None:
     for name, job in jobs.items():
         for key in job.ignored:
             why = f": {IGNORED[key]}" if key in IGNORED else ""
-            print(f"engine {name}: {key} of its job has no effect{why}", file=sys.stderr)
+            complain(f"engine {name}: {key} of its job has no effect{why}")
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:

@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import json
-import sys
 
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
@@ -11,6 +9,7 @@ from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus.hive.state import Hive
 from bombus.hive.status import render_status, status_dict
+from bombus.terminal import complain, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
         hive = asyncio.run(_hive(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
-        print(f"bombus status: {why}{hint_at_bus(arguments)}", file=sys.stderr)
+        complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
     if arguments.json:
-        print(json.dumps(status_dict(hive), indent=2))
+        say_json(status_dict(hive))
     else:
-        print(render_status(hive, arguments.engine), end="")
+        say(*render_status(hive, arguments.engine).splitlines())
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 import uuid
 
 from bombus.bus import Bus
@@ -12,6 +11,7 @@ from bombus.config.flags import name_of
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive import inbox
 from bombus.hive.state import Phase
+from bombus.terminal import complain, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        print(asyncio.run(_stop(arguments.nats, arguments.hive, arguments.engine)))
+        say(asyncio.run(_stop(arguments.nats, arguments.hive, arguments.engine)))
     except Refused:
         raise
     except (BombusError, ValueError, TimeoutError) as error:
-        print(f"bombus stop: {error or 'the hive did not reply in time'}{hint_at_bus(arguments)}", file=sys.stderr)
+        complain(f"bombus stop: {error or 'the hive did not reply in time'}", *hint_at_bus(arguments))
         return 1
     return 0
 

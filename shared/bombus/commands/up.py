@@ -11,6 +11,7 @@ from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     planned = services(layout, cluster.nats or "nats://127.0.0.1:PORT")
     tell_ignored(jobs)
     if arguments.dry_run:
-        print("\n".join(map(str, planned)))
+        say(*planned)
         return 0
     check_can_start(layout)
     return run_service(Supervisor(layout).run())

@@ -23,6 +23,7 @@ from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
 from bombus.host.process import listen
+from bombus.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class Supervisor:
                 async with asyncio.timeout(READY_S):
                     await self._all_services_ready(follower)
                 own = f" (NATS at {nats})" if self._server is not None else ""
-                print(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
+                say(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
                 for engine, job in self.layout.jobs.items():
                     await _start_job(bus, engine, job)
             except TimeoutError:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from bombus.errors import BombusError, Code, Refused
 from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
+from bombus.terminal import complain, say
 from bombus_trainer.loading import load_executor
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
@@ -56,10 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return asyncio.run(_run(arguments))
     except Refused as refused:
-        print(f"bombus replay train: {refused.why}", file=sys.stderr)
+        complain(f"bombus replay train: {refused.why}")
         return 2
     except BombusError as error:
-        print(f"bombus replay train: {error}", file=sys.stderr)
+        complain(f"bombus replay train: {error}")
         return 1
 
 
@@ -218,4 +218,4 @@ def _line(trained: Trained) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    say(line, flush=True)
