@@ -11,6 +11,7 @@ from bombus import telemetry
 from bombus.bus import Bus, ServerRefused
 from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable
+from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
@@ -42,7 +43,10 @@ async def run(settings: GatewaySettings) -> None:
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
-    return http_server(app, bound, app.calls.settings.drain_s, app.calls.hang_up, standard_headers=False)
+    settings = app.calls.settings
+    named = (settings.host, host_of(settings.public_url), *settings.host_names)
+    checked = app if settings.keys.client else OwnHostsOnly(app, bound, named)
+    return http_server(checked, bound, settings.drain_s, app.calls.hang_up, standard_headers=False)
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
+from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
@@ -260,7 +261,8 @@ async def run(settings: InferenceSettings) -> None:
         replica = ReplicaService(bus, settings, url)
         try:
             # On the way out it lets open requests finish.
-            async with http_server(replica.app, bound, settings.http.drain_s):
+            named = (settings.http.host, host_of(url), *settings.http.host_names)
+            async with http_server(OwnHostsOnly(replica.app, bound, named), bound, settings.http.drain_s):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:
