@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from bombus.bus_address import VARIABLE, without_login
 from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
 from bombus.terminal import complain, say
@@ -75,8 +76,8 @@ def load(module: str, extra: str) -> ModuleType:
 
 def default_nats() -> str:
     """Return `$BOMBUS_NATS`, else the bus of the `bombus up` that runs in this folder, else NATS' default address."""
-    if "BOMBUS_NATS" in os.environ:
-        return os.environ["BOMBUS_NATS"]
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
 
 
@@ -86,7 +87,8 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
         "--nats",
         metavar="URL",
         default=default_nats(),
-        help="the bus (default: $BOMBUS_NATS, or the bus of the hive that runs in this folder; here %(default)s)",
+        help="the bus (default: $BOMBUS_NATS, or the bus of the hive that runs in this folder; here "
+        f"{without_login(default_nats()).replace('%', '%%')})",
     )
     parser.add_argument(
         "--hive",

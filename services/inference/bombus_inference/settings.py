@@ -132,7 +132,7 @@ class OpenAISettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: Annotated[str, Flag(help="of the server, such as http://10.0.0.7:8000; it has no default")] = Field(
-        default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://HOST:PORT of a server"
+        default="", pattern=r"^(https?://[^\s/@]+(/.*)?)?$", description="http://HOST:PORT of a server"
     )
     api_key_env: Annotated[
         str, Flag(metavar="NAME", help="the variable that holds its key", default="it needs none")

@@ -14,6 +14,7 @@ from pathlib import Path
 from bombus import logs
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import URL_FILE
 from bombus.commands.deployment import (
     add_trainer_arguments,
@@ -193,8 +194,9 @@ def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, no
     """Return the command to type on the machine of that number."""
     assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
+    bus = [f'{VARIABLE}="${VARIABLE}"'] if has_login(nats) else []
     words = ["torchrun", *layout.rendezvous.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
-    return " ".join([*gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
+    return " ".join([*bus, *gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
 
 
 async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
@@ -210,6 +212,8 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
         say("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
+        if has_login(nats):
+            say(f"(with the address of the bus in {VARIABLE}, as it has a password)", flush=True)
     for node in elsewhere:
         say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:

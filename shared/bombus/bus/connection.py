@@ -29,6 +29,7 @@ from bombus.bus.wire import (
     stored_from_direct,
     stored_from_get,
 )
+from bombus.bus_address import without_login
 from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.inbox import Answer, encode_answer
 from bombus.hive.subjects import Subjects
@@ -113,7 +114,7 @@ class Bus:
             if not isinstance(error, (TimeoutError, OSError, Error)):
                 raise
             raise BusUnavailable(
-                f"no NATS server at {_without_password(url)} let us in within {timeout_s:g} s "
+                f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
         bus = cls(client, subjects, f"{prefix}.{token}")
@@ -326,7 +327,3 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error again, now that the connection is back."""
         self._logged.clear()
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"//[^@/]*@", "//", url)

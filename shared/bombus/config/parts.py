@@ -153,7 +153,9 @@ class InferencePart(PlacedPart):
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1)
     eager: bool = False
     python: str = Field(default="", max_length=4096)
-    url: str = Field(default="", pattern=r"^(https?://\S+)?$", description="http://HOST:PORT of a server that runs")
+    url: str = Field(
+        default="", pattern=r"^(https?://[^\s/@]+(/\S*)?)?$", description="http://HOST:PORT of a server that runs"
+    )
     model: str = Field(default="", max_length=1024)
     api_key_env: str = Field(default="", pattern=r"^([A-Za-z_]\w*)?$", description="the name of a variable")
 

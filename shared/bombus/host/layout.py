@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.bus_address import bus_arguments, bus_environment
 from bombus.config.cluster import Cluster, EnginePart, Jobs
 from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
@@ -111,7 +112,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     """
     cluster = layout.cluster
     common = _common(layout, nats)
-    environment = _environment(layout)
+    environment = {**_environment(layout), **bus_environment(nats)}
     # A coordinator that is restarted has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
     disk_watch = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
@@ -163,7 +164,7 @@ def _environment(layout: Layout) -> dict[str, str]:
 
 
 def _common(layout: Layout, nats: str) -> tuple[str, ...]:
-    return ("--nats", nats, "--hive", layout.cluster.hive, "--log-level", layout.log_level)
+    return (*bus_arguments(nats), "--hive", layout.cluster.hive, "--log-level", layout.log_level)
 
 
 def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:

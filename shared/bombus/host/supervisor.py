@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
+from bombus.bus_address import without_login
 from bombus.cli import URL_FILE
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable
@@ -141,7 +142,10 @@ class Supervisor:
                 async with asyncio.timeout(READY_S):
                     await self._all_services_ready(follower)
                 own = f" (NATS at {nats})" if self._server is not None else ""
-                say(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
+                say(
+                    f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {without_login(nats)}",
+                    flush=True,
+                )
                 for engine, job in self.layout.jobs.items():
                     await _start_job(bus, engine, job)
             except TimeoutError:
