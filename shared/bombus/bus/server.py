@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from bombus.errors import BusUnavailable
+from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 MAX_PAYLOAD_BYTES = 8 << 20
@@ -85,10 +86,10 @@ class EmbeddedServer:
             raise RuntimeError("the server is running")
         binary = find_server()
         self._was_full = False
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self.data_dir)
         lock = _lock(self.data_dir)
         config = self.data_dir / "nats-server.conf"
-        config.write_text(self._config())
+        write_private(config, self._config())
         for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
             stale.unlink()
         deadline = time.monotonic() + timeout_s

@@ -13,6 +13,7 @@ from bombus.demo import chart
 from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, TrainingPlan
 from bombus.errors import BombusError, Code, Refused
+from bombus.private import private_folder
 from bombus.sdk.job import Job
 from bombus.terminal import complain, say
 from bombus.weights.models import SMOLLM2, hub_name
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     model = _found(arguments.model)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(Code.BAD_CONFIG, f"{out} has an earlier run in it: name another --out, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]

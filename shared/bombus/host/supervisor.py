@@ -24,6 +24,7 @@ from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
 from bombus.host.process import listen
+from bombus.private import private_folder, write_private
 from bombus.terminal import say
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
-        self.layout.data_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self.layout.data_dir)
         gateway = self.cluster.gateway
         with hold_port(gateway.host, gateway.port) if gateway.count else contextlib.nullcontext():
             await self._run()
@@ -98,7 +99,7 @@ class Supervisor:
         nats = self.cluster.nats or await self._start_server()
         self._children = [Child(service) for service in services(self.layout, nats)]
         url_file = self.layout.data_dir / URL_FILE.name
-        url_file.write_text(nats + "\n")
+        write_private(url_file, nats + "\n")
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._server is not None:

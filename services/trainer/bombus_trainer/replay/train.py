@@ -12,6 +12,7 @@ from transformers.utils.logging import disable_progress_bar
 from bombus.config.flags import made_of_flags
 from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
+from bombus.private import private_folder
 from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
@@ -162,7 +163,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
         _say(f"on the way: {_line(trained)}{_verdict(trained)}")
     changed_settings = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
     await replay.branch(changed_settings, arguments.allow_download)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    private_folder(arguments.out)
     steps: list[Trained] = []
     for step in range(first, last + 1):
         steps.append(await replay.make(step))
