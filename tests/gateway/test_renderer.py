@@ -137,6 +137,13 @@ def test_prompts_have_the_ids_that_transformers_gives_them(template: str, fast: 
     assert made.renderer.render(CONVERSATION, []) == transformers_ids(made, CONVERSATION)
 
 
+def test_a_tokenizer_that_was_saved_to_cut_and_pad_texts_gives_all_the_tokens_and_no_more() -> None:
+    fast = byte_level()
+    fast.enable_truncation(8)
+    fast.enable_padding(length=1000)
+    assert model(HEADERS, fast).renderer.render(CONVERSATION, []) == model(HEADERS).renderer.render(CONVERSATION, [])
+
+
 def test_arguments_of_calls_reach_the_template_as_the_mapping_that_they_stand_for() -> None:
     made = model(WITH_TOOLS)
     theirs = {"name": "weather", "arguments": {"city": "Köln"}}

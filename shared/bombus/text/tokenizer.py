@@ -37,6 +37,9 @@ class Tokenizer:
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
+        # A tokenizer that was saved after a training may cut or pad texts. transformers does neither to conversations.
+        self.fast.no_truncation()
+        self.fast.no_padding()
         self._to_bytes = _piece_reader(described.get("decoder"))
         self.config = read_json(files, "tokenizer_config.json")
         self.model_config = read_json(files, "config.json")
