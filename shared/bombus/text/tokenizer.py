@@ -48,6 +48,8 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
+        # The name of the token that stands for any text which the tokenizer does not know; empty where there is none.
+        self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
         self.added = {index: str(token.content) for index, token in added.items()}
