@@ -37,6 +37,9 @@ class Tokenizer:
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
+        # A tokenizer that was saved after a training may cut or pad texts. transformers does neither to conversations.
+        self.fast.no_truncation()
+        self.fast.no_padding()
         self._to_bytes = _piece_reader(described.get("decoder"))
         self.config = read_json(files, "tokenizer_config.json")
         self.model_config = read_json(files, "config.json")
@@ -45,6 +48,8 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
+        # The name of the token that stands for any text which the tokenizer does not know; empty where there is none.
+        self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
         self.added = {index: str(token.content) for index, token in added.items()}
