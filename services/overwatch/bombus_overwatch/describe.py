@@ -49,6 +49,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.ReplicaLeft: EventGroup.WEIGHTS,
     ev.StorageFilled: EventGroup.ENGINE,
     ev.StorageFreed: EventGroup.ENGINE,
+    ev.MessageSetAside: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
@@ -60,6 +61,7 @@ TROUBLE: frozenset[type[Event]] = frozenset(
         ev.StepFailed,
         ev.ReplicaLeft,
         ev.StorageFilled,
+        ev.MessageSetAside,
     }
 )
 

@@ -41,6 +41,11 @@ def _(event: ev.StorageFilled) -> str:
 
 
 @_text.register
+def _(event: ev.MessageSetAside) -> str:
+    return f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}"
+
+
+@_text.register
 def _(event: ev.StorageFreed) -> str:
     return f"room again: {byte_size(event.size - event.used)} of {event.what}"
 

@@ -253,9 +253,15 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 
 
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An episode of a batch.
+
+    On the log it has neither `calls` nor `call_rewards`, which would make a large batch too large for one message: the
+    fold takes them from the pool. Events of older versions have them.
+    """
+
     episode: str
     reward: float
-    calls: tuple[CallRef, ...]
+    calls: tuple[CallRef, ...] = ()
     call_rewards: tuple[float, ...] | None = None
 
 
@@ -352,6 +358,15 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
     reason: str = ""
 
 
+class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
+    """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
+
+    message: str  # its kind
+    about: str  # the engine that it is about
+    id: str
+    why: str
+
+
 class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
     """Less than the reserve of `what`, a stream or the disk, is left: new work is refused until `storage.freed`."""
 
@@ -397,6 +412,7 @@ AnyEvent = (
     | ReplicaLeft
     | StorageFilled
     | StorageFreed
+    | MessageSetAside
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,6 +20,7 @@ FOLD = 3  # incremented when `evolve` makes another state of an old log: older s
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
@@ -132,7 +133,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
     newest_call: int = 0  # sequence of the call noted last, in any run
-    batch: ev.BatchReady | None = None  # sealed, with its step not completed
+    batch: ev.BatchReady | None = None  # sealed, with its step not completed; its episodes have their calls
     steps: list[SealedStep] = []  # those that may have to be made again, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
@@ -204,6 +205,7 @@ class Hive(msgspec.Struct, kw_only=True):
     now_ns: int = 0
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
+    aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
 
     @property
     def refusing(self) -> str:
@@ -232,10 +234,19 @@ def evolve(hive: Hive, event: Event) -> None:
     if isinstance(event, ev.StorageFreed):
         hive.full.pop(event.what, None)
         return
+    if isinstance(event, ev.MessageSetAside):
+        hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
+        return
     engine = hive.engines.get(event.engine)
     if engine is None:
         engine = hive.engines[event.engine] = EngineState(name=event.engine)
     _handlers[type(event)](engine, event)
+
+
+def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
+    """Return the event that was folded last with what the fold has added: to a batch, the calls of its episodes."""
+    batch = hive.engine(event.engine).batch
+    return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 
 
 def _on(
@@ -480,8 +491,24 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
     engine.pool_bytes = 0
 
 
+def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
+    """Return a batch whose episodes have their calls, which are in the pool until the batch is folded."""
+
+    def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
+        completed = engine.pool.get(episode.episode)
+        if episode.calls or completed is None:
+            return episode
+        return msgspec.structs.replace(episode, calls=completed.calls, call_rewards=completed.call_rewards)
+
+    groups = tuple(
+        msgspec.structs.replace(group, episodes=tuple(map(filled, group.episodes))) for group in event.groups
+    )
+    return msgspec.structs.replace(event, groups=groups)
+
+
 @_on(ev.BatchReady)
 def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
+    event = _with_calls(engine, event)
     engine.batch = event
     engine.step = event.step
     engine.step_failures = 0

@@ -103,6 +103,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     now_ns: int
     engines: tuple[EngineStatus, ...]
     refusing: str = ""  # why no new work is taken
+    set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
@@ -259,7 +260,8 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
     """Return the status of every engine, by default at the time of the newest event."""
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
     engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
-    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing)
+    aside = tuple(f"{event.message} {event.id} of {event.about}: {event.why}" for event in hive.aside)
+    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing, set_aside=aside)
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
@@ -400,4 +402,8 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     if not chosen:
         known = ", ".join(row.engine for row in status.engines) or "none"
         return f"no engine {engine!r} on this hive; known engines: {known}\n" if engine else "no engine yet\n"
-    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n"
+    alarms = [
+        f"warning: a message could not be decided and was set aside, please report it: {one_line(why)}\n"
+        for why in status.set_aside
+    ]
+    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n" + "".join(alarms)

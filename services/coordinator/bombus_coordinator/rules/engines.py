@@ -30,6 +30,7 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
+EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
 
 
 CONTROL = (Configure, Start, Stop)  # commands whose outcome is always on the log
@@ -61,6 +62,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if message.collection.max_staleness > 0:
         check_asynchronous(message.collection)
+    check_size(message.collection, live.event_bytes_max)
     event = ev.EngineConfigured(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -71,6 +73,17 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         command=message.id,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def check_size(rules: Collection, event_bytes_max: int) -> None:
+    """Raise `Refused` for batches that do not fit into one event."""
+    most = event_bytes_max // EPISODE_BYTES
+    if rules.episode_target > most:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"a batch of {rules.episode_target} episodes does not fit into one message of the bus, which takes about "
+            f"{most}: lower collection.batch_size or rollout.num_repeat, or raise the server's max_payload.",
+        )
 
 
 def check_asynchronous(rules: Collection) -> None:
@@ -112,7 +125,7 @@ def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...
     """Return the events that end the run: the abort of every open episode, then `last`."""
     if not engine.open:
         return (last,)
-    return (aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
+    return (*aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:

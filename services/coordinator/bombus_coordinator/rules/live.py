@@ -41,6 +41,7 @@ class Live(msgspec.Struct, kw_only=True):
     ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
     stamp_ns: int | None = None  # what the server's clock said when it stored the last message
     ahead_ns: int = 0  # of the server's clock
+    event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
