@@ -129,6 +129,15 @@ def test_very_many_open_episodes_are_aborted_by_several_events_of_one_decision()
     assert harness.phase() == Phase.OFFLINE
 
 
+def test_a_claim_for_more_episodes_than_one_event_can_name_is_refused() -> None:
+    """It would wait for room, and be too large when it is granted."""
+    harness = CoreHarness()
+    harness.boot(max_open_claims=100_000)
+    answer = harness.request(harness.claim_message(count=NAMES_PER_EVENT + 1, wait_s=5.0))
+    assert isinstance(answer, Refusal)
+    assert answer.code == Code.MALFORMED
+
+
 async def test_a_message_that_cannot_be_decided_is_set_aside_and_the_next_one_is_read(
     bus: Bus, nats_url: str, hive: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
-from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
+from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import CONFIRM_S, Live, Unconfirmed, ns
 from bombus_coordinator.rules.waiting import Waiting
 
@@ -55,12 +55,10 @@ def no_room(live: Live) -> Refused:
 
 def check(engine: EngineState, claim: Claim) -> None:
     """Raise `Refused` for a claim that could never be granted."""
-    limit = engine.collection.max_open_claims
+    limit = min(engine.collection.max_open_claims, NAMES_PER_EVENT)
     if not 1 <= claim.count <= limit:
-        raise Refused(
-            Code.MALFORMED,
-            f"A claim is for 1 to {limit} episodes at once, not {claim.count}; the limit is rollout.max_env_worker.",
-        )
+        whose = f"; the limit is rollout.max_env_worker, at most {NAMES_PER_EVENT}"
+        raise Refused(Code.MALFORMED, f"A claim is for 1 to {limit} episodes at once, not {claim.count}{whose}.")
     if not 0 < claim.discard_timeout_s <= DISCARD_TIMEOUT_S_MAX:
         raise Refused(
             Code.MALFORMED,
