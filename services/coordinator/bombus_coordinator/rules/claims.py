@@ -107,7 +107,7 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
 def _next(engine: EngineState, live: Live) -> Waiting | None:
     """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
     queue = live.queue(engine)
-    waiting = queue.first(*EpisodeType)
+    waiting = queue.first()
     if waiting is not None and _paced(engine, waiting.claim):
         return queue.first(EpisodeType.EVAL)
     return waiting

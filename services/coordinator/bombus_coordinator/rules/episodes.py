@@ -182,7 +182,7 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be aborted only by the client that claimed it.")
     reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
-    events = aborted(engine, live, ids, reason, message.detail[:1000])
+    events = aborted(engine, live, ids, reason, message.detail[:1000]) if ids else ()
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 

@@ -104,10 +104,12 @@ class Queue:
         self._lines[claim.type].remove(waiting, self._open[claim.client])
         self._ends.remove((waiting.until_ns, claim.claim))
 
-    def first(self, *kinds: EpisodeType) -> Waiting | None:
-        """Return the claim of these types whose client has the fewest open episodes; the oldest of several."""
-        places = (self._lines[kind].first() for kind in kinds)
-        found = min((place for place in places if place is not None), default=None)
+    def first(self, kind: EpisodeType | None = None) -> Waiting | None:
+        """Return the claim, of any type or of one, whose client has the fewest open episodes; the oldest of several."""
+        if not self._waiting:
+            return None
+        lines = self._lines.values() if kind is None else (self._lines[kind],)
+        found = min((place for line in lines if (place := line.first()) is not None), default=None)
         return None if found is None else self._waiting[found[2]]
 
     def over(self, now_ns: int) -> Iterator[Waiting]:
