@@ -94,7 +94,7 @@ class _CallRoute:
         self._calls.admission.check_episode(claims)
         body = await read_body(headers, receive, self._body_bytes_max)
         completion, encoder = self._dialect.read(body)
-        parent = headers.get(b"traceparent", b"").decode("latin-1")
+        parent = telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1"))
         with telemetry.span("gateway.call", parent, episode=claims.episode) as span:
             request = CallRequest(
                 claims=claims,
