@@ -74,6 +74,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 for part in parts:
                     part.cancel()
                 app.calls.client.close()
+                app.calls.workers.close()
 
 
 async def _become_ready(gateway: Gateway) -> None:

@@ -14,12 +14,12 @@ from bombus.hive.inbox import AnyAnswer, Message
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState
 from bombus.telemetry import traceparent_of
+from bombus_gateway import limits
 from bombus_gateway.context import Gateway
 
 log = logging.getLogger(__name__)
 
 POSITION_S = 5.0
-KEY_CHARACTERS_MAX = 256
 
 
 class JsonResponse(Response):
@@ -71,8 +71,10 @@ class EngineContext:
         key = request.headers.get("idempotency-key")
         if not key:
             return uuid.uuid4().hex
-        if len(key) > KEY_CHARACTERS_MAX:
-            raise Refused(Code.MALFORMED, f"An Idempotency-Key has at most {KEY_CHARACTERS_MAX} characters.")
+        if len(key) > limits.IDEMPOTENCY_KEY_CHARACTERS:
+            raise Refused(
+                Code.MALFORMED, f"An Idempotency-Key has at most {limits.IDEMPOTENCY_KEY_CHARACTERS} characters."
+            )
         head = msgspec.msgpack.encode((self.engine, kind, client, key))
         return f"k-{digest(head + body).hex()}"
 
