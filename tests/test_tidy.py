@@ -322,6 +322,7 @@ LAZY_IMPORTS = {
     ("bombus.commands.demo", "bombus.demo"): "needs the extra `demo`",
     ("bombus.commands.demo", "bombus.sdk"): "only with the demo",
     ("bombus.commands.demo", "bombus.weights"): "needs torch",
+    ("bombus.config.documents", "bombus.config.plain_yaml"): "needs the extra `yaml`",
     ("bombus.export.writing", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",

@@ -11,6 +11,7 @@ from bombus import telemetry
 from bombus.bus import Bus, ServerRefused
 from bombus.bus.follow import Follower
 from bombus.errors import BusUnavailable
+from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 STREAMS_WAIT_S = 60.0  # for another service to make the hive's streams
 CATCH_UP_S = 600.0
+CONNECTIONS_FOR_A_CALL = 2  # a client keeps some open without a call
 
 
 async def run(settings: GatewaySettings) -> None:
@@ -42,7 +44,9 @@ async def run(settings: GatewaySettings) -> None:
 
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
-    return http_server(app, bound, app.calls.settings.drain_s, app.calls.hang_up, standard_headers=False)
+    settings = app.calls.settings
+    limits = HttpLimits(connections=CONNECTIONS_FOR_A_CALL * settings.open_calls_max)
+    return http_server(app, bound, settings.drain_s, app.calls.hang_up, limits)
 
 
 @contextlib.asynccontextmanager
@@ -70,6 +74,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 for part in parts:
                     part.cancel()
                 app.calls.client.close()
+                app.calls.workers.close()
 
 
 async def _become_ready(gateway: Gateway) -> None:

@@ -15,6 +15,7 @@ from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
+from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
@@ -24,6 +25,7 @@ from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
 
+CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some open without a request
 LOAD_ATTEMPTS = 3
 
 
@@ -259,8 +261,9 @@ async def run(settings: InferenceSettings) -> None:
         await bus.ensure_streams()
         replica = ReplicaService(bus, settings, url)
         try:
+            limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
             # On the way out it lets open requests finish.
-            async with http_server(replica.app, bound, settings.http.drain_s):
+            async with http_server(replica.app, bound, settings.http.drain_s, limits=limits):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:

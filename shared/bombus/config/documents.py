@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from bombus.config import xorl
 from bombus.config.groups import Tree, bad_config, shown
@@ -151,13 +151,15 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
 def read_document(text: str, name: str = "the job") -> Tree:
     """Return the mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
 
+    YAML is taken without anchors, aliases and merge keys, as `plain_yaml` says.
+
     Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both name the document as `name`.
     """
     if len(text) > JOB_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
         tree = _json_or_yaml(text, name)
-    except (ValueError, RecursionError) as error:  # an impossible date, or brackets nested too deep
+    except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise bad_config(
@@ -175,10 +177,12 @@ def _json_or_yaml(text: str, name: str) -> object:
             pass  # a flow mapping in YAML may start with a brace too
     try:
         import yaml
+
+        from bombus.config import plain_yaml
     except ImportError:
         raise bad_config("reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON") from None
     try:
-        return cast(object, yaml.safe_load(text))
+        return plain_yaml.load(text)
     except yaml.YAMLError as error:
         raise bad_config(_syntax_error(text, name, error)) from error
 

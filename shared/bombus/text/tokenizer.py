@@ -17,6 +17,7 @@ from bombus.weights.tokenizer_fit import read_json, template_sources
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
+LONG_CHARACTERS = 4096  # a batch, for which other threads may run, takes some time to set up
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -79,7 +80,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode text in which names of special tokens stand for these tokens."""
-        return list(self.fast.encode(text, add_special_tokens=False).ids)
+        return encoded(self.fast, text)
 
     def token_id(self, token: str) -> int | None:
         index: int | None = self.fast.token_to_id(token)
@@ -111,6 +112,13 @@ class Tokenizer:
             elif index not in self.specials or token in self.shown:
                 pieces[index] = token.encode()
         return pieces
+
+
+def encoded(fast: Fast, text: str) -> list[int]:
+    """Return the tokens of a text. While a long one is encoded, other threads run."""
+    if len(text) <= LONG_CHARACTERS:
+        return list(fast.encode(text, add_special_tokens=False).ids)
+    return list(fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")

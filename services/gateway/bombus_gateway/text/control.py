@@ -17,6 +17,7 @@ from typing import Any
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import Code, Refused
+from bombus.text.tokenizer import encoded
 
 # These are ideographs: a template that changes case or white space leaves them as they are, and so does `repr`, with
 # which some templates print a list.
@@ -133,10 +134,10 @@ class ControlTokens:
         `guarded`: texts in it may look like names to the tokenizer, although they are none.
         """
         if not placeholders and not (guarded and self._has_normal):
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
+            return encoded(self._fast, text)
         text = self.replaced(text, self._private)
         text = text.translate({ord(character): name for name, character in placeholders.items()})
-        return list(self._tokenizer_without_names().encode(text, add_special_tokens=False).ids)
+        return encoded(self._tokenizer_without_names(), text)
 
     def _normal_names(self) -> set[str]:
         """Return the names that the tokenizer looks for only after it has normalized a text, normalized too."""
