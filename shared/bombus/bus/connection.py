@@ -15,21 +15,31 @@ from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import ApiCall, Requests
-from bombus.bus.streams import StreamLimits, lease_stream, secret_stream, stream_configs
+from bombus.bus.streams import (
+    changes_of,
+    lease_stream,
+    limit_flag,
+    limited_streams,
+    secret_stream,
+    stream_configs,
+)
 from bombus.bus.wire import (
     NAME_IN_USE,
     NO_MESSAGE,
     EpochFence,
+    ServerRefused,
     Stored,
     StreamState,
     WrongSequence,
+    decode_config,
     decode_get,
     decode_info,
     decode_purge,
     stored_from_direct,
     stored_from_get,
 )
-from bombus.errors import BusUnavailable, LogCorrupted
+from bombus.config.streams import AS_THEY_ARE, StreamLimits
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive.inbox import Answer, encode_answer
 from bombus.hive.subjects import Subjects
 
@@ -39,6 +49,7 @@ PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
 SECRET_BYTES = 32
+STREAMS_WAIT_S = 60.0  # for another service to make them
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
@@ -158,16 +169,49 @@ class Bus:
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
-    async def ensure_streams(self, limits: StreamLimits | None = None) -> None:
-        """Create the hive's streams and buckets. Several services may do so at once.
+    async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:
+        """Create the hive's streams and buckets, and change existing ones to `limits`, where these are given.
 
-        With `limits`, existing streams are updated to them. Without, existing streams stay as they are and missing ones
-        get the defaults. Raises `BusUnavailable` when the server lacks the storage for the limits.
+        Several services may do so at once. Raises `BusUnavailable` when the servers lack the storage for the limits or
+        are too few for the replicas, `Refused` when a stream holds more than its new limit, and when one server alone
+        is asked for replicas.
         """
-        for config in stream_configs(self.subjects, limits or StreamLimits()):
-            if not await self._create(config) and limits is not None:
-                name, body = config["name"], json.dumps(config).encode()
-                await self.requests.api(ApiCall(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body))
+        for config in stream_configs(self.subjects, limits):
+            name = config["name"]
+            changes = changes_of(self.subjects, name, limits)
+            if not await self._create(config) and changes:
+                await self._change(name, changes)
+
+    async def until_streams_exist(self, timeout_s: float = STREAMS_WAIT_S) -> None:
+        """Wait until a coordinator or `bombus up` has made the streams. Raises `BusUnavailable` after `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                await self.state(secret_stream(self.subjects))  # the last but one to be made
+                return
+            except (BusUnavailable, ServerRefused) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise BusUnavailable(
+                        f"hive {self.subjects.hive} has no streams after {timeout_s:g} s ({error}): "
+                        "is a coordinator running?"
+                    ) from error
+            await asyncio.sleep(0.2)
+
+    async def _change(self, stream: str, changes: Mapping[str, int]) -> None:
+        info = await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_config))
+        before = {name: info.config.get(name) for name in changes}
+        if before == changes:
+            return
+        limit = changes.get("max_bytes", info.state.bytes)
+        if limit < info.state.bytes:
+            flag = next(limit_flag(short) for short, name in limited_streams(self.subjects).items() if name == stream)
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"{flag} {limit} is refused: stream {stream} holds {info.state.bytes} bytes, which are not dropped",
+            )
+        body = json.dumps({**info.config, **changes}).encode()
+        await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.UPDATE.{stream}", decode_info, body))
+        logger.info("stream %s was changed from %s to %s", stream, before, dict(changes))
 
     async def ensure_leases(self) -> None:
         """Create only the bucket of leases. It holds nothing that could be lost, so it may be made anew at any time."""
@@ -186,15 +230,11 @@ class Bus:
     async def state(self, stream: str) -> StreamState:
         """Return the first and last sequence, size and limit of a stream, read from its leader."""
         reply = await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info))
-        found = reply.state
-        return StreamState(
-            found.first_seq,
-            found.last_seq,
-            found.messages,
-            found.bytes,
-            reply.config.max_bytes,
-            reply.config.num_replicas,
-        )
+        return reply.stream_state
+
+    async def limited_states(self) -> dict[str, StreamState]:
+        """Return the state of each stream whose size the operator sets, by its short name, such as `events`."""
+        return {short: await self.state(name) for short, name in limited_streams(self.subjects).items()}
 
     async def purge_below(self, stream: str, seq: int, subject: str = ">") -> int:
         """Remove every message (on `subject`) before `seq`; return how many there were."""

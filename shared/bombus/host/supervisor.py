@@ -94,6 +94,12 @@ class Supervisor:
 
     async def _run(self) -> None:
         nats = self.cluster.nats or await self._start_server()
+        try:
+            async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
+                await bus.ensure_streams(self.cluster.streams)
+        except BaseException:
+            await asyncio.shield(self._stop())
+            raise
         self._children = [Child(service) for service in services(self.layout, nats)]
         url_file = self.layout.data_dir / URL_FILE.name
         url_file.write_text(nats + "\n")
@@ -133,7 +139,6 @@ class Supervisor:
     async def _announce(self, nats: str) -> None:
         """Print `ready` once every service has joined and the gateway answers; then start the jobs that were given."""
         async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
-            await bus.ensure_streams()
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
             try:
