@@ -11,7 +11,7 @@ from typing import Any, Self
 from nats.aio.client import Client
 from nats.errors import Error
 
-from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT
+from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import ApiCall, Requests
@@ -25,6 +25,7 @@ from bombus.bus.streams import (
 )
 from bombus.bus.wire import (
     NAME_IN_USE,
+    NO_HEADERS,
     NO_MESSAGE,
     EpochFence,
     ServerRefused,
@@ -38,9 +39,10 @@ from bombus.bus.wire import (
     stored_from_direct,
     stored_from_get,
 )
-from bombus.config.streams import AS_THEY_ARE, StreamLimits
+from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
-from bombus.hive.inbox import Answer, encode_answer
+from bombus.hive.inbox import Answer, Refusal, encode_answer
+from bombus.hive.status import byte_size
 from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
 SECRET_BYTES = 32
+PAYLOAD_BYTES_MIN = 64 << 10  # below it not even headers, events and snapshots go through
 STREAMS_WAIT_S = 60.0  # for another service to make them
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
@@ -82,7 +85,8 @@ class Bus:
     async def connect(cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`, `ValueError` for a bad hive name.
+        Raises `BusUnavailable` when no server answers within `timeout_s`, `Refused` when it takes only tiny messages,
+        `ValueError` for a bad hive name.
         """
         subjects = Subjects(hive)
         token = secrets.token_hex(8)
@@ -97,6 +101,7 @@ class Bus:
 
         async def reconnected() -> None:
             errors.forget()
+            _tell_small_payload(client.max_payload)
             for bus in made:
                 bus._connection_back()
 
@@ -127,6 +132,14 @@ class Bus:
                 f"no NATS server at {_without_password(url)} let us in within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
+        if client.max_payload < PAYLOAD_BYTES_MIN:
+            await client.close()
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
+                f"needs at least {PAYLOAD_BYTES_MIN}: set max_payload: {PAYLOAD_BYTES} in its configuration",
+            )
+        _tell_small_payload(client.max_payload)
         bus = cls(client, subjects, f"{prefix}.{token}")
         made.append(bus)
         await bus.publisher.open()
@@ -157,15 +170,24 @@ class Bus:
     async def answer(self, reply: str, answer: Answer) -> None:
         """Send an answer to `reply`, the subject in a request's `Bombus-Reply` header.
 
-        It is delivered at most once; a sender that misses it sends its request again.
+        It is delivered at most once; a sender that misses it sends its request again. In place of an answer over the
+        server's size limit goes a refusal that says so.
         """
         if not _SAFE_SUBJECT.match(reply):
             logger.warning("a command wants its answer at %r, which is not a subject", reply[:100])
             return
         try:
-            await self._client.publish(reply, encode_answer(answer))
+            await self._client.publish(reply, self._answer_that_fits(answer))
         except Error as error:
             logger.warning("an answer was lost (%s); its command will be sent again", error or type(error).__name__)
+
+    def _answer_that_fits(self, answer: Answer) -> bytes:
+        body = encode_answer(answer)
+        try:
+            check_size(self._client.max_payload, "the answer", body, NO_HEADERS)
+        except Refused as refused:
+            return encode_answer(Refusal(position=answer.position, code=refused.code, why=refused.why))
+        return body
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
@@ -366,6 +388,17 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error again, now that the connection is back."""
         self._logged.clear()
+
+
+def _tell_small_payload(limit: int) -> None:
+    if limit < PAYLOAD_BYTES:
+        logger.warning(
+            "the NATS server takes messages of up to %s (its max_payload), and bombus expects %s: larger "
+            "calls and batches are refused until max_payload: %d is in the server's configuration",
+            byte_size(limit),
+            byte_size(PAYLOAD_BYTES),
+            PAYLOAD_BYTES,
+        )
 
 
 def _without_password(url: str) -> str:
