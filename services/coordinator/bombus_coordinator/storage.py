@@ -29,7 +29,7 @@ DISK_RESERVE_BYTES = 256 << 20
 FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
 _ADVICE = {
-    "inbox": "It is trimmed as soon as the coordinator has caught up.",
+    "inbox": "It is trimmed as soon as the coordinator has caught up; or raise its limit with --inbox-bytes-max.",
     "events": "Run `bombus log compact`, or raise its limit with --events-bytes-max.",
     "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
     "blobs": "Raise its limit with --blobs-bytes-max.",
