@@ -865,6 +865,12 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
     assert sees(harness, 95) == [], "only once"
 
 
+@pytest.mark.parametrize("stream", ["inbox", "events", "calls", "blobs"])
+def test_a_refusal_for_want_of_storage_names_the_flag_that_raises_the_limit(harness: CoreHarness, stream: str) -> None:
+    sees(harness, 91, stream)
+    assert f"with --{stream}-bytes-max." in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
+
+
 def test_work_is_accepted_again_when_one_and_a_half_reserves_are_free(harness: CoreHarness) -> None:
     sees(harness, 91)
     assert sees(harness, 86) == []

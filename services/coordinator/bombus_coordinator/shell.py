@@ -11,6 +11,7 @@ import msgspec
 from bombus import telemetry
 from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, append, log_id
 from bombus.bus.snapshots import Snapshot
+from bombus.config.streams import AS_THEY_ARE, StreamLimits
 from bombus.errors import BombusError, BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
@@ -283,12 +284,16 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
 
-async def run(url: str, hive: str, name: str = "", disk: Path | None = None) -> None:
-    """Stand by to lead a hive, lead it, and stand by again when deposed, until cancelled."""
+async def run(
+    url: str, hive: str, name: str = "", disk: Path | None = None, limits: StreamLimits = AS_THEY_ARE
+) -> None:
+    """Give the hive's streams these limits. Then stand by to lead it, lead it, and stand by again when deposed, until
+    cancelled.
+    """
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
-        await bus.ensure_streams()
+        await bus.ensure_streams(limits)
         lease = Lease(bus, leader)
         set_aside: dict[int, str] = {}
         while True:

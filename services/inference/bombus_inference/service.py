@@ -258,7 +258,7 @@ async def run(settings: InferenceSettings) -> None:
     bound = listen(settings.http.host, settings.http.port)
     url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
-        await bus.ensure_streams()
+        await bus.until_streams_exist()
         replica = ReplicaService(bus, settings, url)
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)

@@ -406,5 +406,5 @@ async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load
     """Train an engine's runs until cancelled."""
     telemetry.configure("trainer")
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
-        await bus.ensure_streams()
+        await bus.until_streams_exist()
         await Trainer(bus, options, name, load).run()

@@ -1,12 +1,15 @@
-"""`bombus status`: prints what a hive is doing, as text or JSON, from its log."""
+"""`bombus status`: prints what a hive is doing, as text or JSON, from its log, and how full its streams are."""
 
 import argparse
 import asyncio
 import json
 import sys
 
-from bombus.bus import Bus
+import msgspec
+
+from bombus.bus import Bus, StreamState
 from bombus.bus.follow import Follower
+from bombus.bus.streams import stream_text
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus.hive.state import Hive
@@ -21,21 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        hive = asyncio.run(_hive(arguments.nats, arguments.hive))
+        hive, streams = asyncio.run(_look(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
         print(f"bombus status: {why}{hint_at_bus(arguments)}", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps(status_dict(hive), indent=2))
+        print(json.dumps({**status_dict(hive), "streams": msgspec.to_builtins(streams)}, indent=2))
     else:
         print(render_status(hive, arguments.engine), end="")
+        if not arguments.engine:
+            print("\nstreams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()), sep="\n")
     return 0
 
 
-async def _hive(url: str, name: str) -> Hive:
+async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState]]:
     async with await Bus.connect(url, name, name="status") as bus:
-        return await fold(bus)
+        return await fold(bus), await bus.limited_states()
 
 
 async def fold(bus: Bus) -> Hive:
