@@ -211,7 +211,7 @@ class SwarmClient:
         self._run(self._core.agree_sync_weight())
 
     def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """Return `{input, output}` of the newest complete call, of one episode or of all."""
+        """Return `{input, output}` of the newest complete call of an episode; with the admin key, of all."""
         return self._run(self._core.post_json("/replay_latest_llm_call", {"episode_uuid": episode_uuid}))
 
     def push_verbose_log(self, tag: str, message: str) -> bool:

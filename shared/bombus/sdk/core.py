@@ -10,12 +10,13 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from pydantic import BaseModel
 
 from bombus.errors import Code
+from bombus.hive.episodes import without_secret
 from bombus.sdk.errors import (
     EngineOffline,
     NoEpisode,
@@ -259,7 +260,7 @@ class ClientCore:
             log.warning(
                 "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
                 "discard_episode_timeout, or give max_episode_time.",
-                ", ".join(late),
+                ", ".join(map(without_secret, late)),
             )
             yield from self.abort_episodes(late, detail="over max_episode_time")
         body = [_end_body(task, episode, output) for task, episode, output in ends if episode not in late]
@@ -311,7 +312,8 @@ class ClientCore:
         return str(reply["engine_status"]), reply
 
     def get_rollout_stat(self) -> ClientOperation[PoolInformation]:
-        reply = yield from self._request("GET", "/get_current_batch_rollout_pool_information")
+        path = f"/get_current_batch_rollout_pool_information?client_uuid={quote(self.client_uuid)}"
+        reply = yield from self._request("GET", path)
         return PoolInformation.model_validate(reply)
 
     def sync_train_config(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import EpisodeResult
+from bombus.sdk.types import ThrottlePolicy
 
 BODY_BYTES_MAX = 4 << 20
 EPISODES_MAX = 1024  # in one request
@@ -38,8 +39,11 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """The client throttles itself. The server keeps only the task, to show which one runs."""
+    """Limits one client's share of a batch. The gateway applies it, because its views do not tell clients apart."""
 
+    ratio: Annotated[float, Field(gt=0)] = 1.5
+    expected_batch_size: Annotated[int, Field(ge=0)] = 0
+    expected_num_repeat: Annotated[int, Field(ge=1)] = 1
     current_task_id: TaskId | None = None
 
 
@@ -87,7 +91,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is meant; empty: any of the engine's."""
+    """The episode whose latest call is wanted; empty: any of the engine's, for whoever has the admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -177,6 +181,18 @@ def parse(model: type[B], body: bytes) -> B:
         code = Code.UNKNOWN_FIELD
     places = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5]]
     raise Refused(code, "; ".join(places))
+
+
+def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
+    """Return a client's policy; None where it names no task or no size of a batch."""
+    if not wanted.current_task_id or not wanted.expected_batch_size:
+        return None
+    return ThrottlePolicy(
+        ratio=wanted.ratio,
+        expected_batch_size=wanted.expected_batch_size,
+        expected_num_repeat=wanted.expected_num_repeat,
+        current_task_id=wanted.current_task_id,
+    )
 
 
 def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:

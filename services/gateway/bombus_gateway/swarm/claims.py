@@ -15,9 +15,11 @@ from bombus.hive import inbox
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
+from bombus.sdk.throttle import should_throttle
+from bombus.sdk.types import PoolInformation
 from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import parse, read_raw
+from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 CLAIM_SLICE_S = 2.0
@@ -47,7 +49,7 @@ class ClaimRoutes:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
         raw = await read_raw(request)
         body = parse(bodies.ClaimEpisode, raw)
-        throttle = body.throttle_policy
+        throttle = body.throttle_policy or bodies.ThrottlePolicyBody()
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
@@ -55,9 +57,11 @@ class ClaimRoutes:
             client=body.client_uuid,
             type=EpisodeType(body.episode_type),
             discard_timeout_s=body.discard_episode_timeout,
-            task_hint=(throttle.current_task_id or "") if throttle is not None else "",
+            task_hint=throttle.current_task_id or "",
         )
-        outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
+        outcome: Granted | Refused | None = self._throttled(claim, throttle)
+        if outcome is None:
+            outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
         reply = {
             "success": False,
             "client_uuid": body.client_uuid,
@@ -92,6 +96,19 @@ class ClaimRoutes:
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
+
+    def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
+        """Return why a client of the swarm contract has to wait by its own policy, in words on which it asks again."""
+        policy = throttle_policy(wanted)
+        if policy is None or claim.type != EpisodeType.TRAIN:
+            return None
+        pool = views.pool_information(self._context.state, time.time_ns(), claim.client)
+        if not should_throttle(policy, PoolInformation.model_validate(pool), claim.client, ()):
+            return None
+        return Refused(
+            Code.NO_EPISODES,
+            "No available episodes to claim. This client works on as many tasks as its throttle_policy allows.",
+        )
 
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
@@ -138,13 +155,13 @@ class ClaimRoutes:
         return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """Return what an agent needs of each episode: its id, its base URL and its key."""
+        """Return the id of each episode, with the claim's secret, and the base URL and key that its agent needs."""
         keys = self._context.gateway.keys
         base_url = self._context.base_url(request)
         expires_ns = self._key_expires_ns(granted)
         return [
             {
-                "episode_uuid": episode,
+                "episode_uuid": keys.claimed_id(episode),
                 "openai_base_url": base_url,
                 "openai_api_key": keys.sign(self._context.engine, granted.run, episode, expires_ns),
             }

@@ -1,0 +1,182 @@
+"""An episode belongs to whoever claimed it: its secret, what the views tell others, and fair shares by key."""
+
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from bombus.bus import Bus
+from bombus.errors import Code, Refused
+from bombus.hive.episodes import without_secret
+from bombus.hive.inbox import Touch
+from bombus.host.hive_keys import HiveKeys
+from bombus_gateway.keys import Keys
+from tests.gateway.swarm_hive import PlayedHive, played_hive
+
+KEYS = Keys(b"0123456789abcdef0123456789abcdef")
+ADMIN, CLIENT = "an-admin-key-for-tests", "a-client-key-for-tests"
+CLAIM: dict[str, Any] = {"episode_type": "train", "discard_episode_timeout": 60.0, "throttle_policy": None}
+USER = ({"role": "user", "content": "a prompt of c1 alone"},)
+
+
+@pytest.fixture
+async def rolling(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus) as played:
+        await played.start()
+        yield played
+
+
+# ---- the secret of a claim --------------------------------------------------------------------------------------
+
+
+def test_the_id_of_a_claim_is_the_name_on_the_log_and_a_secret() -> None:
+    claimed_id = KEYS.claimed_id("main-1-7")
+    assert without_secret(claimed_id) == "main-1-7"
+    assert len(claimed_id) == len("main-1-7.") + 22
+    assert KEYS.episode_of(claimed_id) == "main-1-7"
+
+
+def _key_as_secret() -> str:
+    """Return an id with the HMAC of a key, made to cover the same bytes as a claim's secret would."""
+    signed = base64.urlsafe_b64decode(KEYS.sign("main", 1, "main-1-7", 9).removeprefix("sk-bombus-") + "==")
+    return "main-1-7." + base64.urlsafe_b64encode(signed[-16:]).rstrip(b"=").decode()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "main-1-7",
+        "main-1-7.",
+        "",
+        ".",
+        KEYS.claimed_id("main-1-7") + "A",
+        KEYS.claimed_id("main-1-7")[:-1],
+        KEYS.claimed_id("main-1-7").replace("main-1-7", "main-1-8"),
+        Keys(b"another secret of enough bytes..").claimed_id("main-1-7"),
+        _key_as_secret(),
+        "h\u00e9.\ud800",
+    ],
+)
+def test_any_other_id_is_refused_without_a_word_on_whether_there_is_such_an_episode(other: str) -> None:
+    with pytest.raises(Refused, match="as the claim returned it") as refused:
+        KEYS.episode_of(other)
+    assert refused.value.code == Code.NOT_YOUR_EPISODE
+    assert "main" not in refused.value.why
+
+
+async def test_who_knows_only_the_names_of_an_episode_and_its_client_can_do_nothing_to_it(rolling: PlayedHive) -> None:
+    episode = without_secret((await rolling.claim())["episode_uuid"])
+    await rolling.call(episode, USER, "an answer")
+    output = {"reward": -1000.0, "is_success": False, "metadata": {}, "log_metrics": {}}
+    one = {"client_uuid": "c1", "episode_uuid": episode}
+    end = {"episode_uuid": episode, "task_id": "t", "workflow_output": output}
+    for path, body in (
+        ("/end_episode", {**one, **end}),
+        ("/end_episodes", {"client_uuid": "c1", "episodes": [end]}),
+        ("/abort_episode", {**one, **end}),
+        ("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [episode]}),
+        ("/replay_latest_llm_call", {"episode_uuid": episode}),
+    ):
+        reply = await rolling.post(path, body)
+        assert reply.status_code == 404, path
+        assert reply.json()["code"] == "not_your_episode", path
+    assert (await rolling.post("/can_continue_episode", one)).json() == {"can_continue": False}
+    touched = await rolling.post("/touch_episodes", {"client_uuid": "c1", "episode_uuids": [episode]})
+    assert touched.json() == {"touched": [], "over": [episode]}
+    assert list(rolling.engine.open) == [episode]
+
+
+async def test_one_id_without_its_secret_refuses_a_whole_command(rolling: PlayedHive) -> None:
+    mine = (await rolling.claim())["episode_uuid"]
+    theirs = without_secret((await rolling.claim(client="c2"))["episode_uuid"])
+    reply = await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [mine, theirs]})
+    assert reply.status_code == 404
+    assert len(rolling.engine.open) == 2
+
+
+async def test_an_agents_key_does_not_tell_the_secret_of_its_episode(rolling: PlayedHive) -> None:
+    claim = await rolling.claim()
+    secret = claim["episode_uuid"].partition(".")[2]
+    signed = base64.urlsafe_b64decode(claim["openai_api_key"].removeprefix("sk-bombus-") + "===")
+    assert base64.urlsafe_b64decode(secret + "==") not in signed
+
+
+async def test_a_contract_client_does_all_it_did_with_the_id_that_it_got(rolling: PlayedHive) -> None:
+    """It sends back its own id and that of the episode, and nothing else that a claim returned."""
+    claim = (await rolling.post("/claim_episode", {"client_uuid": "c1", **CLAIM})).json()
+    one = {"client_uuid": "c1", "episode_uuid": claim["episode_uuid"]}
+    assert (await rolling.post("/can_continue_episode", one)).json() == {"can_continue": True}
+    replay = {"episode_uuid": claim["episode_uuid"]}
+    await rolling.call(without_secret(claim["episode_uuid"]), USER, "an answer")
+    assert (await rolling.post("/replay_latest_llm_call", replay)).json()["input"]["messages"] == list(USER)
+    assert (await rolling.end(claim["episode_uuid"], 1.0)).json() == {"success": True}
+    again = (await rolling.post("/claim_episode", {"client_uuid": "c1", **CLAIM})).json()
+    output: dict[str, object] = {"reward": 0.0, "is_success": None, "metadata": {}, "log_metrics": {}}
+    abort = {"client_uuid": "c1", "episode_uuid": again["episode_uuid"], "task_id": "", "workflow_output": output}
+    assert (await rolling.post("/abort_episode", abort)).json() == {"success": True}
+    assert not rolling.engine.open
+
+
+async def test_a_touch_with_the_secret_keeps_an_episode_alive(rolling: PlayedHive) -> None:
+    claimed_id = (await rolling.claim())["episode_uuid"]
+    reply = await rolling.post("/touch_episodes", {"client_uuid": "c1", "episode_uuids": [claimed_id]})
+    assert reply.json() == {"touched": [claimed_id], "over": []}
+    name = without_secret(claimed_id)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and name in message.episodes)
+
+
+# ---- what others are told ---------------------------------------------------------------------------------------
+
+
+async def test_no_view_has_an_id_of_an_episode_or_of_another_client(rolling: PlayedHive) -> None:
+    ended = (await rolling.claim("first-client"))["episode_uuid"]
+    await rolling.end(ended, 1.0, client="first-client")
+    running = (await rolling.claim("second-client"))["episode_uuid"]
+    await rolling.call(without_secret(running), USER, "an answer")
+    told = (without_secret(ended), without_secret(running), "first-client", "second-client", USER[0]["content"])
+    for reply in (
+        await rolling.post("/get_episode_buffer"),
+        await rolling.http.get("/get_current_batch_rollout_pool_information"),
+        await rolling.http.get("/get_engine_status"),
+        await rolling.post("/replay_latest_llm_call"),
+        await rolling.claim("third-client", throttle_policy={"current_task_id": "t"}, episode_type="eval"),
+    ):
+        text = reply if isinstance(reply, dict) else reply.json()
+        assert not any(word in str(text) for word in told), text
+
+
+async def test_a_client_finds_itself_in_the_pool_by_its_own_id(rolling: PlayedHive) -> None:
+    await rolling.end((await rolling.claim("first-client"))["episode_uuid"], 1.0, client="first-client")
+    await rolling.claim("second-client")
+    path = "/get_current_batch_rollout_pool_information"
+    pool = (await rolling.http.get(path, params={"client_uuid": "second-client"})).json()
+    assert pool["completed_tasks_client_uuids"] == {"t1": ["client 1"]}
+    assert [row["client_uuid"] for row in pool["running_episode_details"].values()] == ["second-client"]
+
+
+async def test_a_contract_client_is_throttled_by_the_policy_that_it_sends(rolling: PlayedHive) -> None:
+    """Its own check counts tasks under its own id, which the views no longer show."""
+    policy = {"ratio": 1.0, "expected_batch_size": 1, "expected_num_repeat": 2}
+
+    def task(name: str) -> dict[str, Any]:
+        return {"throttle_policy": {**policy, "current_task_id": name}}
+
+    assert (await rolling.claim(**task("a")))["success"]
+    throttled = await rolling.claim(**task("b"))
+    assert not throttled["success"]
+    assert throttled["fail_cause"].startswith("No available episodes to claim.")
+    assert (await rolling.claim(**task("a")))["success"], "a task under way goes on"
+    assert (await rolling.claim("c2", **task("b")))["success"], "each client has its own share"
+    assert (await rolling.claim(episode_type="eval", **task("b")))["success"]
+
+
+async def test_only_the_admin_key_reads_the_latest_call_of_all(bus: Bus) -> None:
+    async with played_hive(bus, keys=HiveKeys(admin=ADMIN, client=CLIENT)) as played:
+        played.http.headers["x-api-key"] = ADMIN
+        await played.start()
+        episode = without_secret((await played.claim())["episode_uuid"])
+        await played.call(episode, USER, "an answer")
+        assert (await played.post("/replay_latest_llm_call")).json()["input"]["messages"] == list(USER)
+        refused = await played.post("/replay_latest_llm_call", **{"x-api-key": CLIENT})
+        assert (refused.status_code, refused.json()["code"]) == (404, "no_calls")
