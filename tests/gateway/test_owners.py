@@ -1,6 +1,8 @@
 """An episode belongs to whoever claimed it: its secret, what the views tell others, and fair shares by key."""
 
+import asyncio
 import base64
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,10 +11,10 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import without_secret
-from bombus.hive.inbox import Touch
-from bombus.host.hive_keys import HiveKeys
+from bombus.hive.inbox import Claim, Touch
+from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.keys import Keys
-from tests.gateway.swarm_hive import PlayedHive, played_hive
+from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
 
 KEYS = Keys(b"0123456789abcdef0123456789abcdef")
 ADMIN, CLIENT = "an-admin-key-for-tests", "a-client-key-for-tests"
@@ -180,3 +182,87 @@ async def test_only_the_admin_key_reads_the_latest_call_of_all(bus: Bus) -> None
         assert (await played.post("/replay_latest_llm_call")).json()["input"]["messages"] == list(USER)
         refused = await played.post("/replay_latest_llm_call", **{"x-api-key": CLIENT})
         assert (refused.status_code, refused.json()["code"]) == (404, "no_calls")
+
+
+# ---- shares of keys ---------------------------------------------------------------------------------------------
+
+ALICE, BOB = "the-key-of-alice-for-tests", "the-key-of-bob-for-tests"
+NAMED = HiveKeys(
+    admin=ADMIN,
+    client=CLIENT,
+    clients={"alice": NamedKey(key=ALICE, open_max=2, waiting_max=1), "bob": NamedKey(key=BOB)},
+)
+
+
+@pytest.fixture
+async def shared(bus: Bus) -> AsyncIterator[PlayedHive]:
+    async with played_hive(bus, keys=NAMED) as played:
+        played.http.headers["x-api-key"] = ADMIN
+        await played.start()
+        yield played
+
+
+async def claim_with(hive: PlayedHive, key: str, client: str, **more: object) -> dict[str, Any]:
+    body = {"client_uuid": client, "claim_id": uuid.uuid4().hex, "wait_s": 0.0, **more}
+    claim: dict[str, Any] = (await hive.post("/claim_episodes", body, **{"x-api-key": key})).json()
+    return claim
+
+
+async def test_a_key_has_its_cap_whatever_ids_its_clients_choose(shared: PlayedHive) -> None:
+    for client in ("a1", "a2"):
+        assert (await claim_with(shared, ALICE, client))["success"]
+    refused = await claim_with(shared, ALICE, "a3")
+    assert refused["fail_cause"].startswith("No available episodes to claim. Key alice has 2 of at most 2 open")
+    assert (await claim_with(shared, BOB, "b1"))["success"]
+    assert (await claim_with(shared, CLIENT, "c1"))["success"], "a key without a name has no caps"
+    assert [episode.owner for episode in shared.engine.open.values()] == ["alice", "alice", "bob", ""]
+    too_many = await shared.post(
+        "/claim_episodes", {"client_uuid": "a4", "claim_id": "k", "count": 3}, **{"x-api-key": ALICE}
+    )
+    assert (too_many.status_code, too_many.json()["code"]) == (400, "malformed")
+
+
+async def test_a_contract_client_reads_of_its_keys_cap_in_words_on_which_it_asks_again(shared: PlayedHive) -> None:
+    path = f"/k/{ALICE}/claim_episode"
+    for client in ("a1", "a2"):
+        shared.http.headers.pop("x-api-key", None)
+        assert (await shared.post(path, {"client_uuid": client, **CLAIM})).json()["success"]
+    reply = await shared.post(path, {"client_uuid": "a3", **CLAIM})
+    assert reply.status_code == 200
+    assert "No available episodes to claim." in reply.json()["fail_cause"]
+
+
+async def test_waiting_claims_of_a_key_have_a_cap(shared: PlayedHive) -> None:
+    held = [await claim_with(shared, ALICE, "a1") for _ in range(2)]
+    waiting = asyncio.create_task(claim_with(shared, ALICE, "a1", wait_s=20.0))
+    await shared.until_received(lambda message: isinstance(message, Claim) and message.wait_s > 0)
+    refused = await claim_with(shared, ALICE, "a2", wait_s=20.0)
+    assert "Key alice has 1 of at most 1 claims waiting already" in refused["fail_cause"]
+    body = {"client_uuid": "a1", "episode_uuids": [held[0]["episodes"][0]["episode_uuid"]]}
+    assert (await shared.post("/abort_episodes", body)).status_code == 200
+    assert (await waiting)["success"]
+
+
+async def test_the_fewest_open_episodes_of_a_key_are_served_first(bus: Bus) -> None:
+    keys = HiveKeys(clients={"alice": NamedKey(key=ALICE), "bob": NamedKey(key=BOB)})
+    job = {"ajet": {**JOB["ajet"], "rollout": {"num_repeat": 2, "max_env_worker": 2}}}
+    async with played_hive(bus, keys=keys) as hive:
+        hive.http.headers["x-api-key"] = BOB
+        await hive.start(job)
+        held = [await claim_with(hive, ALICE, client) for client in ("a1", "a2")]
+        greedy = asyncio.create_task(claim_with(hive, ALICE, "a3", wait_s=30.0, waited_s=60.0))
+        await hive.until_received(lambda message: isinstance(message, Claim) and message.client == "a3")
+        modest = asyncio.create_task(claim_with(hive, BOB, "b1", wait_s=30.0))
+        await hive.until_received(lambda message: isinstance(message, Claim) and message.client == "b1")
+        body = {"client_uuid": "a1", "episode_uuids": [held[0]["episodes"][0]["episode_uuid"]]}
+        await hive.post("/abort_episodes", body)
+        assert (await modest)["success"]
+        assert not greedy.done()
+        greedy.cancel()
+
+
+async def test_the_same_claim_id_under_two_keys_is_two_claims(shared: PlayedHive) -> None:
+    body = {"client_uuid": "c", "claim_id": "first", "wait_s": 0.0}
+    one = (await shared.post("/claim_episodes", body, **{"x-api-key": ALICE})).json()
+    two = (await shared.post("/claim_episodes", body, **{"x-api-key": BOB})).json()
+    assert one["episodes"][0]["episode_uuid"] != two["episodes"][0]["episode_uuid"]

@@ -17,6 +17,7 @@ from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import PoolInformation
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
@@ -44,6 +45,8 @@ class Confirmed(JsonResponse):
 class ClaimRoutes:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        settings = context.gateway.settings
+        self._guard = Guard(Access.CLIENT, settings.keys, settings.public_url)
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
@@ -82,7 +85,7 @@ class ClaimRoutes:
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
-            claim=f"c-{digest(f'{body.client_uuid}/{body.claim_id}'.encode()).hex()}",
+            claim=self._claim_of(request, body),
             client=body.client_uuid,
             count=body.count,
             type=EpisodeType(body.episode_type),
@@ -96,6 +99,12 @@ class ClaimRoutes:
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
+
+    def _claim_of(self, request: Request, body: bodies.ClaimEpisodes) -> str:
+        """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
+        owner = self._guard.holder(request.scope["headers"]).name
+        chosen = f"{body.client_uuid}/{body.claim_id}"
+        return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
 
     def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
         """Return why a client of the swarm contract has to wait by its own policy, in words on which it asks again."""
@@ -120,7 +129,14 @@ class ClaimRoutes:
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))
+        holder = self._guard.holder(request.scope["headers"])
+        claim = msgspec.structs.replace(
+            claim,
+            first_asked_ns=time.time_ns() - int(waited_s * 1e9),
+            owner=holder.name,
+            open_max=holder.open_max,
+            waiting_max=holder.waiting_max,
+        )
         message_id = uuid.uuid4().hex
         for number in itertools.count():
             started = loop.time()
