@@ -11,7 +11,9 @@ import pytest
 from bombus.bus import Bus
 from bombus.errors import Code, Refused
 from bombus.hive.episodes import without_secret
+from bombus.hive.events import BatchReady, StepCompleted
 from bombus.hive.inbox import Claim, Touch
+from bombus.hive.steps import SealedStep, idle_limit_s
 from bombus.host.hive_keys import HiveKeys, NamedKey
 from bombus_gateway.keys import Keys
 from tests.gateway.swarm_hive import JOB, PlayedHive, played_hive
@@ -266,3 +268,45 @@ async def test_the_same_claim_id_under_two_keys_is_two_claims(shared: PlayedHive
     one = (await shared.post("/claim_episodes", body, **{"x-api-key": ALICE})).json()
     two = (await shared.post("/claim_episodes", body, **{"x-api-key": BOB})).json()
     assert one["episodes"][0]["episode_uuid"] != two["episodes"][0]["episode_uuid"]
+
+
+# ---- idle limits ------------------------------------------------------------------------------------------------
+
+
+def step_of(seconds: float) -> SealedStep:
+    batch = BatchReady(at_ns=5, engine="main", run=1, step=1, groups=(), config_digest="")
+    done = StepCompleted(
+        at_ns=5 + int(seconds * 1e9),
+        engine="main",
+        run=1,
+        step=1,
+        trainer_epoch=1,
+        checkpoint="",
+        checkpoint_digest="",
+    )
+    return SealedStep(batch=batch, done=done)
+
+
+@pytest.mark.parametrize(("seconds", "limit_s"), [((), 240), ((5,), 240), ((300, 5), 600), ((90_000,), 3600)], ids=str)
+def test_by_default_an_episode_outlasts_two_steps(seconds: tuple[float, ...], limit_s: float) -> None:
+    assert idle_limit_s([*map(step_of, seconds), SealedStep(batch=step_of(1).batch)]) == limit_s
+
+
+async def test_a_claim_without_an_idle_limit_gets_one_that_fits_the_steps(rolling: PlayedHive) -> None:
+    rolling.engine.steps.append(step_of(400))
+    for claim in (
+        (await rolling.post("/claim_episodes", {"client_uuid": "c1", "claim_id": "k"})).json(),
+        (await rolling.post("/claim_episode", {"client_uuid": "c1"})).json(),
+    ):
+        assert claim["discard_episode_timeout"] == 800.0
+    assert (await rolling.claim())["discard_episode_timeout"] == 60.0, "a client that names one gets that"
+
+
+async def test_a_key_may_bound_how_long_its_episodes_are_idle(bus: Bus) -> None:
+    keys = HiveKeys(clients={"alice": NamedKey(key=ALICE, idle_max_s=30.0)})
+    async with played_hive(bus, keys=keys) as hive:
+        hive.http.headers["x-api-key"] = ALICE
+        await hive.start()
+        for wanted in (None, 10.0, 600_000.0):
+            claim = await claim_with(hive, ALICE, "a1", discard_episode_timeout=wanted)
+            assert claim["discard_episode_timeout"] == min(wanted or 30.0, 30.0)

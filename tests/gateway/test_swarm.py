@@ -200,7 +200,7 @@ async def test_an_unknown_episode_type_is_a_400(rolling: PlayedHive) -> None:
     assert "episode_type" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize("timeout", [0, -1, 1e12, "60", None])
+@pytest.mark.parametrize("timeout", [0, -1, 1e12, "60"])
 async def test_a_timeout_that_makes_no_sense_is_a_400(rolling: PlayedHive, timeout: object) -> None:
     body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": timeout}
     assert (await rolling.post("/claim_episode", body)).status_code == 400

@@ -35,11 +35,12 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class KeyHolder:
-    """Whom a client key is for, by its name, and its caps on open episodes and on waiting claims; 0: no cap."""
+    """Whom a client key is for, by its name, and its caps (`NamedKey` says of what); 0: no cap."""
 
     name: str = ""
     open_max: int = 0
     waiting_max: int = 0
+    idle_max_s: float = 0.0
 
 
 NOBODY = KeyHolder()  # the holder of a key without a name
@@ -144,7 +145,10 @@ def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
     """Return the holders of the keys that open client routes, by key; none where these routes need no key."""
     if not keys.for_clients:
         return {}
-    named = {each.key: KeyHolder(name, each.open_max, each.waiting_max) for name, each in keys.clients.items()}
+    named = {
+        each.key: KeyHolder(name, each.open_max, each.waiting_max, each.idle_max_s)
+        for name, each in keys.clients.items()
+    }
     return {**named, keys.client: NOBODY, keys.admin: NOBODY}
 
 

@@ -31,7 +31,8 @@ _FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escapi
 
 
 class NamedKey(BaseModel):
-    """A client's key, and how many open episodes and waiting claims its clients may have together; 0: no cap.
+    """A client's key, and how many open episodes and waiting claims its clients may have together, and for how many
+    seconds an episode of theirs may be idle; 0: no cap.
 
     The log, fair shares and refusals call it by the name under which it is listed.
     """
@@ -41,6 +42,7 @@ class NamedKey(BaseModel):
     key: str = Field(repr=False)
     open_max: int = Field(default=0, ge=0, le=1_000_000)
     waiting_max: int = Field(default=0, ge=0, le=1_000_000)
+    idle_max_s: float = Field(default=0.0, ge=0, le=1e9, allow_inf_nan=False)
 
 
 _NAMED_KEYS = TypeAdapter(dict[str, NamedKey])

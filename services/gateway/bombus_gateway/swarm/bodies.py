@@ -50,7 +50,7 @@ class ThrottlePolicyBody(ContractBody):
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
     throttle_policy: ThrottlePolicyBody | None = None
 
 
@@ -110,7 +110,7 @@ class ClaimEpisodes(OwnBody):
     claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=EPISODES_MAX)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
     wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
     # So far, under this claim_id: the longest wait is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0

@@ -15,6 +15,7 @@ from bombus.hive import inbox
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
+from bombus.hive.steps import idle_limit_s
 from bombus.sdk.throttle import should_throttle
 from bombus.sdk.types import PoolInformation
 from bombus_gateway.access import Access, Guard
@@ -59,7 +60,7 @@ class ClaimRoutes:
             claim=self._context.command_id(request, "claim", body.client_uuid, raw),
             client=body.client_uuid,
             type=EpisodeType(body.episode_type),
-            discard_timeout_s=body.discard_episode_timeout,
+            discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
             task_hint=throttle.current_task_id or "",
         )
         outcome: Granted | Refused | None = self._throttled(claim, throttle)
@@ -89,7 +90,7 @@ class ClaimRoutes:
             client=body.client_uuid,
             count=body.count,
             type=EpisodeType(body.episode_type),
-            discard_timeout_s=body.discard_episode_timeout,
+            discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
             task_hint=body.task_id,
         )
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
@@ -99,6 +100,11 @@ class ClaimRoutes:
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
+
+    def _idle_limit_s(self, request: Request, wanted_s: float | None) -> float:
+        """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
+        limit_s = idle_limit_s(self._context.state.steps) if wanted_s is None else wanted_s
+        return min(limit_s, self._guard.holder(request.scope["headers"]).idle_max_s or limit_s)
 
     def _claim_of(self, request: Request, body: bodies.ClaimEpisodes) -> str:
         """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
