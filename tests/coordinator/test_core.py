@@ -1,6 +1,7 @@
 """The coordinator's decisions: one behaviour per test."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,44 @@ def test_r13_claims_are_fair_between_a_greedy_client_and_a_modest_one() -> None:
     harness.send(inbox.Abort(id="a", engine=ENGINE, client="greedy", episodes=episodes[:1]))
     assert isinstance(harness.answers[modest.id], Granted)
     assert not any(message.id in harness.answers for message in greedy)
+
+
+def test_r13_a_client_gains_nothing_by_taking_another_id_under_its_key() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=2)
+    episodes = harness.claim("id-1", owner="greedy") + harness.claim("id-2", owner="greedy")
+    greedy = harness.claim_message("id-3", wait_s=10, owner="greedy")
+    modest = harness.claim_message("modest", wait_s=10, owner="modest")
+    harness.send(greedy)
+    harness.send(modest)
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="id-1", episodes=episodes[:1]))
+    assert isinstance(harness.answers[modest.id], Granted)
+    assert greedy.id not in harness.answers
+    assert [episode.owner for episode in harness.engine.open.values()] == ["greedy", "modest"]
+
+
+def test_a_key_at_its_cap_waits_while_others_are_served_and_goes_on_when_one_of_its_own_ends() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=8)
+    cap: dict[str, Any] = {"owner": "small", "open_max": 2}
+    held, _ = harness.claim("a", **cap) + harness.claim("b", **cap)
+    waiting = harness.claim_message("c", wait_s=30, **cap)
+    harness.send(waiting)
+    harness.claim("d", owner="large")
+    assert waiting.id not in harness.answers
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="a", episodes=(held,)))
+    assert isinstance(harness.answers[waiting.id], Granted)
+    lapsed = harness.request(harness.claim_message("e", **cap))
+    assert "Key small has 2 of at most 2 open" in refused(lapsed, Code.NO_EPISODES)
+    assert "at most 2 open" in refused(harness.request(harness.claim_message(count=3, **cap)), Code.MALFORMED)
+
+
+def test_a_cap_holds_under_the_next_leader() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=8)
+    harness.claim("a", owner="small", open_max=1)
+    after = CoreHarness(Core(harness.core.hive))
+    refused(after.request(after.claim_message("b", owner="small", open_max=1)), Code.NO_EPISODES)
 
 
 def test_among_equal_claims_the_oldest_is_granted_first_even_over_several_slices() -> None:

@@ -18,6 +18,7 @@ from bombus_coordinator import storage
 from bombus_coordinator.rules import claims, engines, episodes, transitions
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
 EVENT_BYTES_MAX = 8 << 20
@@ -120,12 +121,12 @@ class Core:
     def _count_open(self, event: ev.Event) -> None:
         """Tell an event, before it is folded, to what follows the open episodes besides the state."""
         if isinstance(event, ev.EpisodeClaimed):
-            self.live.opened(event.engine, event.client, len(event.episodes))
+            self.live.opened(event.engine, share_of(event), len(event.episodes))
         for name in _closed_by(event):
             self.live.forget(name)
             episode = self.hive.engine(event.engine).open.get(name)
             if episode is not None:
-                self.live.opened(event.engine, episode.client, -1)
+                self.live.opened(event.engine, share_of(episode), -1)
 
     def _folded(self, decisions: Iterable[Decision]) -> Iterator[PendingDecision]:
         for decision in decisions:

@@ -171,7 +171,10 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
-    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim."""
+    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
+
+    `owner` is the name of the client's key, "" where it has none.
+    """
 
     run: int
     claim: str
@@ -181,6 +184,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     discard_timeout_s: float = 240.0
     version: int = 0
     task_hint: str = ""
+    owner: str = ""
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):

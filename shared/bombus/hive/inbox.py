@@ -37,7 +37,11 @@ class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
 
 
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
-    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13)."""
+    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
+
+    `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
+    episodes and on its waiting claims; 0 is no cap.
+    """
 
     claim: str
     client: str
@@ -47,6 +51,9 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     first_asked_ns: int = 0
     wait_s: float = 0.0
     task_hint: str = ""
+    owner: str = ""
+    open_max: int = 0
+    waiting_max: int = 0
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

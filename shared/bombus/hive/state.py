@@ -51,6 +51,7 @@ class Episode(msgspec.Struct, kw_only=True):
     calls: list[NotedCall] = []
     calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
+    owner: str = ""  # the name of its client's key
 
     def trainable_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -375,6 +376,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             claimed_ns=event.at_ns,
             version=event.version,
             task_hint=event.task_hint,
+            owner=event.owner,
             calls_from=engine.newest_call,
         )
     engine.claims[event.claim] = event.episodes

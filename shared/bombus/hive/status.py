@@ -32,6 +32,7 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     idle_s: float
     limit_s: float
+    owner: str = ""  # the name of its client's key
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,6 +184,7 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
         completion_tokens=sum(call.completion_tokens for call in episode.calls),
         idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
         limit_s=episode.discard_timeout_s,
+        owner=episode.owner,
     )
 
 
@@ -327,7 +329,7 @@ def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
     lines = [f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
     for row in episodes[:EPISODES_SHOWN]:
         lines.append(
-            f"  {one_line(row.episode):<20} {one_line(row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
+            f"  {one_line(row.episode):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
             f"{row.idle_s:>8.1f} {row.limit_s:>8.0f}"
         )
     if len(episodes) > EPISODES_SHOWN:

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import EpisodeResult
+from bombus.sdk.types import ThrottlePolicy
 from bombus_gateway import limits
 
 Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
@@ -42,15 +43,18 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """The client throttles itself. The server keeps only the task, to show which one runs."""
+    """Limits one client's share of a batch. The gateway applies it, because its views do not tell clients apart."""
 
+    ratio: Annotated[float, Field(gt=0)] = 1.5
+    expected_batch_size: Annotated[int, Field(ge=0)] = 0
+    expected_num_repeat: Annotated[int, Field(ge=1)] = 1
     current_task_id: TaskId | None = None
 
 
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
     throttle_policy: ThrottlePolicyBody | None = None
 
 
@@ -91,7 +95,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is meant; empty: any of the engine's."""
+    """The episode whose latest call is wanted; empty: any of the engine's, for whoever has the admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -110,7 +114,7 @@ class ClaimEpisodes(OwnBody):
     claim_id: Identifier
     count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
     wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
     # So far, under this claim_id: the longest wait is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
@@ -180,6 +184,18 @@ def parse(model: type[B], body: bytes) -> B:
         code = Code.UNKNOWN_FIELD
     places = [f"{'.'.join(map(str, problem['loc'])) or 'body'}: {problem['msg']}" for problem in problems[:5]]
     raise Refused(code, "; ".join(places))
+
+
+def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
+    """Return a client's policy; None where it names no task or no size of a batch."""
+    if not wanted.current_task_id or not wanted.expected_batch_size:
+        return None
+    return ThrottlePolicy(
+        ratio=wanted.ratio,
+        expected_batch_size=wanted.expected_batch_size,
+        expected_num_repeat=wanted.expected_num_repeat,
+        current_task_id=wanted.current_task_id,
+    )
 
 
 def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
