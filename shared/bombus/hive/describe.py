@@ -57,7 +57,7 @@ def _(event: ev.EngineStarted) -> str:
 
 @_text.register
 def _(event: ev.CommandAnswered) -> str:
-    return f"command {event.command}: {event.why or 'there was nothing to stop'}"
+    return f"command {event.command}: {event.why or 'nothing had to be done'}"
 
 
 @_text.register
@@ -78,6 +78,16 @@ def _(event: ev.EngineStopped) -> str:
 @_text.register
 def _(event: ev.EngineFailed) -> str:
     return f"run {event.run} failed: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EngineSuspended) -> str:
+    return f"run {event.run} is suspended: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EngineResumed) -> str:
+    return f"run {event.run} resumed"
 
 
 @_text.register

@@ -120,8 +120,22 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
     reason: str
 
 
+class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
+    """The run cannot go on for now. It keeps all it has, and waits for its operator to resume or stop it."""
+
+    run: int
+    reason: str
+
+
+class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
+    """The operator lets a suspended run try again. The deadlines of its phase start again."""
+
+    run: int
+    command: str = ""
+
+
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start or stop changed nothing: it was refused for `why`, or nothing was there to stop.
+    """A command to configure, start, stop or resume changed nothing: it was refused for `why`, or there was no need.
 
     The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
     """
@@ -375,6 +389,8 @@ AnyEvent = (
     | EngineBooted
     | EngineStopped
     | EngineFailed
+    | EngineSuspended
+    | EngineResumed
     | CommandAnswered
     | ModelRead
     | RollingStarted

@@ -120,6 +120,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     phase_since_ns: int = 0
     stage: str = ""  # while booting: what it waits for
     failure: str = ""  # why the last run ended, "" when it did not fail
+    suspended: str = ""  # why the run waits for its operator, "" while it goes on
+    suspensions: int = 0  # of this run, over or not
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -148,7 +150,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     agreed: set[str] = set()
     rewarded_ns: dict[str, int] = {}  # when each client that may be active last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
-    commands: dict[str, int] = {}  # configure, start and stop commands that were carried out: their runs
+    commands: dict[str, int] = {}  # configure, start, stop and resume commands that were carried out: their runs
     refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
@@ -167,6 +169,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def rolling(self) -> bool:
         return self.phase in (Phase.ROLLING, Phase.ROLLING_POST)
+
+    @property
+    def granting(self) -> bool:
+        """Return whether claims can be granted now."""
+        return self.phase == Phase.ROLLING and not self.suspended
 
     @property
     def global_step(self) -> int:
@@ -299,18 +306,36 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
     engine.stage = BOOTED
 
 
+def _end_run(engine: EngineState, at_ns: int) -> None:
+    engine.stage = engine.suspended = ""
+    _enter(engine, Phase.OFFLINE, at_ns)
+
+
 @_on(ev.EngineStopped)
 def _stopped(engine: EngineState, event: ev.EngineStopped) -> None:
-    engine.stage = ""
-    _enter(engine, Phase.OFFLINE, event.at_ns)
+    _end_run(engine, event.at_ns)
     _remember(engine, event.command)
 
 
 @_on(ev.EngineFailed)
 def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
-    engine.stage = ""
+    _end_run(engine, event.at_ns)
     engine.failure = event.reason
-    _enter(engine, Phase.OFFLINE, event.at_ns)
+
+
+@_on(ev.EngineSuspended)
+def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
+    engine.suspended = event.reason
+    engine.suspensions += 1
+
+
+@_on(ev.EngineResumed)
+def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
+    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
+    engine.suspended = ""
+    engine.step_failures = 0
+    _enter(engine, engine.phase, event.at_ns)
+    _remember(engine, event.command)
 
 
 @_on(ev.CommandAnswered)
