@@ -52,7 +52,11 @@ def _(event: ev.EngineConfigured) -> str:
 
 @_text.register
 def _(event: ev.EngineStarted) -> str:
-    return f"run {event.run} started with configuration {event.config_digest[:8]}"
+    text = f"run {event.run} started with configuration {event.config_digest[:8]}"
+    if event.begins is None:
+        return text
+    changed = f", with {', '.join(event.begins.changed)}" if event.begins.changed else ""
+    return f"{text}, at the checkpoint of step {event.begins.step} of run {event.begins.run}{changed}"
 
 
 @_text.register

@@ -14,14 +14,15 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.steps import SealedStep, complete, lacking
+from bombus.hive.steps import SealedStep, checkpoints, complete, lacking
 
-FOLD = 3  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
+LEFT_KEPT = 8  # checkpoints of earlier runs that are remembered
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -87,6 +88,13 @@ class Replica(msgspec.Struct, kw_only=True):
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
 
 
+class LeftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a run that is over, and the job of that run."""
+
+    done: ev.StepCompleted
+    config: str
+
+
 class EvalStats(msgspec.Struct):
     """Evaluation episodes that ran on one policy version."""
 
@@ -127,6 +135,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
     step: int = 0  # the step of the newest sealed batch
+    begun: int = 0  # the step at which the run began
+    left: list[LeftCheckpoint] = []  # of earlier runs, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
@@ -178,6 +188,12 @@ class EngineState(msgspec.Struct, kw_only=True):
     @property
     def global_step(self) -> int:
         return max(self.version, 0)
+
+    def checkpoints_left(self) -> list[LeftCheckpoint]:
+        """Return the newest checkpoints of earlier runs and of this one, oldest first."""
+        ours = [done for done in reversed(checkpoints(self.steps)) if done.run == self.run]
+        config = "" if self.active is None else self.active.config
+        return [*self.left, *(LeftCheckpoint(done=done, config=config) for done in ours)][-LEFT_KEPT:]
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this way of reading the model is news.
@@ -288,12 +304,33 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         refused=engine.refused,
         newest_call=engine.newest_call,
         steps_from=engine.steps_from,
+        left=engine.checkpoints_left(),
         stage="waiting for a trainer",
     )
+    if event.begins is not None:
+        _begin_at(fresh, event.begins)
+        if event.begins.run == engine.run:
+            fresh.counters, fresh.evals = engine.counters, engine.evals
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
     _enter(engine, Phase.BOOTING, event.at_ns)
     _remember(engine, event.command)
+
+
+def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
+    """Let a run begin as if it had made the step of that checkpoint itself. Its batch is not needed again."""
+    batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
+    done = ev.StepCompleted(
+        engine=engine.name,
+        run=begins.run,
+        step=begins.step,
+        trainer_epoch=0,
+        checkpoint=begins.checkpoint,
+        checkpoint_digest=begins.checkpoint_digest,
+    )
+    engine.step = engine.begun = begins.step
+    engine.step_done = done
+    engine.steps = [SealedStep(batch=batch, done=done)]
 
 
 @_on(ev.EngineProgressed)

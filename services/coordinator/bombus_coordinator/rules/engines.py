@@ -25,6 +25,7 @@ from bombus.hive.inbox import (
     WeightsSaved,
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
+from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room, why_none
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.episodes import aborted
@@ -105,6 +106,7 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         run=run,
         config_digest=engine.configured.config_digest,
         command=message.id,
+        begins=beginning(engine),
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
 
@@ -277,10 +279,10 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make the weights a policy version when their step is on the log. The model as loaded is version 0."""
+    """Make the weights a policy version when their step is on the log, or those at which the run began."""
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return
-    first = message.step == 0 and engine.phase == Phase.BOOTING and engine.weights is None
+    first = message.step == engine.begun and engine.phase == Phase.BOOTING and engine.weights is None
     stepped = engine.step_done is not None and engine.step_done.step == message.step
     if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
         return

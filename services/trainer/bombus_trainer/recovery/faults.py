@@ -7,10 +7,12 @@ import torch
 from torch import distributed
 
 from bombus.errors import BusUnavailable
+from bombus_trainer.publish.checkpoint import CheckpointLost
 
 DOUBLINGS_MAX = 32
 OF_THE_MOMENT = (
     BusUnavailable,
+    CheckpointLost,  # which the run began at, so it was there
     MemoryError,
     OSError,
     torch.AcceleratorError,

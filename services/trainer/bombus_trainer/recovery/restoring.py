@@ -16,7 +16,8 @@ log = logging.getLogger(__name__)
 def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
     """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
 
-    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0.
+    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0,
+    unless the run began at a checkpoint of an earlier one.
     Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
     """
     executor, newest = load(), engine.step_done
@@ -33,6 +34,6 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
         except CheckpointLost as error:
             log.warning("%s: going back further", error)
             lost = lost or error
-    if steps_after(engine.steps, 0, newest.step) is None:
+    if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
         raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
     return executor, 0
