@@ -619,3 +619,16 @@ def test_the_document_that_a_job_sends_is_read_as_the_run_that_it_has(
     file.write_text(base)
     job = Job(base_yaml_config=file if base else None, **keywords)
     assert parse_job(job.config.to_dict()) == job.run
+
+
+def test_agentjets_names_for_where_a_run_begins_and_how_often_it_is_saved() -> None:
+    def trainer(**keys: object) -> tuple[str, int]:
+        config = parse_job({"ajet": {"trainer_common": keys}})
+        assert config.ignored == ()
+        return config.trainer.resume, config.trainer.checkpoint_every
+
+    assert trainer() == ("never", 1)
+    assert trainer(resume_mode="auto", save_freq=20) == ("auto", 20)
+    assert trainer(resume_mode="disable", save_freq=-1) == ("never", 1)
+    with pytest.raises(Refused, match=r"ajet\.trainer_common\.resume_mode"):
+        trainer(resume_mode="resume_path")

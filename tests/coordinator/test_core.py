@@ -680,18 +680,6 @@ def test_weights_without_their_step_on_the_log_are_ignored() -> None:
     assert harness.save_weights(1) == [], "a version that is not greater is ignored"
 
 
-def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason_and_keeps_the_batch() -> None:
-    harness = sealed()
-    for _ in range(3):
-        assert harness.phase() == Phase.WEIGHT_SYNCING
-        harness.send(
-            inbox.StepBroke(id=harness.id(), engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="loss is NaN")
-        )
-    assert harness.phase() == Phase.OFFLINE
-    assert "loss is NaN" in harness.engine.failure
-    assert harness.engine.batch is not None
-
-
 def test_rolling_resumes_when_all_live_replicas_have_loaded_or_the_sync_timed_out() -> None:
     harness = CoreHarness()
     harness.boot(batch_size=1, num_repeat=2, sync_s=5)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bombus.bus import Bus
+from bombus.hive import inbox
 from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Claim, Touch
@@ -113,6 +114,18 @@ async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHi
     assert (await rolling.http.get("/get_engine_status")).json()["engine_status"] == "ENGINE.OFFLINE"
     assert rolling.engine.closed[without_secret(episode)].aborted == AbortReason.ENGINE_STOPPED
     assert (await rolling.post("/stop_engine")).json()["success"] is True
+
+
+async def test_a_suspended_run_keeps_its_phase_and_says_why_in_the_detail(rolling: PlayedHive) -> None:
+    reason = "the model could not be loaded 9 times: CUDA out of memory"
+    broke = inbox.EngineBroke(id="stuck", engine="main", run=rolling.engine.run, reason=reason, may_pass=True)
+    await rolling.send(broke)
+    await rolling.gateway.follower.wait_for(lambda _: bool(rolling.engine.suspended), 10.0)
+    status = (await rolling.http.get("/get_engine_status")).json()
+    assert (status["engine_status"], status["suspended"]) == ("ENGINE.ROLLING", reason)
+    assert status["engine_status_detail"] == f"suspended: {reason}"
+    refused = await rolling.claim()
+    assert refused["fail_cause"].startswith("No available episodes to claim. The run is suspended until its operator")
 
 
 async def test_the_folder_of_the_runs_weights_is_reported(played: PlayedHive) -> None:

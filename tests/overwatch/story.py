@@ -273,6 +273,8 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.EngineStopped),
         lambda: tell(ev.CommandAnswered, command="c", why="it is started already"),
         lambda: tell(ev.EngineFailed, reason="a reason"),
+        lambda: tell(ev.EngineSuspended, reason="out of memory"),
+        lambda: tell(ev.EngineResumed, command="r"),
         restart,
     ]
     while len(story.events) < count:

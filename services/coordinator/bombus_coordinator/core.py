@@ -224,6 +224,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Configure: engines.configure,
     inbox.Start: engines.start,
     inbox.Stop: engines.stop,
+    inbox.Resume: engines.resume,
     inbox.AgreeSync: engines.agree,
     inbox.TrainerOpens: engines.trainer_opens,
     inbox.StageReached: engines.stage_reached,

@@ -27,6 +27,8 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.EngineBooted: EventGroup.ENGINE,
     ev.EngineStopped: EventGroup.ENGINE,
     ev.EngineFailed: EventGroup.ENGINE,
+    ev.EngineSuspended: EventGroup.ENGINE,
+    ev.EngineResumed: EventGroup.ENGINE,
     ev.CommandAnswered: EventGroup.ENGINE,
     ev.ModelRead: EventGroup.ENGINE,
     ev.RollingStarted: EventGroup.ENGINE,
@@ -55,6 +57,7 @@ GROUPS: dict[type[Event], EventGroup] = {
 TROUBLE: frozenset[type[Event]] = frozenset(
     {
         ev.EngineFailed,
+        ev.EngineSuspended,
         ev.EpisodeAborted,
         ev.GroupDropped,
         ev.PoolCleared,

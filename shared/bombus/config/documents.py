@@ -50,6 +50,8 @@ AJET_KEYS: dict[str, str] = {
     "swarm_mode_sample_collection_method": "collection.method",
     "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
     "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
+    "trainer_common.resume_mode": "trainer.resume",
+    "trainer_common.save_freq": "trainer.checkpoint_every",
     "trainer_common.mini_batch_num": "trainer.mini_batch_num",
     "trainer_common.ppo_epochs": "trainer.ppo_epochs",
     "trainer_common.kl_loss_coef": "trainer.kl_coef",
@@ -75,7 +77,8 @@ PASSED_ON: dict[str, object] = {
 }
 BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # the keys at the top of a document; the last two are Hydra's
 _KL_SWITCH = "trainer_common.use_kl_loss"  # where this is off, the coefficient has no effect
-_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
+_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps", "trainer.checkpoint_every"}
+_RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names for what is called otherwise here
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
 
 
@@ -120,11 +123,15 @@ def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:
             ignored.append(f"ajet.{path}")
         elif target is not None and value is not None and not unset:
             group, _, field = target.partition(".")
-            given.setdefault(group, {})[field] = value
+            given.setdefault(group, {})[field] = _resume_mode(value) if field == "resume" else value
             names[target] = f"ajet.{path}"
     if not kl_is_on:
         given.get("trainer", {}).pop("kl_coef", None)
     return given, names, ignored
+
+
+def _resume_mode(value: object) -> object:
+    return _RESUME_MODES.get(value, value) if isinstance(value, str) else value
 
 
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:

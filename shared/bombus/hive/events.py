@@ -62,6 +62,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
     max_step_failures: int = 3
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
+    resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
 
     @property
     def episode_target(self) -> int:
@@ -93,10 +94,26 @@ class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag
     command: str = ""
 
 
+class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The checkpoint of `step` of an earlier `run`, at which a run begins.
+
+    `changed` are the settings of the trainer that were others then, with both values.
+    """
+
+    run: int
+    step: int
+    checkpoint: str
+    checkpoint_digest: str
+    changed: tuple[str, ...] = ()
+
+
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
+    """A run has started. It `begins` at a checkpoint, or at the model as loaded."""
+
     run: int
     config_digest: str
     command: str = ""
+    begins: Beginning | None = None
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
@@ -120,8 +137,22 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
     reason: str
 
 
+class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
+    """The run cannot go on for now. It keeps all it has, and waits for its operator to resume or stop it."""
+
+    run: int
+    reason: str
+
+
+class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
+    """The operator lets a suspended run try again. The deadlines of its phase start again."""
+
+    run: int
+    command: str = ""
+
+
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start or stop changed nothing: it was refused for `why`, or nothing was there to stop.
+    """A command to configure, start, stop or resume changed nothing: it was refused for `why`, or there was no need.
 
     The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
     """
@@ -394,6 +425,8 @@ AnyEvent = (
     | EngineBooted
     | EngineStopped
     | EngineFailed
+    | EngineSuspended
+    | EngineResumed
     | CommandAnswered
     | ModelRead
     | RollingStarted

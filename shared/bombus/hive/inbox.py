@@ -36,6 +36,10 @@ class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
     pass
 
 
+class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume"):
+    """Let a suspended run try again."""
+
+
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
     """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
 
@@ -201,18 +205,21 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
     """A trainer or replica cannot continue this run, for a reason given in one clear sentence.
 
-    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11).
+    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11). With
+    `may_pass` the run is suspended rather than ended: the cause lies in the moment, not in the job.
     """
 
     run: int
     reason: str
     trainer_epoch: int | None = None
+    may_pass: bool = False
 
 
 AnyMessage = (
     Configure
     | Start
     | Stop
+    | Resume
     | Claim
     | End
     | Abort

@@ -81,6 +81,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase_s: float
     detail: str
     failure: str  # why the last run ended, "" when it did not fail
+    suspended: str = ""  # why the run waits for its operator, "" while it goes on
     model: str
     run: int
     global_step: int
@@ -116,7 +117,13 @@ def seconds_between(start_ns: int, end_ns: int) -> float:
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """Return a clause about what the engine waits for in its phase."""
+    """Return a clause about what the engine waits for in its phase, or why its run is suspended."""
+    if engine.suspended:
+        return f"suspended: {engine.suspended}"
+    return _phase_detail(engine, now_ns)
+
+
+def _phase_detail(engine: EngineState, now_ns: int) -> str:
     match engine.phase:
         case Phase.OFFLINE:
             if engine.failure:
@@ -231,6 +238,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         phase_s=seconds_between(engine.phase_since_ns, now_ns) if engine.phase_since_ns else 0.0,
         detail=noting(detail_of(engine, now_ns), refusing),
         failure=engine.failure,
+        suspended=engine.suspended,
         model=source.model if source else "",
         run=engine.run,
         global_step=engine.global_step,
@@ -343,6 +351,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
     lines = [f"engine {status.engine}: {phase} for {duration(status.phase_s)} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
+    if status.suspended:
+        lines.append("  once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.disagreement:

@@ -12,20 +12,29 @@ from bombus_coordinator.rules.waiting import Waiting, over_cap, share_of
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
+NONE_AVAILABLE = "No available episodes to claim."
 
 
 def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     """Return why no episode is available now. Clients of the swarm contract match these sentences."""
+    refused = _why_in_phase(engine, claim)
+    if not engine.suspended:
+        return refused
+    why = NONE_AVAILABLE if engine.phase == Phase.ROLLING else refused.why
+    return Refused(refused.code, f"{why} The run is suspended until its operator resumes it: {engine.suspended}")
+
+
+def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
     status = f"Engine not ready. Current status: [{engine.phase}]."
     match engine.phase:
         case Phase.ROLLING:
             if claim is not None and (why := _paced(engine, claim)):
-                return Refused(Code.NO_EPISODES, f"No available episodes to claim. Wait: {why}.")
+                return Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} Wait: {why}.")
             limit = engine.collection.max_open_claims
             return Refused(
                 Code.NO_EPISODES,
-                f"No available episodes to claim. {len(engine.open)} of at most {limit} are open: end or abort one, "
-                "wait, or raise rollout.max_env_worker.",
+                f"{NONE_AVAILABLE} {len(engine.open)} of at most {limit} are open: end or abort one, wait, or raise "
+                "rollout.max_env_worker.",
             )
         case Phase.WEIGHT_SYNCING:
             return Refused(Code.WRONG_PHASE, f"{status} Engine is syncing weights. Try again in a moment.")
@@ -132,7 +141,7 @@ def _next(engine: EngineState, live: Live) -> Waiting | None:
 
 def grant(engine: EngineState, live: Live) -> Decisions:
     """Grant what there is room for. No claim overtakes one of a whole group that waits for room in the engine."""
-    while engine.phase == Phase.ROLLING and not live.refusing:
+    while engine.granting and not live.refusing:
         waiting = _next(engine, live)
         if waiting is None:
             return

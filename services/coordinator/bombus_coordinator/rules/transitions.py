@@ -164,12 +164,12 @@ _SETTLE = {
 
 
 def settle(engine: EngineState, live: Live) -> Decisions:
-    """Make the transitions that are due, one after another until none is.
+    """Make the transitions that are due, one after another until none is. A suspended run stays where it is.
 
     Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
     of them needs an atomic batch, which would cost the server a sync of its disk.
     """
-    while (rule := _SETTLE.get(engine.phase)) is not None:
+    while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:
         moved = False
         for decision in rule(engine, live):
             moved = True

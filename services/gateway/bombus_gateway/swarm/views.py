@@ -24,6 +24,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonO
         "policy_version": engine.version,
         "run": engine.run,
         "failure": engine.failure,
+        "suspended": engine.suspended,
         "model": model_of(engine),
     }
 
