@@ -148,6 +148,14 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
     return kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException"))
 
 
+def test_everything_printed_goes_through_one_module() -> None:
+    """It spells out control characters, which clients can put into names, reasons and metadata."""
+    alone = SERVICES["bombus_inference"] / "backends/vllm/keeper.py"  # imports nothing of bombus, prints a number
+    for path in [path for folder in (SHARED, *SERVICES.values()) for path in sources(folder)]:
+        prints = any(isinstance(node, ast.Name) and node.id == "print" for node in nodes(path))
+        assert not prints or path in (SHARED / "terminal.py", alone), f"{path} prints: use bombus.terminal"
+
+
 def test_no_machine_or_workplace_is_named() -> None:
     for path in tracked():
         if path.suffix in (".py", ".md", ".toml", ".yaml", ".txt", "") and path.name != "LICENSE":

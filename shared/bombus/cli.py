@@ -12,8 +12,10 @@ from typing import Protocol
 
 import msgspec
 
+from bombus.bus_address import VARIABLE, without_login
 from bombus.config.flags import Parser, name_of
 from bombus.errors import BombusError, Refused
+from bombus.terminal import complain, say
 
 DEFAULT_NATS = "nats://127.0.0.1:4222"
 URL_FILE = Path(".bombus/nats-url")  # while `bombus up` runs, its data folder has the address of its bus
@@ -75,8 +77,8 @@ def load(module: str, extra: str) -> ModuleType:
 
 def default_nats() -> str:
     """Return `$BOMBUS_NATS`, else the bus of the `bombus up` that runs in this folder, else NATS' default address."""
-    if "BOMBUS_NATS" in os.environ:
-        return os.environ["BOMBUS_NATS"]
+    if VARIABLE in os.environ:
+        return os.environ[VARIABLE]
     return URL_FILE.read_text().strip() if URL_FILE.is_file() else DEFAULT_NATS
 
 
@@ -86,7 +88,8 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
         "--nats",
         metavar="URL",
         default=default_nats(),
-        help="the bus (default: $BOMBUS_NATS, or the bus of the hive that runs in this folder; here %(default)s)",
+        help="the bus (default: $BOMBUS_NATS, or the bus of the hive that runs in this folder; here "
+        f"{without_login(default_nats()).replace('%', '%%')})",
     )
     parser.add_argument(
         "--hive",
@@ -98,13 +101,13 @@ def add_hive_arguments(parser: argparse.ArgumentParser) -> None:
     add_log_argument(parser)
 
 
-def hint_at_bus(arguments: argparse.Namespace) -> str:
-    """Return a hint to add to an error of the bus when the command line did not name one, else ""."""
+def hint_at_bus(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Return a line to print after an error of the bus when the command line did not name one, else nothing."""
     if arguments.nats != DEFAULT_NATS:
-        return ""
+        return ()
     return (
-        "\nNo hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
-        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder"
+        "No hive runs in this folder: go to the folder where `bombus up` was started, or pass --nats with the "
+        f"address that it printed, which is also in `{URL_FILE.name}` in its data folder",
     )
 
 
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.version:
         from importlib.metadata import version
 
-        print(version("bombus"))
+        say(version("bombus"))
         return 0
     if arguments.command is None:
         parser.print_help()
@@ -165,14 +168,14 @@ def run_command(prog: str, command: Command, given: Sequence[str]) -> int:
     try:
         module: CommandModule = load(command.module, command.extra)
     except NotInstalled as error:
-        print(f"{prog} needs {error.package}: {error.remedy}", file=sys.stderr)
+        complain(f"{prog} needs {error.package}: {error.remedy}")
         return 1
     parser = Parser(prog=prog, description=f"{command.help[0].upper()}{command.help[1:]}.")
     module.add_arguments(parser)
     try:
         return module.run(parser.parse_args(given))
     except Refused as error:
-        print(f"{prog}: {error.why}", file=sys.stderr)
+        complain(f"{prog}: {error.why}")
         return 2
     except KeyboardInterrupt:
         return 130

@@ -27,6 +27,7 @@ class Code(StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     BAD_KEY = "bad_key"
     KEY_EXPIRED = "key_expired"
+    UNKNOWN_HOST = "unknown_host"
     UNKNOWN_ENGINE = "unknown_engine"
     UNKNOWN_MODEL = "unknown_model"
     UNKNOWN_EPISODE = "unknown_episode"
@@ -59,6 +60,7 @@ STATUS: dict[Code, int] = {
     Code.PROMPT_TOO_LONG: 400,
     Code.BAD_KEY: 401,
     Code.KEY_EXPIRED: 401,
+    Code.UNKNOWN_HOST: 421,
     Code.UNKNOWN_ENGINE: 404,
     Code.UNKNOWN_MODEL: 404,
     Code.UNKNOWN_EPISODE: 400,

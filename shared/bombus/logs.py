@@ -2,16 +2,25 @@
 
 Ids are passed as `extra={"episode": ...}`; those in FIELDS are printed. Nothing here is on a hot path, because services
 log changes and not every call.
+
+A message and its fields are one line, whatever clients wrote into them: control characters are spelled out, and the
+lines of a traceback are indented, so that none of them reads like an entry of its own.
 """
 
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
+from types import TracebackType
+
+from bombus.terminal import escaped, json_escaped
 
 FIELDS = ("hive", "engine", "run", "episode", "call", "step", "version", "replica", "client", "epoch", "trace")
+INDENT = "    "
+_PLAIN = re.compile(r'[^\s"=]+')
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[31;1m"}
 
 
@@ -47,7 +56,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json_escaped(json.dumps(line, default=str))
 
 
 class LineFormatter(logging.Formatter):
@@ -59,15 +68,23 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
-        fields = " ".join(f"{name}={value}" for name, value in _fields(record).items() if name != "hive")
+        fields = " ".join(f"{name}={_quoted(value)}" for name, value in _fields(record).items() if name != "hive")
         level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
         line = f"{clock} {getattr(record, 'service', ''):<12} {level}{record.getMessage()}"
         if fields:
             line += f"  {fields}"
+        line = escaped(line)
         if record.exc_info:
-            line += "\n" + self.formatException(record.exc_info)
+            traceback = self.formatException(record.exc_info).split("\n")
+            line += "".join(f"\n{INDENT}{escaped(part)}" for part in traceback)
         colour = _COLOURS.get(record.levelno, "") if self._colour else ""
         return f"{colour}{line}\x1b[0m" if colour else line
+
+
+def _quoted(value: object) -> str:
+    """Return a field's value, in quotes where it could be taken for more than one field."""
+    text = str(value)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def configure(service: str, level: str = "info", **constants: str) -> None:
@@ -81,3 +98,12 @@ def configure(service: str, level: str = "info", **constants: str) -> None:
     root.setLevel(level.upper())
     for noisy in ("httpx", "httpcore", "nats", "uvicorn.access", "transformers", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    sys.excepthook = _log_crash
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    """Log the error that ends this process, as its text may be from elsewhere too."""
+    if issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        logging.getLogger(__name__).critical("this process ends", exc_info=(kind, error, traceback))

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,8 @@ async def test_a_message_that_cannot_be_decided_is_set_aside_and_the_next_one_is
         raise KeyError("a fault of ours")
         yield
 
-    monkeypatch.setitem(core._RULES, inbox.Lookup, faulty)
+    rules: dict[type[inbox.Message], Any] = core._RULES
+    monkeypatch.setitem(rules, inbox.Lookup, faulty)
     leading = asyncio.create_task(shell.run(nats_url, hive))
     try:
         await boot(bus)

@@ -28,7 +28,7 @@ from tests.gateway.swarm_hive import PlayedHive, played_hive
 ADMIN, CLIENT, WRONG = "an-admin-key-for-tests", "a-client-key-for-tests", "neither-of-the-two-keys"
 BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
-OPEN = {"/health", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+OPEN = {"/health", "/docs", "/openapi.json"}
 CALL = {"/v1/chat/completions", "/v1/completions"}  # these need an episode's key
 CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/sync_train_code"}
 CLIENTS = {

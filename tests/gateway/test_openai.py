@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -381,9 +382,16 @@ async def test_other_model_names_are_refused_where_the_settings_are_strict(bus: 
         assert answer.choices[0].message.content == "ok"
 
 
-async def test_swagger_shows_both_doors(served: GatewayHive) -> None:
+async def test_the_routes_are_described_for_programs_and_on_a_page_that_loads_nothing(served: GatewayHive) -> None:
     async with httpx.AsyncClient(base_url=served.base_url) as http:
         assert (await http.get("/health")).json() == {"status": "ok"}
-        assert (await http.get("/docs")).status_code == 200
+        page = await http.get("/docs")
         paths = (await http.get("/openapi.json")).json()["paths"]
     assert {"/v1/chat/completions", "/v1/models", "/claim_episode", "/e/main/v1/completions"} <= set(paths)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.headers["content-security-policy"].startswith("default-src 'none'")
+    for path in ("/v1/chat/completions", "/v1/models", "/claim_episode", "/health"):
+        assert f"<code>{path}</code>" in page.text
+    assert not re.search(r"@import|url\(|//", page.text.partition("<body>")[0])
+    assert re.findall(r"(?:href|src|action)=.[^ >]*", page.text) == ['href="openapi.json"']
+    assert not re.search("<script|<link|<img|<iframe", page.text)

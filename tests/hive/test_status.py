@@ -192,7 +192,7 @@ def test_the_status_needs_no_terminal_library() -> None:
 
 
 def test_without_a_bus_the_error_says_where_its_address_is() -> None:
-    assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ""
-    hint = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
+    assert hint_at_bus(argparse.Namespace(nats="nats://elsewhere:4222")) == ()
+    (hint,) = hint_at_bus(argparse.Namespace(nats=DEFAULT_NATS))
     assert "pass --nats" in hint
     assert "`nats-url` in its data folder" in hint

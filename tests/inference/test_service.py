@@ -133,6 +133,16 @@ async def test_a_replica_catches_up_loads_what_is_new_and_leaves_in_order(
     assert (await coordinator.receive(ReplicaLeaves)).replica == "r1"
 
 
+async def test_a_replica_answers_to_its_own_names_only(coordinator: FakeCoordinator, nats_url: str, hive: str) -> None:
+    """It has no key: a web page whose name was pointed at it could otherwise read what it generates."""
+    async with replica(nats_url, hive), httpx.AsyncClient() as client:
+        url = (await coordinator.receive(ReplicaAlive)).url
+        for host, status in (("evil.example", 421), ("localhost", 503), (url.removeprefix("http://"), 503)):
+            answer = await client.get(f"{url}/health", headers={"host": host})
+            assert answer.status_code == status, host  # 503: nothing is loaded
+        assert (await client.get(f"{url}/docs")).status_code == 404
+
+
 async def test_a_replica_that_is_started_again_under_its_name_is_heard_again(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
 ) -> None:

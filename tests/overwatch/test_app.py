@@ -6,6 +6,7 @@ After an intended change run `pytest tests/overwatch/test_app.py --snapshot-upda
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from textual.pilot import Pilot
 
@@ -13,7 +14,7 @@ from bombus.hive import events as ev
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
-from bombus_overwatch.widgets import EpisodesPanel, Notice, PhaseBar, TailPanel
+from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, rolling
 
 WIDE = (120, 36)
@@ -201,3 +202,25 @@ async def test_any_terminal_size_works(story: Story, size: tuple[int, int]) -> N
     async with app.run_test(size=size) as pilot:
         await pilot.press("left", "f")
         app.export_screenshot()
+
+
+async def test_nothing_on_the_log_controls_the_terminal(story: Story) -> None:
+    """Names of metrics, tasks and clients come from whoever trains and plays."""
+    hostile = "\x1b[2J\x9b31m\u202e\nforged"
+    app = app_of(story)
+    done = next(event for event in reversed(story.events) if isinstance(event, ev.StepCompleted))
+    claimed = next(event for event in reversed(story.events) if isinstance(event, ev.EpisodeClaimed))
+    for position, event in enumerate(
+        (
+            msgspec.structs.replace(done, step=done.step + 1, metrics={hostile: 1.0}),
+            msgspec.structs.replace(claimed, episodes=(hostile,), client=hostile, task_hint=hostile),
+        ),
+        len(story.events) + 1,
+    ):
+        app.take(position, event)
+    app.report(Link.AWAY, why=hostile)
+    async with app.run_test(size=WIDE):
+        app.draw()
+        for panel in app.screen_stack[0].query(Panel):
+            assert all(line.isprintable() for line in panel.render().plain.split("\n")), panel
+            assert not any(line.startswith("forged") for line in panel.render().plain.split("\n")), panel

@@ -6,7 +6,6 @@ at once, so rolling never stops.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 
 import msgspec
@@ -21,6 +20,7 @@ from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import NotOnLog, Source
+from bombus.terminal import say, say_json
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.transitions import settle
 
@@ -242,9 +242,9 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     compared = await compare(source, arguments.engine, arguments.which_run, _changes(arguments))
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(compared), indent=2))
+        say_json(msgspec.to_builtins(compared))
     else:
-        print("\n".join(render(compared)))
+        say(*render(compared))
 
 
 def _changes(arguments: argparse.Namespace) -> dict[str, object]:

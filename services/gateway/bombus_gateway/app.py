@@ -5,13 +5,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, without_path_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
+from bombus_gateway.docs_page import HEADERS, docs_page
 from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
@@ -54,7 +55,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
     app = GatewayApp(
         title="bombus",
         description="Train language models with the agent harness that you have: change `base_url` and `api_key`.",
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's own page loads scripts from elsewhere
         redoc_url=None,
     )
     app.calls = calls = Calls(gateway)
@@ -67,6 +68,10 @@ def create_app(gateway: Gateway) -> GatewayApp:
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "starting"}, status_code=503, headers=RETRY_AFTER)
 
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(docs_page(app.openapi()), headers=HEADERS)
+
+    app.add_api_route("/docs", docs, include_in_schema=False)
     engines = gateway.settings.engines
     for prefix, engine in [("", engines[0]), *((f"/e/{engine}", engine) for engine in engines)]:
         openai = OpenAIDoor(gateway, calls, engine, any_engine=not prefix)

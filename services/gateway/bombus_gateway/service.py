@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 from bombus import telemetry
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
@@ -44,7 +45,9 @@ def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManage
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
     settings = app.calls.settings
     limits = HttpLimits(connections=CONNECTIONS_FOR_A_CALL * settings.open_calls_max)
-    return http_server(app, bound, settings.drain_s, app.calls.hang_up, limits)
+    named = (settings.host, host_of(settings.public_url), *settings.host_names)
+    checked = app if settings.keys.for_clients else OwnHostsOnly(app, bound, named)
+    return http_server(checked, bound, settings.drain_s, app.calls.hang_up, limits)
 
 
 @contextlib.asynccontextmanager

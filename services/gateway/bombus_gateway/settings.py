@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from bombus.config.flags import Flag, NoFlag, name_of
+from bombus.config.parts import HostName
 from bombus.hive.subjects import check_name
 from bombus.host.hive_keys import HiveKeys
 
@@ -28,6 +29,11 @@ class GatewaySettings(BaseModel):
     ] = Field(default=("main",), description="may be given several times: one door each, the first at the root too")
     public_url: Annotated[str, Flag(metavar="URL", default="what a client's request says")] = Field(
         default="", description="scheme://host:port as clients see it, behind a proxy"
+    )
+    host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
+        default=(),
+        description="may be given several times: a name by which clients reach it; without a client key, requests for "
+        "names other than localhost, its address, and that of --public-url are refused",
     )
     strict_model_names: bool = Field(
         default=False, description="refuse calls for a model that is neither the job's nor the engine's name"

@@ -17,6 +17,7 @@ from bombus.bus import Blobs, Bus
 from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
 from bombus.hive.events import Weights, WeightsReady
 from bombus.hive.inbox import Refusal, decode_answer
+from bombus.private import private_folder
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import (
     DELTA_FILE,
@@ -227,7 +228,7 @@ class Fetcher:
     def _cache_folder(self) -> Path:
         """Return this process's cache. It is created after removing those of processes that were killed."""
         if self._cache is None:
-            self._root.mkdir(parents=True, exist_ok=True)
+            private_folder(self._root)
             _remove_orphans(self._root)
             draft = Path(tempfile.mkdtemp(prefix=f".{_CACHES}", dir=self._root))  # not an orphan until it is locked
             self._lock = os.open(draft / _LOCK, os.O_CREAT | os.O_RDWR)

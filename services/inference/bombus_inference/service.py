@@ -15,6 +15,7 @@ from bombus.errors import BusUnavailable, EngineFault
 from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
+from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
@@ -263,7 +264,9 @@ async def run(settings: InferenceSettings) -> None:
         try:
             limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
             # On the way out it lets open requests finish.
-            async with http_server(replica.app, bound, settings.http.drain_s, limits=limits):
+            named = (settings.http.host, host_of(url), *settings.http.host_names)
+            app = OwnHostsOnly(replica.app, bound, named)
+            async with http_server(app, bound, settings.http.drain_s, limits=limits):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from bombus.config.flags import Flag, check_range
+from bombus.config.parts import HostName
 from bombus.hive.subjects import check_name
 
 KV_CACHE_BYTES = 2 << 30
@@ -131,7 +132,7 @@ class OpenAISettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: Annotated[str, Flag(help="of the server, such as http://10.0.0.7:8000; it has no default")] = Field(
-        default="", pattern=r"^(https?://[^\s/]+(/.*)?)?$", description="http://HOST:PORT of a server"
+        default="", pattern=r"^(https?://[^\s/@]+(/.*)?)?$", description="http://HOST:PORT of a server"
     )
     api_key_env: Annotated[
         str, Flag(metavar="NAME", help="the variable that holds its key", default="it needs none")
@@ -154,6 +155,11 @@ class ServerSettings(BaseModel):
 
     host: str = Field(default="127.0.0.1", description="where it listens")
     port: int = Field(default=0, ge=0, le=65535, description="of its own; 0: any that is free")
+    host_names: Annotated[tuple[HostName, ...], Flag(name="--host-name", metavar="NAME")] = Field(
+        default=(),
+        description="may be given several times: a name by which it is reached; requests for names other than "
+        "localhost, its address, and that of --advertise-url are refused",
+    )
     requests_max: Annotated[int, Flag(name="--max-requests", metavar="N")] = Field(
         default=1024, ge=1, le=1 << 20, description="open at once; more are answered 503"
     )

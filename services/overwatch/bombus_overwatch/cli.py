@@ -2,10 +2,10 @@
 
 import argparse
 import asyncio
-import sys
 
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
+from bombus.terminal import complain
 from bombus_overwatch import service
 
 
@@ -17,6 +17,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         asyncio.run(service.run(arguments.nats, arguments.hive))
     except (BombusError, ValueError) as error:
-        print(f"bombus overwatch: {error}{hint_at_bus(arguments)}", file=sys.stderr)
+        complain(f"bombus overwatch: {error}", *hint_at_bus(arguments))
         return 1
     return 0

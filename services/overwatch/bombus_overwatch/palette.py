@@ -58,6 +58,11 @@ LINKS: dict[Link, tuple[str, str]] = {
 }
 
 
+def harmless(text: str) -> str:
+    """Return text of the same length without control characters, so that styles stay where they were."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+
+
 def fit(text: str, width: int, right: bool = False) -> str:
     """Return the text in exactly `width` cells, cut off with an ellipsis or padded."""
     if width <= 0:

@@ -11,7 +11,7 @@ from bombus.hive.state import Phase
 from bombus.hive.status import byte_size, duration, format_text, one_line
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
-from bombus_overwatch.palette import figure, fit, fit_end
+from bombus_overwatch.palette import figure, fit, fit_end, harmless
 from bombus_overwatch.screen import HALF_LIMIT, EpisodeRow, Screen, StageState
 
 PHASES = {
@@ -57,6 +57,7 @@ class Panel(Widget):
             return Text("")
         shown = self.lines(self.data, width, height)[:height]
         for line in shown:
+            line.plain = harmless(line.plain)
             line.truncate(width)
         return Text("\n", no_wrap=True, end="").join(shown)
 

@@ -5,6 +5,7 @@ import os
 from importlib.util import find_spec
 
 from bombus import logs
+from bombus.bus_address import bus_arguments, bus_environment
 from bombus.errors import Code, EngineFault, Refused
 from bombus.host.environments import environment_python
 from bombus.host.process import run_service
@@ -44,5 +45,5 @@ def _continue_in_verls_environment(arguments: argparse.Namespace, options: Train
     except EngineFault as error:
         raise Refused(Code.BAD_CONFIG, str(error)) from error
     command = [str(python), "-m", "bombus", "trainer", "--backend", VERL, "--log-level", arguments.log_level]
-    command += ["--nats", arguments.nats, "--hive", arguments.hive, "--options", options.model_dump_json()]
-    os.execv(python, command)
+    command += [*bus_arguments(arguments.nats), "--hive", arguments.hive, "--options", options.model_dump_json()]
+    os.execve(python, command, {**os.environ, **bus_environment(arguments.nats)})

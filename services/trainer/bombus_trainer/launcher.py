@@ -14,6 +14,7 @@ from pathlib import Path
 from bombus import logs
 from bombus.bus import Bus
 from bombus.bus.follow import Follower
+from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import URL_FILE
 from bombus.commands.deployment import (
     add_trainer_arguments,
@@ -35,6 +36,7 @@ from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, Rendezvous, check_can_start, trainer_arguments
 from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.terminal import complain, say
 
 AUTO, CONNECT = "auto", "connect"
 NODES_MAX = 4096
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         layout, trainer = layout_of(arguments)
         check_can_start(layout)
     except Refused as error:
-        print(f"bombus_trainer.launcher: {error.why}", file=sys.stderr)
+        complain(f"bombus_trainer.launcher: {error.why}")
         return 2
     logs.configure("launcher", arguments.log_level, hive=layout.cluster.hive)
     tell_ignored(layout.jobs)
@@ -192,8 +194,9 @@ def worker_line(layout: Layout, trainer: TrainerPart, engine: str, nats: str, no
     """Return the command to type on the machine of that number."""
     assert layout.rendezvous is not None
     gpus = [f"CUDA_VISIBLE_DEVICES={','.join(map(str, trainer.devices))}"] if trainer.devices else []
+    bus = [f'{VARIABLE}="${VARIABLE}"'] if has_login(nats) else []
     words = ["torchrun", *layout.rendezvous.torchrun(str(node), trainer.processes), "-m", "bombus_trainer.worker"]
-    return " ".join([*gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
+    return " ".join([*bus, *gpus, shlex.join([*words, *trainer_arguments(trainer, engine, layout, nats)])])
 
 
 async def run(layout: Layout, trainer: TrainerPart, arguments: argparse.Namespace) -> None:
@@ -208,11 +211,13 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
     nats = layout.cluster.nats or await _own_bus(layout.data_dir / URL_FILE.name)
     elsewhere = range(1, arguments.nnodes) if arguments.mode == AUTO else range(arguments.nnodes)
     if elsewhere:
-        print("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
+        say("in verl's environment (`bombus install verl`) of each machine, type:", flush=True)
+        if has_login(nats):
+            say(f"(with the address of the bus in {VARIABLE}, as it has a password)", flush=True)
     for node in elsewhere:
-        print(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
+        say(worker_line(layout, trainer, arguments.engine, nats, node), flush=True)
     if arguments.mode == CONNECT and not layout.cluster.nats:
-        print("node 0 talks to the bus, which listens on this machine alone: run it here, or give --nats", flush=True)
+        say("node 0 talks to the bus, which listens on this machine alone: run it here, or give --nats", flush=True)
     async with await _connected(nats, layout.cluster.hive) as bus:
         await bus.until_streams_exist()
         follower = Follower(bus)
@@ -221,11 +226,11 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
             ranks = arguments.nnodes * trainer.processes
             expected = f"{ranks} ranks on {arguments.nnodes} machines" if arguments.nnodes > 1 else f"{ranks} ranks"
             when = "" if layout.jobs else ", once a job is started"
-            print(f"waiting for the trainer of engine {arguments.engine}: {expected}{when}", flush=True)
+            say(f"waiting for the trainer of engine {arguments.engine}: {expected}{when}", flush=True)
             await follower.caught_up(None)
             before = follower.hive.engine(arguments.engine).trainer_epoch
             await follower.wait_for(lambda hive: hive.engine(arguments.engine).trainer_epoch != before)
-            print(f"the trainer of engine {arguments.engine} is there", flush=True)
+            say(f"the trainer of engine {arguments.engine} is there", flush=True)
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)

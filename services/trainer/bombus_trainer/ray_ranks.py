@@ -15,6 +15,7 @@ from bombus import logs
 from bombus.config.flags import Parser, check_range
 from bombus.errors import Refused
 from bombus.host.process import die_with_parent
+from bombus.terminal import complain
 from bombus_trainer.options import TrainerOptions, add_options, options_of
 
 RANKS_MAX = 4096
@@ -39,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = options_of(arguments)
         check_range("--ranks", arguments.ranks, 1, RANKS_MAX)
     except Refused as error:
-        print(f"bombus_trainer.ray_ranks: {error.why}", file=sys.stderr)
+        complain(f"bombus_trainer.ray_ranks: {error.why}")
         return 2
     try:
         import ray
     except ModuleNotFoundError:
-        print(f"bombus_trainer.ray_ranks: {NO_RAY}", file=sys.stderr)
+        complain(f"bombus_trainer.ray_ranks: {NO_RAY}")
         return 2
     die_with_parent()
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine)

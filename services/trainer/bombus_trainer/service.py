@@ -19,6 +19,7 @@ from bombus.hive.events import BatchReady, WeightsReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
 from bombus.hive.steps import checkpoints, steps_after
+from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
 from bombus_trainer.data.reading import BusCallReader, read_batch
@@ -437,6 +438,7 @@ def _reason(error: Exception) -> str:
 async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load: Loader | None = None) -> None:
     """Train an engine's runs until cancelled."""
     telemetry.configure("trainer")
+    private_folder(options.folder)
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
         await bus.until_streams_exist()
         await Trainer(bus, options, name, load).run()

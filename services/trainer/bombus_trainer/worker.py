@@ -19,6 +19,7 @@ from bombus.config.flags import Parser
 from bombus.config.job import RunConfig
 from bombus.errors import Refused
 from bombus.host.process import PARENT_VARIABLE, die_with_parent, run_service
+from bombus.terminal import complain
 from bombus_trainer import service
 from bombus_trainer.backend import BackendLost, TrainerBackend
 from bombus_trainer.loading import load_backend
@@ -34,12 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_options(parser)
     arguments = parser.parse_args(argv)
     if "RANK" not in os.environ:
-        print("bombus_trainer.worker: start it with torchrun, or use `bombus trainer`", file=sys.stderr)
+        complain("bombus_trainer.worker: start it with torchrun, or use `bombus trainer`")
         return 2
     try:
         options = options_of(arguments)
     except Refused as error:
-        print(f"bombus_trainer.worker: {error.why}", file=sys.stderr)
+        complain(f"bombus_trainer.worker: {error.why}")
         return 2
     os.environ[PARENT_VARIABLE] = str(os.getppid())  # when torchrun dies, so does this process
     die_with_parent()

@@ -39,6 +39,7 @@ from bombus.bus.wire import (
     stored_from_direct,
     stored_from_get,
 )
+from bombus.bus_address import without_login
 from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
 from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
 from bombus.hive.inbox import Answer, Refusal, encode_answer
@@ -129,7 +130,7 @@ class Bus:
             if not isinstance(error, (TimeoutError, OSError, Error)):
                 raise
             raise BusUnavailable(
-                f"no NATS server at {_without_password(url)} let us in within {timeout_s:g} s "
+                f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
         if client.max_payload < PAYLOAD_BYTES_MIN:
@@ -399,7 +400,3 @@ def _tell_small_payload(limit: int) -> None:
             byte_size(PAYLOAD_BYTES),
             PAYLOAD_BYTES,
         )
-
-
-def _without_password(url: str) -> str:
-    return re.sub(r"//[^@/]*@", "//", url)

@@ -16,6 +16,7 @@ from typing import IO
 
 from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import BusUnavailable
+from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
 MAX_PENDING_BYTES = 64 << 20
@@ -85,10 +86,10 @@ class EmbeddedServer:
             raise RuntimeError("the server is running")
         binary = find_server()
         self._was_full = False
-        self.data_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self.data_dir)
         lock = _lock(self.data_dir)
         config = self.data_dir / "nats-server.conf"
-        config.write_text(self._config())
+        write_private(config, self._config())
         for stale in self.data_dir.glob("nats-server_*.ports"):  # of a server that was killed
             stale.unlink()
         deadline = time.monotonic() + timeout_s
@@ -96,9 +97,11 @@ class EmbeddedServer:
         try:
             while not self._ready(deadline):
                 if self._exited.is_set():
-                    raise BusUnavailable(f"nats-server did not start:\n{self._log_end()}")
+                    raise BusUnavailable(f"nats-server did not start; its log ends: {self._log_end()}")
                 if time.monotonic() > deadline:
-                    raise BusUnavailable(f"nats-server was not ready within {timeout_s:g} s:\n{self._log_end()}")
+                    raise BusUnavailable(
+                        f"nats-server was not ready within {timeout_s:g} s; its log ends: {self._log_end()}"
+                    )
                 self._exited.wait(_POLL_S)
         except BaseException:
             self.stop()
@@ -214,7 +217,7 @@ jetstream {{
 
     def _log_end(self) -> str:
         try:
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
+            return " | ".join(self.log_path.read_text(errors="replace").splitlines()[-8:])
         except FileNotFoundError:
             return "(it wrote no log)"
 

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 
 from bombus.bus import Bus
@@ -11,6 +10,7 @@ from bombus.commands.status import fold
 from bombus.config.flags import name_of
 from bombus.errors import BombusError, Code, Refused
 from bombus.hive.state import EngineState
+from bombus.terminal import complain, say
 
 Act = Callable[[Bus, EngineState], Awaitable[str]]
 """Sends what is needed to an engine in this state, and returns what to print."""
@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 def run(what: str, arguments: argparse.Namespace, act: Act) -> int:
     """Run a command and return its exit code. Raises `Refused` when the hive has no such engine, or refuses."""
     try:
-        print(asyncio.run(_run(what, arguments, act)))
+        say(asyncio.run(_run(what, arguments, act)))
     except Refused:
         raise
     except (BombusError, ValueError, TimeoutError) as error:
-        print(f"bombus {what}: {error or 'the hive did not reply in time'}{hint_at_bus(arguments)}", file=sys.stderr)
+        complain(f"bombus {what}: {error or 'the hive did not reply in time'}", *hint_at_bus(arguments))
         return 1
     return 0
 

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import json
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -14,7 +13,9 @@ from bombus.demo import chart
 from bombus.demo.games import Game, Letters, Needle
 from bombus.demo.training import Curve, TrainingPlan
 from bombus.errors import BombusError, Code, Refused
+from bombus.private import private_folder
 from bombus.sdk.job import Job
+from bombus.terminal import complain, say
 from bombus.weights.models import SMOLLM2, hub_name
 
 BEGAN = time.monotonic()
@@ -63,14 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     model = _found(arguments.model)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(Code.BAD_CONFIG, f"{out} has an earlier run in it: name another --out, or remove it")
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
             return max(_tiny(out, count, arguments.seed, minutes) for count in turns)
         return _main(out, model, arguments.seed, minutes)
     except BombusError as error:
-        print(f"bombus demo: {error}", file=sys.stderr)
+        complain(*f"bombus demo: {error}".split("\n"))  # the end of a log, whose lines are safe
         return 1
 
 
@@ -121,15 +122,15 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
     )
     job = tiny_job(plan, rate, updates)
     curve, _ = asyncio.run(_Demo(out / f"tiny-{turns}", game, job, plan, began, threads=1).train())
-    print(f"\n{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
+    say("", f"{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
     for threshold in TINY_THRESHOLDS:
-        print("  " + _threshold_line(curve, threshold))
+        say("  " + _threshold_line(curve, threshold))
     steps, seconds = len(curve.steps), curve.steps[-1].training_s
     episodes = sum(step.episodes for step in curve.steps)
-    print(f"  {steps} steps, {episodes} episodes, {episodes / seconds:.0f} episodes per second of training")
+    say(f"  {steps} steps, {episodes} episodes, {episodes / seconds:.0f} episodes per second of training")
     if curve.smoothed() >= goal:
         return 0
-    print(
+    say(
         f"  reward {goal} was not reached in {minutes:g} minutes of training, which can be too short on a slow or busy "
         f"machine: try `bombus demo --tiny --turns {turns} --minutes {2 * minutes:g}`"
     )
@@ -177,18 +178,18 @@ def _main(out: Path, model: str, seed: int, minutes: float) -> int:
     picture = out / "reward.png"
     chart.draw(curve, picture, f"{PurePath(hub_name(model) or model).name} on needle_haystack, seed {seed}", constant)
     first, last = curve.measured[0], curve.measured[-1]
-    print(f"\n{game.title}, seed {seed}")
-    print(f"{len(game.held_out())} held-out questions; none of their names occurs in training")
-    print(f"  {'':28}  reward  exact")
-    print(f"  {'base model':28}  {first.reward:6.3f}  {first.exact:5.3f}")
+    say("", f"{game.title}, seed {seed}")
+    say(f"{len(game.held_out())} held-out questions; none of their names occurs in training")
+    say(f"  {'':28}  reward  exact")
+    say(f"  {'base model':28}  {first.reward:6.3f}  {first.exact:5.3f}")
     hits = sum(task.answer == reply for task in game.held_out()) / len(game.held_out())
-    print(f"  {f'best constant reply ({reply})':28}  {constant:6.3f}  {hits:5.3f}")
+    say(f"  {f'best constant reply ({reply})':28}  {constant:6.3f}  {hits:5.3f}")
     place, placed, placed_hits = game.positional_reply()
-    print(f"  {f'always {place}':28}  {placed:6.3f}  {placed_hits:5.3f}")
+    say(f"  {f'always {place}':28}  {placed:6.3f}  {placed_hits:5.3f}")
     for point in curve.measured[1:]:
-        print(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
-    print("\n" + game.summary(first.kinds, last.kinds))
-    print(f"\n{len(curve.steps)} batches. Picture: {picture}\nWeights (load them with transformers): {weights}")
+        say(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
+    say("", *game.summary(first.kinds, last.kinds).split("\n"))
+    say("", f"{len(curve.steps)} batches. Picture: {picture}", f"Weights (load them with transformers): {weights}")
     return 0
 
 

@@ -3,7 +3,6 @@ override it."""
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from bombus.config.placement import check_placement
 from bombus.config.streams import StreamLimits
 from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
+from bombus.terminal import complain
 
 DEFAULTS: Tree = {"trainer": {}, "inference": [{}]}  # for an engine that no file describes
 
@@ -25,6 +25,13 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE.yaml", help="a cluster file, or the job to start each engine with"
     )
     parser.add_argument("--host", metavar="HOST", help="where the gateway listens (default: 127.0.0.1)")
+    parser.add_argument(
+        "--host-name",
+        action="append",
+        metavar="NAME",
+        help="a name by which clients reach the gateway, once or several times; without a client key, others than "
+        "localhost and its address are refused",
+    )
     parser.add_argument("--port", "--swarm-port", type=int, metavar="PORT", help="the gateway's port (default: 10086)")
     parser.add_argument(
         "--data-dir", metavar="DIR", help="for the log, checkpoints and weights (default: .bombus, in this folder)"
@@ -94,6 +101,7 @@ def deployment(arguments: argparse.Namespace) -> tuple[Cluster, Jobs]:
 FLAGS = {
     ("gateway", "host"): "--host",
     ("gateway", "port"): "--port",
+    ("gateway", "host_names"): "--host-name",
     ("trainer", "device"): "--device",
     ("trainer", "threads"): "--threads",
     ("trainer", "bin_tokens"): "--bin-tokens",
@@ -151,7 +159,7 @@ def tell_ignored(jobs: Jobs) -> None:
     for name, job in jobs.items():
         for key in job.ignored:
             why = f": {IGNORED[key]}" if key in IGNORED else ""
-            print(f"engine {name}: {key} of its job has no effect{why}", file=sys.stderr)
+            complain(f"engine {name}: {key} of its job has no effect{why}")
 
 
 def check_counts(arguments: argparse.Namespace, most: Mapping[str, int]) -> None:
@@ -179,12 +187,13 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
     torch = given(arguments, device="device", threads="threads")
     trainer = torch | given(arguments, backend="trainer_backend", processes="trainer_processes")
     trainer |= given(arguments, bin_tokens="bin_tokens", allow_download="allow_download")
+    gateway = given(arguments, host="host", port="port", count="gateways", host_names="host_name")
     engines = plain["engines"].items()
     return {
         **plain,
         "hive": arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
         **given(arguments, nats="nats", data_dir="data_dir"),
-        "gateway": {**plain.get("gateway", {}), **given(arguments, host="host", port="port", count="gateways")},
+        "gateway": {**plain.get("gateway", {}), **gateway},
         "coordinator": {**plain.get("coordinator", {}), **given(arguments, count="coordinators")},
         "streams": {**plain.get("streams", {}), **given(arguments, **STREAM_ATTRIBUTES)},
         "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},

@@ -1,7 +1,6 @@
 """`bombus doctor`: checks what this machine can run and what is missing, without starting anything."""
 
 import argparse
-import json
 from pathlib import Path
 
 import msgspec
@@ -11,6 +10,7 @@ from bombus.host.doctor import Finding, State, examine_machine
 from bombus.host.doctor_deployment import examine_deployment, longest_sequence, needed
 from bombus.host.doctor_model import examine_model
 from bombus.host.doctor_streams import examine_streams
+from bombus.terminal import say, say_json
 
 WIDTH = 26
 
@@ -40,10 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     bad = [finding for finding in findings if finding.state == State.MISSING]
     if arguments.json:
         document = {"ok": not bad, "findings": [msgspec.to_builtins(finding) for finding in findings]}
-        print(json.dumps(document, indent=2))
+        say_json(document)
     else:
-        print("\n".join(line for finding in findings for line in _lines(finding)))
-        print(f"\n{_verdict(arguments.config, bad)}")
+        say(*(line for finding in findings for line in _lines(finding)), "", _verdict(arguments.config, bad))
     return int(bool(bad))
 
 

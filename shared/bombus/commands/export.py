@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.running import BadUsage, reported
 from bombus.replay.source import NotOnLog
+from bombus.terminal import complain, say
 from bombus.weights.models import SEEDS, loadable_name
 
 PROGRESS_S = 2.0
@@ -104,11 +104,11 @@ def _write(found: _Found, draft: Path, arguments: argparse.Namespace) -> Exporte
 def _tell(found: _Found, exported: ExportedFiles, out: Path) -> None:
     size = sum((out / name).stat().st_size for name in exported.digests)
     what = f"an adapter of rank {exported.rank}" if exported.rank else "a whole model"
-    print(f"{out}: version {found.number} of engine {found.run.engine}, run {found.run.run}: {what}, {byte_size(size)}")
+    say(f"{out}: version {found.number} of engine {found.run.engine}, run {found.run.run}: {what}, {byte_size(size)}")
     if exported.share_lost >= SHARE_TOLD:
-        print(f"  merging rounds away {exported.share_lost:.1%} of what the adapter adds: --float32 keeps all of it")
+        say(f"  merging rounds away {exported.share_lost:.1%} of what the adapter adds: --float32 keeps all of it")
     for tool, line in loading(exported, str(out), found.base_model):
-        print(f"  {tool}: {line}")
+        say(f"  {tool}: {line}")
 
 
 class CopyReport:
@@ -121,6 +121,6 @@ class CopyReport:
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
         if self._next and now >= self._next:
-            print(f"{byte_size(done)} of {byte_size(total)}", file=sys.stderr)
+            complain(f"{byte_size(done)} of {byte_size(total)}")
         if now >= self._next:
             self._next = now + self._every_s

@@ -2,13 +2,13 @@
 
 import argparse
 import shlex
-import sys
 
 from bombus.errors import EngineFault
 from bombus.hive.status import byte_size
 from bombus.host.environments import ENVIRONMENTS, environments_folder
 from bombus.host.hardware import nvidia_gpus
 from bombus.host.installing import commands, install, recipe
+from bombus.terminal import complain, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,15 +22,15 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = recipe(arguments.name, gpu=bool(gpus))
     folder = environments_folder() / arguments.name
     if arguments.dry_run:
-        print("\n".join(shlex.join(command) for command in commands(wanted, folder)))
+        say(*(shlex.join(command) for command in commands(wanted, folder)))
         return 0
-    print(f"for {'GPU: ' + gpus[0].name if gpus else 'the CPU: no NVIDIA GPU was found'}", flush=True)
+    say(f"for {'GPU: ' + gpus[0].name if gpus else 'the CPU: no NVIDIA GPU was found'}", flush=True)
     try:
-        made, new = install(wanted, lambda line: print(line, flush=True), arguments.force)
+        made, new = install(wanted, lambda line: say(line, flush=True), arguments.force)
     except (EngineFault, OSError) as error:
-        print(f"bombus install {arguments.name}: {error}", file=sys.stderr)
+        complain(f"bombus install {arguments.name}: {error}")
         return 1
     versions = ", ".join(f"{name} {version}" for name, version in made.packages.items())
     state = "is ready" if new else "already exists"
-    print(f"{folder} {state}: {versions}; Python {made.python}; {byte_size(made.size_bytes)}")
+    say(f"{folder} {state}: {versions}; Python {made.python}; {byte_size(made.size_bytes)}")
     return 0

@@ -1,7 +1,6 @@
 """`bombus log`: export, verify and compact a log."""
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from bombus.replay.export import export
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import BusSource, Source
+from bombus.terminal import complain, say
 
 PROGRESS_S = 2.0
 
@@ -46,17 +46,17 @@ async def _verify(source: Source, arguments: argparse.Namespace) -> None:
     verified = await upkeep.verify(_bus_of(source), _Progress())
     events = verified.last - verified.first + 1
     epochs = f"{verified.epochs} epoch{'s' * (verified.epochs != 1)}"
-    print(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {epochs}")
+    say(f"{source.title}: {events:,} events from {verified.first:,} to {verified.last:,}, {epochs}")
     for position in verified.agreed:
-        print(f"  the snapshot at event {position:,} is the fold of the events before it")
+        say(f"  the snapshot at event {position:,} is the fold of the events before it")
     for position in verified.other_fold:
-        print(f"  the snapshot at event {position:,} was made by another version and was not compared")
-    print(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
+        say(f"  the snapshot at event {position:,} was made by another version and was not compared")
+    say(f"  {verified.calls:,} calls of open episodes, the pool and the outstanding batch match their references")
 
 
 async def _compact(source: Source, arguments: argparse.Namespace) -> None:
     removed = await upkeep.compact(_bus_of(source))
-    print(f"{source.title}: removed {removed:,} events, which can no longer be replayed")
+    say(f"{source.title}: removed {removed:,} events, which can no longer be replayed")
 
 
 def _bus_of(source: Source) -> Bus:
@@ -73,9 +73,9 @@ async def _export(source: Source, arguments: argparse.Namespace) -> None:
     if path.exists() or not path.absolute().parent.is_dir():
         raise BadUsage(f"{path} exists" if path.exists() else f"there is no folder {path.parent}")
     kept = await export(source, path, with_calls=not arguments.no_calls, progress=_Progress())
-    print(f"{path}: {kept.events:,} events, {kept.calls:,} calls, {byte_size(path.stat().st_size)}")
+    say(f"{path}: {kept.events:,} events, {kept.calls:,} calls, {byte_size(path.stat().st_size)}")
     if kept.calls_gone:
-        print(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
+        say(f"{kept.calls_gone:,} calls are no longer kept by the hive: the file does not have their tokens")
 
 
 class _Progress:
@@ -87,4 +87,4 @@ class _Progress:
     def __call__(self, position: int, end: int) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + PROGRESS_S
-            print(f"event {position:,} of {end:,}", file=sys.stderr)
+            complain(f"event {position:,} of {end:,}")

@@ -2,8 +2,6 @@
 
 import argparse
 import asyncio
-import json
-import sys
 
 import msgspec
 
@@ -14,6 +12,7 @@ from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus.hive.state import Hive
 from bombus.hive.status import render_status, status_dict
+from bombus.terminal import complain, say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +26,14 @@ def run(arguments: argparse.Namespace) -> int:
         hive, streams = asyncio.run(_look(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
-        print(f"bombus status: {why}{hint_at_bus(arguments)}", file=sys.stderr)
+        complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
     if arguments.json:
-        print(json.dumps({**status_dict(hive), "streams": msgspec.to_builtins(streams)}, indent=2))
+        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams)})
     else:
-        print(render_status(hive, arguments.engine), end="")
+        say(*render_status(hive, arguments.engine).splitlines())
         if not arguments.engine:
-            print("\nstreams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()), sep="\n")
+            say("", "streams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()))
     return 0
 
 

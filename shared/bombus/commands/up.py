@@ -1,9 +1,11 @@
 """`bombus up`: starts a whole hive on this machine, under one supervisor."""
 
 import argparse
+import logging
 from pathlib import Path
 
 from bombus import logs
+from bombus.bus_address import VARIABLE, has_login
 from bombus.cli import add_log_argument
 from bombus.commands.deployment import add_deployment_arguments, deployment, tell_ignored
 from bombus.config.flags import check_range
@@ -11,6 +13,11 @@ from bombus.host.hive_keys import add_key_arguments, keys_for
 from bombus.host.layout import Layout, check_can_start, services
 from bombus.host.process import run_service
 from bombus.host.supervisor import Supervisor
+from bombus.terminal import complain, say
+
+log = logging.getLogger(__name__)
+
+BETTER = "write the address into a cluster file that only you can read, as `nats`"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     )
     planned = services(layout, cluster.nats or "nats://127.0.0.1:PORT")
     tell_ignored(jobs)
+    if arguments.nats and has_login(arguments.nats):
+        log.warning("every user of this machine can read the bus's password in this command line: %s", BETTER)
     if arguments.dry_run:
-        print("\n".join(map(str, planned)))
+        say(*planned)
+        if has_login(cluster.nats):
+            complain(f"To type these commands, set {VARIABLE} to the address of the bus, which has a password in it.")
         return 0
     check_can_start(layout)
     return run_service(Supervisor(layout).run())

@@ -11,6 +11,7 @@ GPU_MAX = 1023
 Count = Annotated[int, Field(ge=0, le=PROCESSES_MAX)]
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")]
 Threads = Annotated[int, Field(ge=0, le=1024)]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,253}$")]
 Gpus = Annotated[
     tuple[Annotated[int, Field(ge=0, le=GPU_MAX)], ...],
     Field(max_length=PROCESSES_MAX, description="numbers of GPUs, such as [0, 1]"),
@@ -22,11 +23,15 @@ class Part(BaseModel):
 
 
 class GatewayPart(Part):
-    """Where clients connect. `count` processes share the port; 0: it runs on another machine."""
+    """Where clients connect. `count` processes share the port; 0: it runs on another machine.
+
+    A gateway without a client key answers requests for localhost, for its own address, and for `host_names`.
+    """
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=253)
     port: int = Field(default=10086, ge=1, le=65_535)
     count: Count = 1
+    host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
 
 
 class CoordinatorPart(Part):
@@ -148,7 +153,9 @@ class InferencePart(PlacedPart):
     gpu_memory_utilization: float = Field(default=0.0, ge=0, le=1)
     eager: bool = False
     python: str = Field(default="", max_length=4096)
-    url: str = Field(default="", pattern=r"^(https?://\S+)?$", description="http://HOST:PORT of a server that runs")
+    url: str = Field(
+        default="", pattern=r"^(https?://[^\s/@]+(/\S*)?)?$", description="http://HOST:PORT of a server that runs"
+    )
     model: str = Field(default="", max_length=1024)
     api_key_env: str = Field(default="", pattern=r"^([A-Za-z_]\w*)?$", description="the name of a variable")
 

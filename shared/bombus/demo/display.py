@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bombus.demo.training import Measured, Stepped, Watcher
+from bombus.terminal import say
 
 _BARS = " ▁▂▃▄▅▆▇█"
 WIDTH = 60
@@ -37,7 +38,7 @@ class Display(Watcher):
         if self._is_live:
             self._live.start()
         else:
-            print(self._title, flush=True)
+            say(self._title, flush=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -72,7 +73,7 @@ class Display(Watcher):
         if self._is_live:
             self._live.update(self._draw())
         else:
-            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+            say(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
     def _draw(self) -> Group:
         table = Table.grid(padding=(0, 2))

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from bombus.errors import BombusError
+from bombus.private import private_folder
 
 READY_S = 180.0
 STOP_S = 60.0
@@ -31,7 +32,7 @@ async def running(folder: Path, threads: int = 0) -> AsyncIterator[str]:
 
     Raises `HiveFailed` when it is not ready in time. Its log is `folder/hive.log`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     port = free_port()
     command = [sys.executable, "-m", "bombus", "up", "--port", str(port), "--data-dir", str(folder / "hive")]
     command += ["--threads", str(threads)]

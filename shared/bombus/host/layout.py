@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from bombus.bus_address import bus_arguments, bus_environment
 from bombus.config.cluster import Cluster, EnginePart, Jobs
 from bombus.config.flags import typed_flags
 from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
@@ -112,7 +113,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
     """
     cluster = layout.cluster
     common = _common(layout, nats)
-    environment = _environment(layout)
+    environment = {**_environment(layout), **bus_environment(nats)}
     # A coordinator that is restarted has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
     kept = [] if cluster.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
@@ -141,6 +142,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
             found.append(service("inference", f"inference {name}{which}", *_replica(part, name), more=key, gpus=gpus))
     engines = [argument for name in cluster.engines for argument in ("--engine", name)]
     listening = ["--host", cluster.gateway.host, "--port", str(cluster.gateway.port), "--reuse-port", *engines]
+    listening += [argument for name in cluster.gateway.host_names for argument in ("--host-name", name)]
     listening += ["--trusted-network"] if layout.trusted_network else []
     keys = layout.keys.environment()  # the other processes run models and need no keys
     return found + [
@@ -164,7 +166,7 @@ def _environment(layout: Layout) -> dict[str, str]:
 
 
 def _common(layout: Layout, nats: str) -> tuple[str, ...]:
-    return ("--nats", nats, "--hive", layout.cluster.hive, "--log-level", layout.log_level)
+    return (*bus_arguments(nats), "--hive", layout.cluster.hive, "--log-level", layout.log_level)
 
 
 def trainer_arguments(part: TrainerPart, engine: str, layout: Layout, nats: str) -> list[str]:

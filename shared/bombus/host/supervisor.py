@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
+from bombus.bus_address import without_login
 from bombus.cli import URL_FILE
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, BusUnavailable
@@ -23,6 +24,8 @@ from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
 from bombus.host.process import listen
+from bombus.private import private_folder, write_private
+from bombus.terminal import say
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +90,7 @@ class Supervisor:
 
     async def run(self) -> None:
         """Start everything, announce when it is ready, and keep it running; stop everything when cancelled."""
-        self.layout.data_dir.mkdir(parents=True, exist_ok=True)
+        private_folder(self.layout.data_dir)
         gateway = self.cluster.gateway
         with hold_port(gateway.host, gateway.port) if gateway.count else contextlib.nullcontext():
             await self._run()
@@ -97,7 +100,7 @@ class Supervisor:
         await self._make_streams(nats)
         self._children = [Child(service) for service in services(self.layout, nats)]
         url_file = self.layout.data_dir / URL_FILE.name
-        url_file.write_text(nats + "\n")
+        write_private(url_file, nats + "\n")
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._server is not None:
@@ -149,7 +152,10 @@ class Supervisor:
                 async with asyncio.timeout(READY_S):
                     await self._all_services_ready(follower)
                 own = f" (NATS at {nats})" if self._server is not None else ""
-                print(f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {nats}", flush=True)
+                say(
+                    f"ready {self.url}{own}" if self.cluster.gateway.count else f"ready {without_login(nats)}",
+                    flush=True,
+                )
                 for engine, job in self.layout.jobs.items():
                     await _start_job(bus, engine, job)
             except TimeoutError:

@@ -14,6 +14,7 @@ from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source, check_position, state_at
+from bombus.terminal import say, say_json
 
 ENTRIES_SHOWN = 6  # of each collection, as text; the JSON has all of them
 VALUE_CHARACTERS = 70
@@ -87,9 +88,9 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
     if arguments.engine:
         found = [change for change in found if change.path[:2] == ("engines", arguments.engine)]
     if arguments.json:
-        print(json.dumps([msgspec.to_builtins(change) for change in found], ensure_ascii=False, indent=2))
+        say_json([msgspec.to_builtins(change) for change in found])
     else:
-        print("\n".join(as_text(found)) if found else f"nothing changed between {first} and {second}")
+        say(*(as_text(found) if found else [f"nothing changed between {first} and {second}"]))
 
 
 def as_text(found: list[Change]) -> list[str]:

@@ -35,7 +35,6 @@ async def export(
                 trailer = await _Writer(source, packed, with_calls, progress).write()
             file.flush()
             os.fsync(file.fileno())
-        draft.chmod(0o644)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """`bombus replay lineage`: from a weights version back to its batches and to the episodes in them."""
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
@@ -14,6 +13,7 @@ from bombus.hive.status import byte_size, one_line
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Logged, NotOnLog, Source
+from bombus.terminal import say, say_json
 
 STEPS_SHOWN = 10
 GROUPS_SHOWN = 32
@@ -208,9 +208,9 @@ def run(arguments: argparse.Namespace) -> int:
 async def _show(source: Source, arguments: argparse.Namespace) -> None:
     lineage = await trace(source, arguments.step, arguments.engine, arguments.run)
     if arguments.json:
-        print(json.dumps(msgspec.to_builtins(lineage), ensure_ascii=False, indent=2))
+        say_json(msgspec.to_builtins(lineage))
     else:
-        print("\n".join(as_text(lineage, arguments.episodes)))
+        say(*as_text(lineage, arguments.episodes))
 
 
 def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
@@ -223,7 +223,8 @@ def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
     yield from _checkpoint_of(last)
     yield f"  job         configuration {last.config_digest}"
     yield f"  made of     version {last.step - 1}, and the batch of event {last.batch_event}: {_summary(last.members)}"
-    yield f"\n  {'task':<24} episodes  reward             sampled on  tokens  clients"
+    yield ""
+    yield f"  {'task':<24} episodes  reward             sampled on  tokens  clients"
     shown = last.groups if episodes else last.groups[:GROUPS_SHOWN]
     for group in shown:
         yield _row(one_line(group.task)[:24], group.episodes)
@@ -232,7 +233,8 @@ def as_text(lineage: Lineage, episodes: bool) -> Iterator[str]:
     if len(shown) < len(last.groups):
         yield f"  and {len(last.groups) - len(shown)} more: --episodes"
     if before:
-        yield f"\n  {'before it':<24} episodes  reward             sampled on  tokens  checkpoint"
+        yield ""
+        yield f"  {'before it':<24} episodes  reward             sampled on  tokens  checkpoint"
         for step in before[: -STEPS_SHOWN - 1 : -1]:
             yield f"{_row(f'step {step.step}', step.members, named=False)}  {step.checkpoint_digest[:12]}"
         if len(before) > STEPS_SHOWN:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from bombus.errors import BombusError
 from bombus.replay.opening import open_source
 from bombus.replay.source import Source
+from bombus.terminal import complain
 
 SourceCommand = Callable[[Source, argparse.Namespace], Awaitable[None]]
 
@@ -38,9 +39,9 @@ def reported(prog: str, work: Callable[[], None]) -> int:
     except BrokenPipeError:  # the reader of our output (`head`) has closed it; do not write to it again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except BadUsage as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        complain(f"{prog}: {error}")
         return 2
     except (BombusError, OSError, ValueError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        complain(f"{prog}: {error}")
         return 1
     return 0

@@ -1,13 +1,13 @@
 """`bombus replay state`: what the hive was doing at a position of its log."""
 
 import argparse
-import json
 
 from bombus.hive.status import render_status, status_dict
 from bombus.replay.moments import clock, date
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
 from bombus.replay.source import Source, state_at
+from bombus.terminal import say, say_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,8 +25,7 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
     seq = (await source.end()).seq if arguments.at is None else arguments.at
     hive = await state_at(source, seq)
     if arguments.json:
-        print(json.dumps({"seq": seq, **status_dict(hive)}, indent=2))
+        say_json({"seq": seq, **status_dict(hive)})
         return
     when = f", {date(hive.now_ns)} {clock(hive.now_ns)}" if hive.now_ns else ""
-    print(f"after event {seq}{when}, epoch {hive.epoch}\n")
-    print(render_status(hive, arguments.engine), end="")
+    say(f"after event {seq}{when}, epoch {hive.epoch}", "", *render_status(hive, arguments.engine).splitlines())

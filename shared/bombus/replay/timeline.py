@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import get_args
@@ -18,6 +17,7 @@ from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
+from bombus.terminal import complain, json_escaped, say
 
 KINDS = tuple(sorted(str(kind.__struct_config__.tag) for kind in get_args(AnyEvent)))
 
@@ -124,19 +124,19 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
         async for entry, event in entries:
             shown = True
             if arguments.json:
-                print(_as_json(entry))
+                say(json_escaped(_as_json(entry)))
             else:
                 if date(entry.time_ns) != day:
                     day = date(entry.time_ns)
-                    print(f"-- {day}")
+                    say(f"-- {day}")
                 engine = "" if event.engine == ev.HIVE else event.engine
-                print(f"{entry.seq:>8}  {clock(entry.time_ns)}  {engine:<8} {kind_of(event):<17} {line_of(event)}")
+                say(f"{entry.seq:>8}  {clock(entry.time_ns)}  {engine:<8} {kind_of(event):<17} {line_of(event)}")
             if left is not None:
                 left -= 1
                 if not left:
                     return
     if not shown:
-        print(f"bombus replay timeline: nothing to show; {await _last(source)}", file=sys.stderr)
+        complain(f"bombus replay timeline: nothing to show; {await _last(source)}")
 
 
 async def _last(source: Source) -> str:

@@ -270,7 +270,7 @@ def rebuild(base: Path, deltas: Sequence[Path], into: Path) -> str:
 
 def copy_companions(version: Path, into: Path) -> None:
     """Fill the folder `into` with copies of all files of a version's folder except its tensors."""
-    into.mkdir(exist_ok=True)
+    into.mkdir(mode=0o700, exist_ok=True)
     for file in version.iterdir():
         if file.is_file() and file.name not in (FULL_FILE, DELTA_FILE):
             shutil.copyfile(file, into / file.name)

@@ -15,7 +15,7 @@ async def fetch_objects(blobs: Blobs, stem: str, folder: Path, file_name: str) -
     names = await blobs.names(f"{stem}/")
     if f"{stem}/{file_name}" not in names:
         raise EngineFault(f"the object store has no {stem}/{file_name}")
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     for name in names:
         content = await blobs.get(name)
         await asyncio.to_thread(_write, folder / PurePath(name).name, content)

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from bombus.errors import EngineFault
+from bombus.private import private_folder
 from bombus_trainer.data.samples import Sample
 
 SUFFIXES = (".pt", ".parquet")
@@ -21,7 +22,7 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
     """
     if path.suffix not in SUFFIXES:
         raise EngineFault(f"{path} is refused: samples are written as {' or '.join(SUFFIXES)}")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     os.close(descriptor)
     draft = Path(name)
@@ -30,7 +31,6 @@ def write(path: Path, step: int, samples: Sequence[Sample]) -> None:
             torch.save({"rollout_id": step, "samples": [sample.to_dict() for sample in samples]}, draft)
         else:
             _write_parquet(draft, samples)
-        draft.chmod(0o644)
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

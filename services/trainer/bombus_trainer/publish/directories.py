@@ -38,12 +38,21 @@ def remove_others(root: Path, named: Iterable[str], trainer_epoch: int) -> None:
 
 
 def make_durable_directory(path: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power cut."""
+    """Create a directory and its missing parents, so that they survive a power cut.
+
+    Whoever may read the directory that one is made in may read it too: the operator decides by that of the trainer.
+    """
     if path.exists():
         return
     make_durable_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    path.chmod(access_of(path.parent))
     fsync_directory(path.parent)
+
+
+def access_of(path: Path) -> int:
+    """Return the permissions of a directory."""
+    return path.stat().st_mode & 0o777
 
 
 def fsync_directory(path: Path) -> None:

@@ -21,7 +21,7 @@ from bombus.faults import Point, reached
 from bombus.hive.events import Weights, WeightsReady
 from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, ADAPTER_FORMAT, AdapterConfig
 from bombus.weights.deltas import BASE, DELTA_FILE, DELTA_FORMAT, FULL_FILE, FULL_FORMAT, GAPS, Patch
-from bombus_trainer.publish.directories import draft_directory
+from bombus_trainer.publish.directories import access_of, draft_directory, make_durable_directory
 from bombus_trainer.publish.host_copy import Changes, HostCopy
 from bombus_trainer.publish.tensorfile import Shape, Written, write_tensors
 
@@ -204,12 +204,12 @@ def write_delta(path: Path, patches: Mapping[str, Patch], shapes: Mapping[str, S
 @contextmanager
 def _new_directory(root: Path, name: str, trainer_epoch: int) -> Iterator[tuple[Path, Path]]:
     """Yield a draft to fill and the directory that it becomes afterwards."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_durable_directory(root)
     directory = root / f"{name}-epoch-{trainer_epoch}"
     draft = draft_directory(root, trainer_epoch)
     try:
         reached(Point.TRAINER_WEIGHTS_BEGUN)
-        draft.chmod(0o755)
+        draft.chmod(access_of(root))
         yield draft, directory
         reached(Point.TRAINER_WEIGHTS_WRITTEN)
         if directory.exists():  # this trainer has written the version before, and the answer to it was lost

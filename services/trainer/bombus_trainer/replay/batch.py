@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import sys
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ from bombus.errors import BombusError, LogCorrupted
 from bombus.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
+from bombus.terminal import complain, say
 from bombus_trainer.data.batch import prepare
 from bombus_trainer.data.reading import read_batch
 from bombus_trainer.data.sample_files import SUFFIXES, write
@@ -38,12 +38,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.out.suffix not in SUFFIXES:
-        print(f"bombus replay batch: --out takes a file ending in {' or '.join(SUFFIXES)}", file=sys.stderr)
+        complain(f"bombus replay batch: --out takes a file ending in {' or '.join(SUFFIXES)}")
         return 2
     try:
         return asyncio.run(_run(arguments))
     except BombusError as error:
-        print(f"bombus replay batch: {error}", file=sys.stderr)
+        complain(f"bombus replay batch: {error}")
         return 1
 
 
@@ -55,7 +55,7 @@ async def _run(arguments: argparse.Namespace) -> int:
     trained = sum(sum(sample.loss_mask) for sample in samples)
     episodes = len({sample.metadata["bombus"]["episode"] for sample in samples})
     rewards = sum(sample.reward for sample in samples) / max(len(samples), 1)
-    print(
+    say(
         f"{arguments.out}: step {arguments.step} of run {logged.run}, engine {logged.engine}: {len(samples)} samples "
         f"of {episodes} episodes, {trained} trained tokens, mean reward {rewards:.3f}"
     )
@@ -68,9 +68,9 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
     files = await _tokenizer(source, logged.tokenizer)
     read = await read_batch(source, step.batch, logged.job.to_collection().trained_staleness)
     for episode, why in read.lost.items():
-        print(f"episode {episode} is left out: {why}", file=sys.stderr)
+        complain(f"episode {episode} is left out: {why}")
     for episode, age in read.stale.items():
-        print(f"episode {episode} is left out: it is {age} versions old", file=sys.stderr)
+        complain(f"episode {episode} is left out: it is {age} versions old")
     if read.lost and not any(group.episodes for group in read.groups):
         raise LogCorrupted(f"the calls of step {number} are not on the log any more: {next(iter(read.lost.values()))}")
     config = json.loads(files.get("config.json", b"{}"))
@@ -81,7 +81,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
         try:
             decode = text_of(files["tokenizer.json"])
         except ValueError as error:
-            print(f"the samples have no texts: {error}", file=sys.stderr)
+            complain(f"the samples have no texts: {error}")
     origin = Origin(logged.engine, logged.run, number)
     return samples_of(origin, read.groups, prepared, decode, await client_metadata(source, step))
 
@@ -90,5 +90,5 @@ async def _tokenizer(source: Source, name: str) -> dict[str, bytes]:
     try:
         return msgspec.msgpack.decode(await source.blob(name), type=dict[str, bytes])
     except BlobMissing as error:
-        print(f"the samples have no texts: {error}", file=sys.stderr)
+        complain(f"the samples have no texts: {error}")
         return {}

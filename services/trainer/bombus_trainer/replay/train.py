@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,11 @@ from transformers.utils.logging import disable_progress_bar
 from bombus.config.flags import made_of_flags
 from bombus.config.job import RunConfig, validated
 from bombus.errors import BombusError, Code, Refused
+from bombus.private import private_folder
 from bombus.replay.logged_run import LoggedRun, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
+from bombus.terminal import complain, say
 from bombus_trainer.loading import load_executor
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
@@ -56,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return asyncio.run(_run(arguments))
     except Refused as refused:
-        print(f"bombus replay train: {refused.why}", file=sys.stderr)
+        complain(f"bombus replay train: {refused.why}")
         return 2
     except BombusError as error:
-        print(f"bombus replay train: {error}", file=sys.stderr)
+        complain(f"bombus replay train: {error}")
         return 1
 
 
@@ -162,7 +163,7 @@ async def branch(source: Source, logged: LoggedRun, arguments: argparse.Namespac
         _say(f"on the way: {_line(trained)}{_verdict(trained)}")
     changed_settings = TrainerSettings.of_job(job, arguments.device, settings.bin_tokens)
     await replay.branch(changed_settings, arguments.allow_download)
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    private_folder(arguments.out)
     steps: list[Trained] = []
     for step in range(first, last + 1):
         steps.append(await replay.make(step))
@@ -218,4 +219,4 @@ def _line(trained: Trained) -> str:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    say(line, flush=True)

@@ -12,6 +12,7 @@ from bombus.replay.episode.tree import read_transcript
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
 from bombus.replay.source import Source
+from bombus.terminal import say
 
 TOKENS_LISTED = 64
 
@@ -48,7 +49,8 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
     )
     if arguments.html is not None:
         arguments.html.write_text(page(transcript, source.title), encoding="utf-8")
-        print(f"{arguments.html}: {len(transcript.turns)} calls")
+        say(f"{arguments.html}: {len(transcript.turns)} calls")
         return
-    for line in text(transcript, arguments.tokens, sys.stdout.isatty()):
-        print(line)
+    colour = sys.stdout.isatty()
+    for line in text(transcript, arguments.tokens, colour):
+        say(line, styled=colour)

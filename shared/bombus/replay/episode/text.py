@@ -20,7 +20,8 @@ def text(transcript: EpisodeTranscript, tokens_max: int, colour: bool) -> Iterat
         yield ""
         yield from _turn(turn, tokens_max, paint)
     for line in (*transcript.lost, *transcript.notes):
-        yield f"\nnote: {one_line(line)}"
+        yield ""
+        yield f"note: {one_line(line)}"
 
 
 class _Paint:

@@ -1,0 +1,86 @@
+"""Refuses requests in whose `Host` is not a name of this server.
+
+A route without a key trusts the machine or the network. A browser there runs pages of strangers, and a stranger can let
+a name of his own point here (DNS rebinding): then the browser takes this server for the stranger's, and lets his page
+read the answers. The name is in `Host`, whatever it points to.
+"""
+
+import ipaddress
+import json
+import socket
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import urlsplit
+
+from bombus.errors import STATUS, Code
+
+AsgiMessage = MutableMapping[str, Any]
+AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
+AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
+AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+ACCEPTED_KEPT = 256  # values of `Host`, which differ in their ports
+
+
+class OwnHostNames:
+    """The names by which a server may be called: loopback's, the address where it listens, and `names`.
+
+    A server that listens at every address may be called by any IP address, since no stranger can give those a meaning.
+    """
+
+    def __init__(self, listens_at: str, names: Iterable[str] = ()) -> None:
+        self._names = {name.lower() for name in ("localhost", listens_at, *names) if name}
+        own = _address(listens_at)
+        self._everywhere = listens_at == "" or (own is not None and own.is_unspecified)
+
+    def include(self, host: str) -> bool:
+        """Return whether a value of `Host`, with or without a port, names this server."""
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        address = _address(name)
+        return name in self._names or (address is not None and (self._everywhere or address.is_loopback))
+
+
+class OwnHostsOnly:
+    """An ASGI application before another one: it passes on what is meant for this server, and answers 421 otherwise.
+
+    A request without `Host` is passed on: browsers always send one.
+    """
+
+    def __init__(self, app: AsgiApp, bound: socket.socket, names: Iterable[str]) -> None:
+        self._app = app
+        own = OwnHostNames(str(bound.getsockname()[0]), names)
+        self._is_own = lru_cache(ACCEPTED_KEPT)(lambda host: own.include(host.decode("latin-1")))
+
+    async def __call__(self, scope: Any, receive: AsgiReceive, send: AsgiSend) -> None:
+        for name, value in scope["headers"] if scope["type"] == "http" else ():
+            if name == b"host" and not self._is_own(value):
+                await _refuse(value.decode("latin-1"), send)
+                return
+        await self._app(scope, receive, send)
+
+
+def host_of(url: str) -> str:
+    """Return the host in a URL, "" when there is none."""
+    return urlsplit(url).hostname or ""
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+async def _refuse(host: str, send: AsgiSend) -> None:
+    why = (
+        f"{host[:200]!r} is not a name of this server, which needs no key and therefore answers only to its own names. "
+        "If it is one, start the server with it as --host-name."
+    )
+    body = json.dumps({"detail": why, "code": Code.UNKNOWN_HOST}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": STATUS[Code.UNKNOWN_HOST], "headers": headers})
+    await send({"type": "http.response.body", "body": body})
