@@ -3,24 +3,20 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
 from bombus import telemetry
 from bombus.errors import STATUS, Code
 from bombus.hive.generation import CONTENT_TYPE, Fault, Generate, decode_request, encode_frame
+from bombus.host.host_names import AsgiMessage, AsgiReceive, AsgiSend
 from bombus_inference.backends.protocol import Deliver, Delivery, InferenceBackend
 from bombus_inference.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
 MakeBackend = Callable[[Deliver], InferenceBackend]
-
-AsgiMessage = MutableMapping[str, Any]
-AsgiReceive = Callable[[], Awaitable[AsgiMessage]]
-AsgiSend = Callable[[AsgiMessage], Awaitable[None]]
 
 BODY_BYTES_MAX = 16 << 20
 FRAMES_TYPE = (b"content-type", CONTENT_TYPE.encode())
