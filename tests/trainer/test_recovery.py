@@ -17,7 +17,7 @@ from bombus.hive.events import EngineProgressed, EngineResumed, EngineSuspended,
 from bombus.hive.state import Phase
 from bombus_trainer.backend import Loader, TrainerBackend
 from bombus_trainer.loading import load_backend
-from bombus_trainer.recovery.faults import Patience, backoff, may_pass
+from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
 from bombus_trainer.service import Trainer
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
@@ -238,8 +238,8 @@ def test_pauses_double_up_to_a_limit() -> None:
 
 
 def test_patience_counts_from_the_first_failure_and_has_a_second_attempt() -> None:
-    patience = Patience(1.0, 30.0, limit_s=10.0)
+    patience = LoadPatience(1.0, 30.0, limit_s=10.0)
     assert [patience.pause(now_s) for now_s in (100.0, 101.0, 109.9, 110.0)] == [1.0, 2.0, 4.0, None]
     assert patience.failures == 4
-    without = Patience(1.0, 30.0, limit_s=0.0)
+    without = LoadPatience(1.0, 30.0, limit_s=0.0)
     assert [without.pause(now_s) for now_s in (100.0, 100.0)] == [1.0, None]

@@ -31,7 +31,7 @@ from bombus_trainer.ownership import RunOver, RunOwnership
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
-from bombus_trainer.recovery.faults import Patience, backoff, may_pass
+from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
 from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_again
@@ -182,8 +182,8 @@ class Trainer:
                 await self._until_resumed()
                 patience = self._patience()
 
-    def _patience(self) -> Patience:
-        return Patience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
+    def _patience(self) -> LoadPatience:
+        return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
 
     async def _load_and_check(self, versions: Versions) -> TrainerBackend:
         self._loads += 1

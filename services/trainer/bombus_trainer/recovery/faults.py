@@ -45,7 +45,7 @@ def backoff(failures: int, first_s: float, most_s: float) -> float:
     return min(first_s * 2.0 ** min(max(failures - 1, 0), DOUBLINGS_MAX), most_s)
 
 
-class Patience:
+class LoadPatience:
     """Says how long to wait before something that fails is tried again, until `limit_s` have passed since it first did.
 
     There is always a second attempt.
