@@ -99,15 +99,18 @@ def test_a_command_whose_event_is_too_large_is_refused_and_the_next_one_is_decid
     assert isinstance(harness.configure(Collection(batch_size=2)), Done)
 
 
-def test_a_batch_that_cannot_be_written_ends_the_run_with_the_reason() -> None:
+def test_a_batch_that_cannot_be_written_suspends_the_run_with_the_reason() -> None:
     """The server's limit may be lowered after the job was configured."""
     harness = CoreHarness()
     harness.boot(batch_size=1, num_repeat=8)
     harness.core.live.event_bytes_max = 520
     for _ in range(8):
         harness.play("t" * 300, reward=float(len(harness.engine.pool)))
-    assert harness.phase() == Phase.OFFLINE
-    assert "max_payload" in harness.engine.failure
+    assert "max_payload" in harness.engine.suspended
+    assert len(harness.engine.pool) == 8
+    harness.core.live.event_bytes_max = 8 << 20
+    harness.request(inbox.Resume(id="resume", engine=ENGINE))
+    assert harness.engine.batch is not None
 
 
 def test_a_job_whose_batches_fit_into_no_message_is_refused() -> None:

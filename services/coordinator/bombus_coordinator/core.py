@@ -133,11 +133,11 @@ class Core:
             yield self._fold(decision, self.live.seq)
 
     def _safely(self, engine: EngineState, decisions: Decisions) -> Iterator[PendingDecision]:
-        """Fold what follows from an engine's state. An event that is too large ends its run: it would come again."""
+        """Fold what follows from the state. An event that is too large suspends the run: it would come again."""
         try:
             yield from self._folded(decisions)
         except Refused as error:
-            yield from self._folded(engines.fail(engine, self.live, error.why))
+            yield from self._folded(engines.suspend(engine, self.live, error.why))
 
     def _note(self, message: inbox.CallRecorded, seq: int) -> None:
         self._noted_seq = seq
