@@ -105,7 +105,7 @@ def _id() -> str:
 
 
 async def boot(bus: Bus) -> None:
-    rules = Collection(batch_size=100_000, num_repeat=2, max_open_claims=256, max_pool_episodes=1_000_000)
+    rules = Collection(batch_size=1_000, num_repeat=32, max_open_claims=256, max_pool_episodes=1_000_000)
     configure = inbox.Configure(
         id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
     )
@@ -232,7 +232,7 @@ async def test_streams_get_three_replicas_by_a_flag_and_a_server_that_loses_its_
                 "status", "--hive", HIVE, *where
             )
             await asyncio.to_thread(lost.start)
-            await cluster.in_sync(bus, (bus.subjects.inbox_stream, bus.subjects.events_stream, calls))
+            await until_streams(bus, lambda state: state.late == 0)
             kill(next(node for node in cluster.nodes if node is not lost))
             await until_streams(bus, lambda state: state.late == 1)
             found = await bus.get_many(calls, range(1, len(bodies) + 1))

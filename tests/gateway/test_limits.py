@@ -11,8 +11,9 @@ import pytest
 import pytest_asyncio
 
 from bombus.bus import Bus
+from bombus_gateway.keys import Keys
 from bombus_gateway.limits import QUOTED_CHARACTERS
-from tests.gateway.openai_hive import FILES, MODEL, GatewayHive, gateway_hive, gateway_of
+from tests.gateway.openai_hive import FILES, MODEL, SECRET, GatewayHive, gateway_hive, gateway_of
 
 ROLLOUT = {"max_prompt_length": 500_000, "max_response_length": 1500, "max_response_length_in_one_turn": 64}
 LONG_JOB: dict[str, Any] = {
@@ -164,7 +165,7 @@ async def test_no_value_at_any_place_of_a_call_is_a_500(served: GatewayHive, nam
 
 @pytest.mark.parametrize("name", ODD)
 async def test_no_value_at_any_place_of_an_end_is_a_500(served: GatewayHive, name: str) -> None:
-    episode, _ = await served.claim()
+    episode = Keys(SECRET).claimed_id((await served.claim())[0])
     async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
         for route, content in ends(episode, ODD[name]):
             answer = await client.post(route, content=content)
@@ -293,7 +294,7 @@ async def hive_model(hive: GatewayHive) -> Any:
 
 
 async def test_metadata_that_is_too_large_or_too_deep_is_refused_with_the_limit(served: GatewayHive) -> None:
-    episode, _ = await served.claim()
+    episode = Keys(SECRET).claimed_id((await served.claim())[0])
     end = {"client_uuid": "c1", "episode_uuid": episode, "task_id": "t"}
     async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
 

@@ -218,7 +218,7 @@ class Referee:
             return
         episodes = [episode for group in batch.groups for episode in group.episodes]
         for episode in episodes:
-            for ref in episode.calls:
+            for ref in engine.pool[episode.episode].calls:
                 age = batch.step - 1 - self.sampled[ref.id]
                 assert age <= bound, f"call {ref.id} of {episode.episode} is {age} versions old in step {batch.step}"
                 self.seen["sampled before the step's version"] += age > 0

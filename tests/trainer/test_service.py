@@ -439,6 +439,6 @@ async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_m
     with pytest.raises(ExceptionGroup) as ended:
         await trainer
     assert ended.group_contains(BackendLost, match="no room")
-    assert stage.engine.step_failures == 1
+    await stage.follower.wait_for(lambda _: stage.engine.step_failures == 1, WAIT_S)
     stage.train()
     await stage.until(Phase.ROLLING, version=1)
