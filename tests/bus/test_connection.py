@@ -6,7 +6,7 @@ import pytest
 from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader, StreamLimits
 from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive import inbox
-from tests.conftest import SMALL_STREAMS, freeze, thaw
+from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
 
 MB = 1 << 20
 
@@ -132,3 +132,28 @@ async def test_waiting_for_a_frozen_server_ends_after_the_timeout(crashing: tupl
         await bus.requests.request("$JS.API.INFO", timeout_s=0.3)
     thaw(server)
     assert (await bus.publisher.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1
+
+
+async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_behind(
+    crashing: tuple[EmbeddedServer, Bus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt that fails in the moment in which it is cancelled hides that from the client, as `wait_for` does."""
+    server, bus = crashing
+    attempts = asyncio.Event()
+    hidden = 0
+
+    async def fail(_: object) -> None:
+        nonlocal hidden
+        attempts.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            hidden += 1
+            raise ConnectionRefusedError from None
+
+    monkeypatch.setattr(bus.client, "_connect_to_server", fail)
+    kill(server)
+    await asyncio.wait_for(attempts.wait(), 10)
+    await asyncio.wait_for(bus.close(), 10)
+    assert hidden
+    assert bus.client._reconnection_task.done()

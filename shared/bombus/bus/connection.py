@@ -35,6 +35,7 @@ from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S = 0.1
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
@@ -136,6 +137,20 @@ class Bus:
         """Close at once. Whatever still waits for an acknowledgement fails with `BusUnavailable`."""
         self.publisher.close()
         await self._client.close()
+        await self._end_reconnecting()
+
+    async def _end_reconnecting(self) -> None:
+        """Cancel the client's attempts to reconnect until they end.
+
+        An attempt that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and the
+        client would go on for ever, and keep its process from ending.
+        """
+        task = self._client._reconnection_task
+        if task is asyncio.current_task():
+            return
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
     async def __aenter__(self) -> Self:
         return self
