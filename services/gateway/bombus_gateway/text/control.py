@@ -134,8 +134,7 @@ class ControlTokens:
         """
         if not placeholders and not (guarded and self._has_normal):
             return list(self._fast.encode(text, add_special_tokens=False).ids)
-        text = self.replaced(text, self._private)
-        text = text.translate({ord(character): name for name, character in placeholders.items()})
+        text = restored(self.replaced(text, self._private), placeholders)
         return list(self._tokenizer_without_names().encode(text, add_special_tokens=False).ids)
 
     def _normal_names(self) -> set[str]:
@@ -197,6 +196,11 @@ def _inner(name: str) -> set[str]:
     """Return the texts that are nearly all of a name, without a few letters at both of its ends."""
     cut = [(start, end) for start in range(1, 4) for end in range(1, 4) if 2 * (start + end) <= len(name)]
     return {name[start : len(name) - end] for start, end in cut}
+
+
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """Return a text with the names that placeholders stand for."""
+    return text.translate({ord(character): name for name, character in placeholders.items()})
 
 
 def escaped(character: str) -> str:
