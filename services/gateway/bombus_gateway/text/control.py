@@ -172,7 +172,7 @@ def _branches(names: Collection[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text in small letters, as which two texts are the same if any change of case makes them the same."""
+    """Return a text in small letters, so that texts which differ in case and outer white space alone become equal."""
     return text.upper().lower().replace("▁", " ").strip()
 
 
@@ -219,7 +219,7 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
         if token["content"] in names:
-            # Only the name itself is the token, wherever it stands.
+            # The token is found by its exact name alone, whatever stands around it.
             token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")
