@@ -135,8 +135,7 @@ class ControlTokens:
         """
         if not placeholders and not (guarded and self._has_normal):
             return encoded(self._fast, text)
-        text = self.replaced(text, self._private)
-        text = text.translate({ord(character): name for name, character in placeholders.items()})
+        text = restored(self.replaced(text, self._private), placeholders)
         return encoded(self._tokenizer_without_names(), text)
 
     def _normal_names(self) -> set[str]:
@@ -174,7 +173,7 @@ def _branches(names: Collection[str]) -> str:
 
 
 def _folded(text: str) -> str:
-    """Return a text in small letters, as which two texts are the same if any change of case makes them the same."""
+    """Return a text in small letters, so that texts which differ in case and outer white space alone become equal."""
     return text.upper().lower().replace("▁", " ").strip()
 
 
@@ -200,6 +199,11 @@ def _inner(name: str) -> set[str]:
     return {name[start : len(name) - end] for start, end in cut}
 
 
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """Return a text with the names that placeholders stand for."""
+    return text.translate({ord(character): name for name, character in placeholders.items()})
+
+
 def escaped(character: str) -> str:
     """Return a character as JSON in ASCII has it, in which some templates write tools and arguments."""
     return json.dumps(character)[1:-1]
@@ -216,7 +220,7 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
         if token["content"] in names:
-            # Only the name itself is the token, wherever it stands.
+            # The token is found by its exact name alone, whatever stands around it.
             token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")

@@ -9,7 +9,7 @@ import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
-from bombus_gateway.text.control import ControlTokens, escaped
+from bombus_gateway.text.control import ControlTokens, escaped, restored
 from bombus_gateway.text.words import free_word, strings
 
 TRIES = 32  # renderings at most to find the names that the template looks for
@@ -234,11 +234,6 @@ def _by_words(words: Mapping[str, str]) -> Callable[[str], str]:
 
 def _is_assistants(part: Any) -> bool:
     return isinstance(part, Mapping) and part["role"] == "assistant"
-
-
-def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """Return a text with the names that placeholders stand for."""
-    return text.translate({ord(character): name for name, character in placeholders.items()})
 
 
 def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:
