@@ -14,7 +14,8 @@ from typing import Any
 
 from nats.js.api import ConsumerConfig, DeliverPolicy
 
-from bombus.bus import Bus, EmbeddedServer, Reader, StreamLimits
+from bombus.bus import Bus, EmbeddedServer, Reader
+from bombus.config.streams import StreamLimits
 
 Run = Callable[[Bus, int, int], Awaitable[None]]
 

@@ -31,7 +31,8 @@ def cpu_s(pid: int) -> float:
 
 
 async def boot(bus: Bus, follower: Follower) -> None:
-    rules = Collection(batch_size=1_000_000, num_repeat=1, max_open_claims=100_000, max_pool_episodes=10_000_000)
+    # No batch is ever complete: the pool is cleared before.
+    rules = Collection(batch_size=1_000, num_repeat=32, max_open_claims=100_000, max_pool_episodes=30_000)
     await bus.inbox.request(
         inbox.Configure(id="c", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="m"), 60
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from bombus.bus import Bus, EmbeddedServer, StreamLimits
+from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.streams import stream_configs
+from bombus.config.streams import StreamLimits
 
 MB = 1 << 20
 SMALL_STREAMS = StreamLimits(

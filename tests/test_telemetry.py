@@ -50,6 +50,26 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_provider", None)
 
 
+@pytest.mark.parametrize(
+    ("value", "passes"),
+    [
+        (f"00-{1:032x}-{2:016x}-01", True),
+        (f"00-{10:032x}-{11:016x}-ff", True),
+        ("", False),
+        ("a" * 5_000_000, False),
+        (f"00-{1:032x}-{2:016x}-01" * 1000, False),
+        (f"00-{1:032x}-{2:016x}-01\n", False),
+        (f"00-{10:032X}-{2:016x}-01", False),
+        (f"00-{0:032x}-{2:016x}-01", False),
+        (f"00-{1:032x}-{0:016x}-01", False),
+        (f"ff-{1:032x}-{2:016x}-01", False),
+        ("00-1-2-01", False),
+    ],
+)
+def test_only_a_trace_context_is_taken_from_outside(value: str, passes: bool) -> None:
+    assert telemetry.traceparent_of(value) == (value if passes else "")
+
+
 def test_without_an_endpoint_nothing_is_traced_and_a_context_is_passed_on(untraced: None) -> None:
     assert not telemetry.configure("test", {})
     with telemetry.span("step") as span:

@@ -33,6 +33,7 @@ COMMANDS = {
     "doctor": Command("bombus.commands.doctor", "check what this machine can run, and what is missing", "yaml"),
     "install": Command("bombus.commands.install", "make an environment for vllm or verl", "yaml"),
     "stop": Command("bombus.commands.stop", "stop the job of an engine, so that another can be started", "bus"),
+    "resume": Command("bombus.commands.resume", "let a suspended run try again", "bus"),
     "status": Command("bombus.commands.status", "print what a hive is doing", "bus"),
     "export": Command("bombus.commands.export", "write trained weights as a model that other tools load", "all"),
     "overwatch": Command("bombus_overwatch.cli", "watch a hive in the terminal", "overwatch"),

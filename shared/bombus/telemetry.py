@@ -6,6 +6,7 @@ trace context) over HTTP and over the bus.
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 HEADER = "traceparent"
+TRACEPARENT_CHARACTERS = 55  # of version 00, the only one that there is
 
 Attribute = str | int | float | bool
 
@@ -51,6 +53,7 @@ class _Traced:
         self._span.set_attributes(attributes)  # type: ignore[attr-defined]
 
 
+_traceparent = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _tracer: "Tracer | None" = None
 _provider: "TracerProvider | None" = None
 _NO_SPAN: AbstractContextManager[TraceSpan] = nullcontext(_PassedOn())
@@ -80,6 +83,11 @@ def configure(service: str, environment: Mapping[str, str] = os.environ) -> bool
     _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     _tracer = _provider.get_tracer("bombus")
     return True
+
+
+def traceparent_of(value: str) -> str:
+    """Return the value of a `traceparent` header from outside, or "" when it is not one."""
+    return value if len(value) == TRACEPARENT_CHARACTERS and _traceparent.fullmatch(value) else ""
 
 
 def current() -> str:

@@ -3,9 +3,10 @@ import random
 
 import pytest
 
-from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Outgoing, Reader, ServerRefused, StreamLimits, append
+from bombus.bus import EPOCH, INBOX, Bus, EmbeddedServer, Outgoing, Reader, ServerRefused, append
 from bombus.bus.append import plan_steps
 from bombus.bus.headers import MSG_ID
+from bombus.config.streams import StreamLimits
 from bombus.errors import BusUnavailable, Code, Deposed, LogCorrupted, Refused
 from bombus.hive.events import HIVE
 from tests.conftest import SMALL_STREAMS, kill

@@ -1,15 +1,20 @@
 """Three nats-servers with R3 streams, and a hive under load while the servers that lead its streams are killed."""
 
 import asyncio
+import json
+import shutil
+import subprocess
+import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, StreamLimits
+from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, StreamState
 from bombus.bus.headers import MSG_ID
+from bombus.config.streams import StreamLimits
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import Collection, NotedCall, Weights
@@ -100,7 +105,7 @@ def _id() -> str:
 
 
 async def boot(bus: Bus) -> None:
-    rules = Collection(batch_size=100_000, num_repeat=2, max_open_claims=256, max_pool_episodes=1_000_000)
+    rules = Collection(batch_size=1_000, num_repeat=32, max_open_claims=256, max_pool_episodes=1_000_000)
     configure = inbox.Configure(
         id="configure", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="tiny"
     )
@@ -174,6 +179,65 @@ async def test_replicated_streams_lose_their_leaders_under_load_and_no_acknowled
         check_decisions(load, await all_of(bus, events))
     print(f"gaps {gaps}, {len(load.ended)} episodes")
     assert max(gaps) < GAP_S_MAX
+
+
+async def bombus(*words: str) -> str:
+    """Run a command and return what it prints."""
+    command = (sys.executable, "-m", "bombus", *words)
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@contextmanager
+def coordinator_process(*words: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-m", "bombus", "coordinator", "--hive", HIVE, *words])
+    try:
+        yield
+        assert process.poll() is None, "the coordinator has ended"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+async def until_streams(bus: Bus, holds: Callable[[StreamState], bool]) -> None:
+    """Wait until this holds of every stream."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not all(map(holds, (await bus.limited_states()).values())):
+            await asyncio.sleep(0.1)
+
+
+async def test_streams_get_three_replicas_by_a_flag_and_a_server_that_loses_its_disk_is_replaced(
+    tmp_path: Path,
+) -> None:
+    async with nats_cluster(tmp_path) as cluster, await Bus.connect(cluster.url, HIVE, name="test") as bus:
+        await bus.ensure_streams(StreamLimits(**{**LIMITS.model_dump(), "replicas": 1}))
+        calls = bus.subjects.calls_stream
+        bodies = [b"%d" % number * 500 for number in range(200)]
+        subject = bus.subjects.call(ENGINE, "episode")
+        await asyncio.gather(
+            *[await bus.publisher.submit(subject, body, msg_id=str(n)) for n, body in enumerate(bodies)]
+        )
+        where = ("--nats", cluster.url)
+        with coordinator_process(*where, "--stream-replicas", "3", "--calls-bytes-max", "300MiB"):
+            await until_streams(bus, lambda state: state.replicas == 3 and state.late == 0)
+            assert (await bus.state(calls)).max_bytes == 300 * MB
+            lost = await cluster.leader(bus, calls)
+            kill(lost)
+            shutil.rmtree(lost.data_dir / "jetstream")
+            await until_streams(bus, lambda state: state.late == 1)
+            shown = json.loads(await bombus("status", "--hive", HIVE, *where, "--json"))["streams"]["calls"]
+            assert (shown["replicas"], shown["late"], shown["max_bytes"]) == (3, 1, 300 * MB)
+            assert "of 315 MB, 3 replicas, of which 1 away or not caught up" in await bombus(
+                "status", "--hive", HIVE, *where
+            )
+            await asyncio.to_thread(lost.start)
+            await until_streams(bus, lambda state: state.late == 0)
+            kill(next(node for node in cluster.nodes if node is not lost))
+            await until_streams(bus, lambda state: state.late == 1)
+            found = await bus.get_many(calls, range(1, len(bodies) + 1))
+            assert [stored.data for stored in found] == bodies
+            assert (await bus.publisher.publish(subject, b"more", msg_id="more", timeout_s=PATIENCE_S)).seq == 201
 
 
 def check_stored(acknowledged: dict[str, int], stored: Sequence[Stored]) -> None:

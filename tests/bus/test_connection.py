@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader, StreamLimits
-from bombus.errors import BusUnavailable, LogCorrupted
+from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader
+from bombus.config.streams import StreamLimits
+from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
-from tests.conftest import SMALL_STREAMS, freeze, thaw
+from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
 
 MB = 1 << 20
 
@@ -76,6 +77,53 @@ async def test_many_services_ensure_the_streams_at_once_and_update_their_limits(
     await asyncio.gather(*(bus.close() for bus in buses))
 
 
+async def test_a_limit_that_is_given_changes_its_stream_alone_and_messages_stay(bus: Bus) -> None:
+    await bus.publisher.publish(bus.subjects.call("e", "x"), b"kept", msg_id="1")
+    before = await bus.limited_states()
+    assert {state.max_bytes for state in before.values()} == {64 * MB}
+    await bus.ensure_streams(StreamLimits(calls_bytes_max=MB))
+    after = await bus.limited_states()
+    assert {name: state.max_bytes // MB for name, state in after.items()} == {
+        "inbox": 64,
+        "events": 64,
+        "calls": 1,
+        "blobs": 64,
+    }
+    assert (await bus.get(bus.subjects.calls_stream, 1)).data == b"kept"
+
+
+async def test_a_limit_below_what_a_stream_holds_is_refused_by_the_name_of_its_flag(bus: Bus) -> None:
+    for number in range(3):
+        await bus.publisher.publish(bus.subjects.call("e", "x"), bytes(MB), msg_id=str(number))
+    with pytest.raises(Refused, match=r"--calls-bytes-max 2097152 is refused: stream \S+ holds 31459\d\d bytes"):
+        await bus.ensure_streams(StreamLimits(calls_bytes_max=2 * MB))
+    assert (await bus.state(bus.subjects.calls_stream)).max_bytes == 64 * MB
+
+
+async def test_one_server_alone_refuses_three_replicas_at_once_and_by_the_name_of_the_flag(
+    nats_url: str, hive: str, bus: Bus
+) -> None:
+    with pytest.raises(Refused, match="--stream-replicas is refused, because this NATS server is alone"):
+        await bus.ensure_streams(StreamLimits(replicas=3))
+    async with await Bus.connect(nats_url, f"{hive}-new") as other, asyncio.timeout(5):
+        with pytest.raises(Refused, match="--stream-replicas is refused"):
+            await other.ensure_streams(StreamLimits(replicas=3))
+
+
+async def test_limits_over_the_servers_storage_are_refused_by_the_names_of_the_flags(bus: Bus) -> None:
+    with pytest.raises(BusUnavailable, match=r"too little storage left .* lower them \(--inbox-bytes-max"):
+        await bus.ensure_streams(StreamLimits(calls_bytes_max=1 << 50))
+
+
+async def test_a_service_waits_for_the_streams_and_says_what_makes_them(nats_url: str, hive: str) -> None:
+    async with await Bus.connect(nats_url, hive) as bus:
+        with pytest.raises(BusUnavailable, match=r"has no streams after 0 s .* is a coordinator running\?"):
+            await bus.until_streams_exist(timeout_s=0)
+        waiting = asyncio.create_task(bus.until_streams_exist())
+        await bus.ensure_streams(SMALL_STREAMS)
+        await waiting
+
+
 async def test_two_hives_on_one_server_are_separate(nats_url: str, hive: str) -> None:
     async with (
         await Bus.connect(nats_url, hive) as one,
@@ -132,3 +180,28 @@ async def test_waiting_for_a_frozen_server_ends_after_the_timeout(crashing: tupl
         await bus.requests.request("$JS.API.INFO", timeout_s=0.3)
     thaw(server)
     assert (await bus.publisher.publish(bus.subjects.inbox("x"), b"", msg_id="1")).seq == 1
+
+
+async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_behind(
+    crashing: tuple[EmbeddedServer, Bus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attempt that fails in the moment in which it is cancelled hides that from the client, as `wait_for` does."""
+    server, bus = crashing
+    attempts = asyncio.Event()
+    hidden = 0
+
+    async def fail(_: object) -> None:
+        nonlocal hidden
+        attempts.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            hidden += 1
+            raise ConnectionRefusedError from None
+
+    monkeypatch.setattr(bus.client, "_connect_to_server", fail)
+    kill(server)
+    await asyncio.wait_for(attempts.wait(), 10)
+    await asyncio.wait_for(bus.close(), 10)
+    assert hidden
+    assert bus.client._reconnection_task.done()

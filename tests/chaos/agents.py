@@ -63,19 +63,20 @@ class Agents:
         while not self._stopping:
             kind = "eval" if pick.random() < 0.05 else "train"
             try:
-                episode, credentials = await client.begin_episode(IDLE_S, kind, max_wait_s=20.0)  # type: ignore[arg-type]
+                _, credentials = await client.begin_episode(IDLE_S, kind, max_wait_s=20.0)  # type: ignore[arg-type]
             except SwarmError as error:
                 self.ledger.troubles[f"claim: {type(error).__name__}"] += 1
                 continue
-            self.ledger.claims.add(episode)
+            self.ledger.claims.add(credentials.episode)
             try:
-                await self._play(client, _model(credentials, http), episode, kind, pick)
+                await self._play(client, _model(credentials, http), credentials, kind, pick)
             except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode becomes idle or is over
                 self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
 
     async def _play(
-        self, client: AsyncSwarmClient, model: AsyncOpenAI, episode: str, kind: str, pick: random.Random
+        self, client: AsyncSwarmClient, model: AsyncOpenAI, credentials: Credentials, kind: str, pick: random.Random
     ) -> None:
+        episode = credentials.episode
         task = Task(task_id=pick.choice(TASKS), main_query="")
         text = ""
         messages: list[dict[str, str]] = []
@@ -86,11 +87,11 @@ class Agents:
             self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), text)
             messages.append({"role": "assistant", "content": text})
         if pick.random() < 0.05:
-            await client.abort_episode(episode)
+            await client.abort_episode(credentials.episode_uuid)
             self.ledger.aborts.add(episode)
             return
         reward = float(text.count(task.task_id)) + pick.random() / 8
-        await client.end_episode(task, episode, WorkflowOutput(reward=reward))
+        await client.end_episode(task, credentials.episode_uuid, WorkflowOutput(reward=reward))
         self.ledger.ends[episode] = reward
         if kind == "eval":
             self.ledger.evals.add(episode)

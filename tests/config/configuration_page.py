@@ -16,6 +16,7 @@ from bombus.config.documents import AJET_KEYS
 from bombus.config.groups import allowed
 from bombus.config.job import GROUPS, RunConfig
 from bombus.config.parts import CoordinatorPart, GatewayPart, InferencePart, TrainerPart
+from bombus.config.streams import StreamLimits
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -123,6 +124,7 @@ def cluster_parts() -> Iterator[tuple[str, type[BaseModel]]]:
     yield "", cluster.Cluster
     yield "gateway", GatewayPart
     yield "coordinator", CoordinatorPart
+    yield "streams", StreamLimits
     yield "engines.NAME", cluster.EnginePart
     yield "engines.NAME.trainer", TrainerPart
     yield "engines.NAME.inference[]", InferencePart

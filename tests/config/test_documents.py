@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +212,15 @@ NO_MAPPING = (
     "{} must be a mapping: a job has `ajet:`, `bombus:` or xorl's keys such as `model_path:` at its top, "
     "a cluster file has `engines:`"
 )
+NO_REFERENCES = "anchors (&), aliases (*) and merge keys (<<) are not taken: write the value out"
 BROKEN = [
     ("a: [1, 2\n", ", line 2, column 1: expected ',' or ']', but got the end"),
     ("a: {b: 1\n  ]\n", ", line 2, column 3: expected ',' or '}', but got ']'"),
     ("a: 1\n  b: 2\n", ", line 2, column 4: mapping values are not allowed here"),
     ("a:\n  - 1\n b: 2\n", ", line 3, column 2: this line does not fit the indentation of those above it"),
-    ("a: 1\nb: *c\n", ", line 2, column 4: found undefined alias 'c'"),
-    ("a: 1\nb: \x01\n", ", line 2, column 4: the character '\\x01' is not allowed"),
+    ("a: 1\nb: *c\n", f", line 2, column 4: {NO_REFERENCES}"),
+    ("a: &c 1\n", f", line 1, column 4: {NO_REFERENCES}"),
+    ("a: {<<: {b: 1}}\n", f", line 1, column 5: {NO_REFERENCES}"),
     ('{"a": 1,, "b": 2}', ", line 1, column 9: expected the node content, but found ','"),
     ("a: 2026-13-01\n", ": it cannot be read as YAML: month must be in 1..12"),
 ]
@@ -262,11 +265,32 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
     assert "max_model_len 15" in why
 
 
-def test_a_yaml_bomb_is_refused() -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
-    bomb = "\n".join([*lines, "ajet: {model: {path: *a11}, lora: *a11}"])
-    assert "must be" in refusal(bomb)
+_NUMBER = "a number has more than 64 characters"
+_DEEP = "it is nested deeper than 32"
+BOMBS = {
+    "merge keys": (
+        "\n".join(["- &a0 {k: 1}"] + [f"- &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 4)}]}}" for n in range(1, 12)]),
+        f"line 1, column 3: {NO_REFERENCES}",
+    ),
+    "aliases": ("a: &a [" + "x," * 20_000 + "]\nb: [" + "*a," * 12_000 + "]", f"line 1, column 4: {NO_REFERENCES}"),
+    "base 16": ("a: 0x" + "f" * 5000, f"line 1, column 4: {_NUMBER}"),
+    "base 60": ("a: 1" + ":59" * 80_000, f"line 1, column 4: {_NUMBER}"),
+    "a float of base 60": ("a: 1" + ":59" * 5000 + ".5", f"line 1, column 4: {_NUMBER}"),
+    "brackets": ("a: " + "[" * 3000, f"line 1, column 36: {_DEEP}"),
+    "dashes": ("- " * 3000, f"line 1, column 65: {_DEEP}"),
+    "keys": (
+        "".join(f"k{n}: 1\n" for n in range(25_000)),
+        "line 2048, column 8: there are more than 4096 keys and values",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_short_yaml_that_would_take_long_is_refused_at_once(name: str) -> None:
+    text, why = BOMBS[name]
+    began = time.process_time()
+    assert refusal(text) == f"the job, {why}"
+    assert time.process_time() - began < 5
 
 
 def test_an_oversized_job_is_refused() -> None:
@@ -595,3 +619,16 @@ def test_the_document_that_a_job_sends_is_read_as_the_run_that_it_has(
     file.write_text(base)
     job = Job(base_yaml_config=file if base else None, **keywords)
     assert parse_job(job.config.to_dict()) == job.run
+
+
+def test_agentjets_names_for_where_a_run_begins_and_how_often_it_is_saved() -> None:
+    def trainer(**keys: object) -> tuple[str, int]:
+        config = parse_job({"ajet": {"trainer_common": keys}})
+        assert config.ignored == ()
+        return config.trainer.resume, config.trainer.checkpoint_every
+
+    assert trainer() == ("never", 1)
+    assert trainer(resume_mode="auto", save_freq=20) == ("auto", 20)
+    assert trainer(resume_mode="disable", save_freq=-1) == ("never", 1)
+    with pytest.raises(Refused, match=r"ajet\.trainer_common\.resume_mode"):
+        trainer(resume_mode="resume_path")

@@ -31,6 +31,10 @@ ENGINE = "main"
 CLIENTS = ("ann", "bob")
 TASKS = ("t1", "t2", "t3")
 REPLICAS = ("r1", "r2")
+MOVES = (
+    ev.EpisodeClaimed, ev.RollingStarted, ev.RollingClosed, ev.SyncingStarted, ev.BatchReady, ev.GroupDropped,
+    ev.PoolCleared, ev.EngineBooted, ev.EngineSuspended,
+)  # fmt: skip
 
 
 class Logged(msgspec.Struct, frozen=True):
@@ -118,6 +122,7 @@ class World:
                     assert after == before or after in TRANSITIONS[before], f"{before} -> {after} is not a transition"
 
     def _check_before(self, event: Event, engine: EngineState) -> None:
+        check_stays(event, engine)
         match event:
             case ev.EpisodeEnded():
                 self._check_ended(event, engine)
@@ -204,6 +209,9 @@ class World:
     def step(self) -> None:
         roll = self.random.random()
         engine = self.fold.engine(ENGINE)
+        if engine.suspended and self.random.random() < 0.05:
+            self._operator()
+            return
         waits = engine.phase in (Phase.BOOTING, Phase.WEIGHT_SYNCING) or (
             engine.phase == Phase.ROLLING and engine.version < engine.step
         )
@@ -266,6 +274,13 @@ class World:
         run = engine.run if pick.random() < 0.95 else engine.run - 1
         if epoch < 1 or pick.random() < 0.05:
             self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t"))
+        elif pick.random() < 0.03:
+            self._send(
+                inbox.EngineBroke(
+                    id=self._id(), engine=ENGINE, run=run, reason="x", trainer_epoch=epoch,
+                    may_pass=pick.random() < 0.9,
+                )
+            )  # fmt: skip
         elif engine.batch is not None and pick.random() < 0.8:
             self._send(
                 inbox.StepDone(
@@ -307,6 +322,8 @@ class World:
             self._send(inbox.Start(id=self._id(), engine=ENGINE))
         elif self.random.random() < 0.3:
             self._send(inbox.Stop(id=self._id(), engine=ENGINE))
+        elif self.random.random() < 0.7:
+            self._send(inbox.Resume(id=self._id(), engine=ENGINE))
         self._send(self._read(engine))
         used = self.random.choice((0, 0, 0, 99))
         self._send(inbox.StorageSeen(id=self._id(), what="calls", used=used, size=100, reserve=10))
@@ -326,6 +343,7 @@ class World:
         self.crashes = False
         self._send(inbox.StorageSeen(id=self._id(), what="calls", used=0, size=100, reserve=10))
         self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=self.fold.engine(ENGINE).run, trainer="t"))
+        self._send(inbox.Resume(id=self._id(), engine=ENGINE))
         self._decide_all()
         rules = self.fold.engine(ENGINE).collection
         count = min(self.random.choice((1, rules.num_repeat, rules.num_repeat + 2)), rules.max_open_claims)
@@ -384,6 +402,16 @@ class World:
 
 def reasons(world: World) -> set[AbortReason]:
     return {logged.event.reason for logged in world.log if isinstance(logged.event, ev.EpisodeAborted)}
+
+
+def check_stays(event: Event, engine: EngineState) -> None:
+    """Check that a suspended run hands out nothing, takes nothing away from anybody, and stays in its phase."""
+    if not engine.suspended:
+        assert not isinstance(event, ev.EngineResumed), "only a suspended run is resumed"
+        return
+    assert not isinstance(event, MOVES), f"a suspended run makes no {ev.kind_of(event)}"
+    if isinstance(event, ev.EpisodeAborted):
+        assert event.reason != AbortReason.SUPERSEDED
 
 
 def check_read(event: ev.ModelRead, engine: EngineState) -> None:

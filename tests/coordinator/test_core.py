@@ -1,6 +1,7 @@
 """The coordinator's decisions: one behaviour per test."""
 
 import math
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,44 @@ def test_r13_claims_are_fair_between_a_greedy_client_and_a_modest_one() -> None:
     harness.send(inbox.Abort(id="a", engine=ENGINE, client="greedy", episodes=episodes[:1]))
     assert isinstance(harness.answers[modest.id], Granted)
     assert not any(message.id in harness.answers for message in greedy)
+
+
+def test_r13_a_client_gains_nothing_by_taking_another_id_under_its_key() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=2)
+    episodes = harness.claim("id-1", owner="greedy") + harness.claim("id-2", owner="greedy")
+    greedy = harness.claim_message("id-3", wait_s=10, owner="greedy")
+    modest = harness.claim_message("modest", wait_s=10, owner="modest")
+    harness.send(greedy)
+    harness.send(modest)
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="id-1", episodes=episodes[:1]))
+    assert isinstance(harness.answers[modest.id], Granted)
+    assert greedy.id not in harness.answers
+    assert [episode.owner for episode in harness.engine.open.values()] == ["greedy", "modest"]
+
+
+def test_a_key_at_its_cap_waits_while_others_are_served_and_goes_on_when_one_of_its_own_ends() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=8)
+    cap: dict[str, Any] = {"owner": "small", "open_max": 2}
+    held, _ = harness.claim("a", **cap) + harness.claim("b", **cap)
+    waiting = harness.claim_message("c", wait_s=30, **cap)
+    harness.send(waiting)
+    harness.claim("d", owner="large")
+    assert waiting.id not in harness.answers
+    harness.send(inbox.Abort(id="a", engine=ENGINE, client="a", episodes=(held,)))
+    assert isinstance(harness.answers[waiting.id], Granted)
+    lapsed = harness.request(harness.claim_message("e", **cap))
+    assert "Key small has 2 of at most 2 open" in refused(lapsed, Code.NO_EPISODES)
+    assert "at most 2 open" in refused(harness.request(harness.claim_message(count=3, **cap)), Code.MALFORMED)
+
+
+def test_a_cap_holds_under_the_next_leader() -> None:
+    harness = CoreHarness()
+    harness.boot(max_open_claims=8)
+    harness.claim("a", owner="small", open_max=1)
+    after = CoreHarness(Core(harness.core.hive))
+    refused(after.request(after.claim_message("b", owner="small", open_max=1)), Code.NO_EPISODES)
 
 
 def test_among_equal_claims_the_oldest_is_granted_first_even_over_several_slices() -> None:
@@ -641,18 +680,6 @@ def test_weights_without_their_step_on_the_log_are_ignored() -> None:
     assert harness.save_weights(1) == [], "a version that is not greater is ignored"
 
 
-def test_a_step_that_fails_three_times_stops_the_engine_with_the_reason_and_keeps_the_batch() -> None:
-    harness = sealed()
-    for _ in range(3):
-        assert harness.phase() == Phase.WEIGHT_SYNCING
-        harness.send(
-            inbox.StepBroke(id=harness.id(), engine=ENGINE, run=1, step=1, trainer_epoch=1, reason="loss is NaN")
-        )
-    assert harness.phase() == Phase.OFFLINE
-    assert "loss is NaN" in harness.engine.failure
-    assert harness.engine.batch is not None
-
-
 def test_rolling_resumes_when_all_live_replicas_have_loaded_or_the_sync_timed_out() -> None:
     harness = CoreHarness()
     harness.boot(batch_size=1, num_repeat=2, sync_s=5)
@@ -863,6 +890,12 @@ def test_new_work_is_refused_while_less_than_the_reserve_is_left(harness: CoreHa
     assert "calls" in filled.why
     assert "calls" in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
     assert sees(harness, 95) == [], "only once"
+
+
+@pytest.mark.parametrize("stream", ["inbox", "events", "calls", "blobs"])
+def test_a_refusal_for_want_of_storage_names_the_flag_that_raises_the_limit(harness: CoreHarness, stream: str) -> None:
+    sees(harness, 91, stream)
+    assert f"with --{stream}-bytes-max." in refused(harness.request(harness.claim_message()), Code.STORAGE_FULL)
 
 
 def test_work_is_accepted_again_when_one_and_a_half_reserves_are_free(harness: CoreHarness) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from bombus.bus import Bus, StreamLimits
+from bombus.bus import Bus
+from bombus.config.streams import StreamLimits
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
@@ -19,7 +20,10 @@ from tests.coordinator.test_shell import boot, claim, end, leading
 
 MB = 1 << 20
 RECORD_BYTES = 100 << 10
-LIMITS = StreamLimits(inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=4 * MB, blobs_bytes_max=MB)
+CALLS_BYTES_MAX = 4 * MB
+LIMITS = StreamLimits(
+    inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=CALLS_BYTES_MAX, blobs_bytes_max=MB
+)
 
 
 def call(harness: CoreHarness, episode: str, seq: int, run: int = 0) -> None:
@@ -324,7 +328,7 @@ async def test_a_run_whose_calls_would_overfill_the_stream_continues(bus: Bus) -
             assert len(engine.batch.groups[0].episodes) == 2
             await train(bus, engine.batch)
     state = await bus.state(bus.subjects.calls_stream)
-    assert state.last_seq * RECORD_BYTES > 2.5 * LIMITS.calls_bytes_max
+    assert state.last_seq * RECORD_BYTES > 2.5 * CALLS_BYTES_MAX
     assert state.first_seq <= engine.steps_from[-STEPS_NEEDED], "the newest two steps can be made again"
 
 

@@ -16,6 +16,7 @@ import httpx
 from bombus.bus import Bus, Reader
 from bombus.bus.follow import Follower
 from bombus.hive import inbox
+from bombus.hive.episodes import without_secret
 from bombus.hive.events import NotedCall, Weights
 from bombus.hive.records import (
     CallRecord,
@@ -122,7 +123,8 @@ class PlayedHive:
     async def call(
         self, episode: str, messages: tuple[dict[str, Any], ...], answer: str, parent: CallRef | None = None
     ) -> CallRef:
-        """Record a model call of an episode as the gateway does."""
+        """Record a model call of an episode as the gateway does. The episode may be named by the id of its claim."""
+        episode = without_secret(episode)
         record = CallRecord(
             id=_id(),
             engine=ENGINE,

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from bombus.bus import Bus
 from bombus.config.cluster import Cluster
 from bombus.errors import Code, Refused
-from bombus.host.hive_keys import HiveKeys, add_key_arguments, keys_for
+from bombus.host.hive_keys import HiveKeys, NamedKey, add_key_arguments, keys_for
 from bombus.host.layout import Layout, services
-from bombus_gateway.access import Access, Guard
+from bombus_gateway.access import Access, Guard, KeyHolder
 from bombus_gateway.app import GatewayApp
 from bombus_gateway.settings import GatewaySettings
 from tests.gateway.openai_hive import gateway_hive, says
@@ -275,6 +275,41 @@ def test_a_missing_file_and_one_key_for_both_roles_are_refused(tmp_path: Path) -
         keys_for(arguments("--admin-key-file", str(tmp_path / "none")), {})
     with pytest.raises(Refused, match="are the same"):
         keys_for(arguments(), {"BOMBUS_ADMIN_KEY": ADMIN, "BOMBUS_CLIENT_KEY": ADMIN})
+
+
+def test_client_keys_have_names_and_caps(tmp_path: Path) -> None:
+    text = f'{{"alice": {{"key": "{CLIENT}", "open_max": 64, "waiting_max": 16}}, "bob": {{"key": "{WRONG}"}}}}'
+    keys = keys_for(arguments("--client-keys-file", key_file(tmp_path, text)), {})
+    assert keys.clients == {"alice": NamedKey(key=CLIENT, open_max=64, waiting_max=16), "bob": NamedKey(key=WRONG)}
+    assert keys_for(arguments(), keys.environment()) == keys
+    assert (
+        keys_for(arguments(host="0.0.0.0"), {**keys.environment(), "BOMBUS_ADMIN_KEY": ADMIN}).clients == keys.clients
+    )
+    guard = Guard(Access.CLIENT, keys, "")
+    assert guard.refusal([]) is not None
+    assert guard.holder([(b"x-api-key", CLIENT.encode())]) == KeyHolder("alice", 64, 16)
+    assert CLIENT not in repr(keys) + repr(guard)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "JSON"),
+        ("[]", "object"),
+        (f'{{"alice": "{CLIENT}"}}', "alice"),
+        (f'{{"Alice": {{"key": "{CLIENT}"}}}}', "not a valid name"),
+        (f'{{"alice": {{"key": "{CLIENT}", "openmax": 1}}}}', "openmax"),
+        (f'{{"alice": {{"key": "{CLIENT}", "open_max": -1}}}}', "open_max"),
+        ('{"alice": {"key": ""}}', "16 to 256"),
+        (f'{{"alice": {{"key": "{CLIENT}"}}, "bob": {{"key": "{CLIENT}"}}}}', "are the same"),
+        (f'{{"alice": {{"key": "{ADMIN}"}}}}', "are the same"),
+    ],
+)
+def test_client_keys_that_cannot_be_used_are_refused_without_being_shown(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(Refused, match=why) as refused:
+        keys_for(arguments("--client-keys-file", key_file(tmp_path, text)), {"BOMBUS_ADMIN_KEY": ADMIN})
+    assert refused.value.code == Code.BAD_CONFIG
+    assert CLIENT not in refused.value.why
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])

@@ -16,6 +16,7 @@ from bombus.hive.records import CallStatus, unpack_tokens
 from bombus_gateway.keys import Keys
 from tests.gateway.openai_hive import (
     ENGINE,
+    FILES,
     MODEL,
     SECRET,
     TEXT,
@@ -77,7 +78,7 @@ async def test_a_client_that_hangs_up_before_a_whole_answer_aborts_the_replica(s
     episode, key = await served.claim()
     served.replica.scripts.append(never_ends)
     with pytest.raises(openai.APITimeoutError):
-        await served.client(key, timeout=0.3).chat.completions.create(model=MODEL, messages=USER)
+        await served.client(key, timeout=3).chat.completions.create(model=MODEL, messages=USER)
     await asyncio.wait_for(served.replica.aborted.wait(), 10)
     (call,) = await served.calls(episode, 1)
     assert call.status == CallStatus.CUT_OFF
@@ -299,10 +300,12 @@ async def test_a_gateway_that_is_stopped_records_what_it_could_not_finish(served
 
 async def test_r20_a_call_whose_record_might_not_fit_is_refused_before_it_is_sampled(bus: Bus) -> None:
     rollout = {"max_prompt_length": 500, "max_response_length": 1500, "max_response_length_in_one_turn": 1500}
-    job = {"bombus": {"model": {"path": MODEL}, "rollout": rollout}}
-    async with gateway_hive(bus, job) as hive:
+    job = {"bombus": {"model": {"path": MODEL}, "rollout": {**rollout, "max_model_len": 600_000}}}
+    files = {**FILES, "config.json": json.dumps({"max_position_embeddings": 1 << 20, "vocab_size": 420}).encode()}
+    async with gateway_hive(bus, job, files) as hive:
         _, key = await hive.claim()
-        long: Any = [USER[0] | {"name": "n" * 7_500_000}]
+        hidden = {"role": "assistant", "content": "x", "reasoning_content": "r" * 7_500_000}  # not in the prompt
+        long: Any = [USER[0], hidden, USER[0]]
         with pytest.raises(openai.APIStatusError, match="ask for fewer tokens") as refused:
             await hive.client(key).chat.completions.create(model=MODEL, messages=long, n=64, max_tokens=1500)
         assert refused.value.status_code == 413

@@ -1,4 +1,4 @@
-"""How gateways read the model of a run is on the log, for the status to show, and written once for each way."""
+"""Tests that the log says how gateways read the model of a run, once for each way, and that the status shows it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's routes that are refused where they are read."""
+"""Tests that bodies which would fail later are refused while they are read."""
 
 import json
 from typing import Any

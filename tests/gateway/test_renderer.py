@@ -84,7 +84,11 @@ def sentence_piece() -> Fast:
 
 
 def model(
-    template: str, fast: Fast | None = None, config: dict[str, Any] | None = None, options: TextOptions | None = None
+    template: str,
+    fast: Fast | None = None,
+    config: dict[str, Any] | None = None,
+    options: TextOptions | None = None,
+    generation_config: dict[str, Any] | None = None,
 ) -> TextModel:
     made = fast or byte_level()
     # As in published tokenizers: names for reasoning and calls are added, and not special.
@@ -95,6 +99,7 @@ def model(
     files = {
         "tokenizer.json": made.to_str().encode(),
         "tokenizer_config.json": json.dumps({"bos_token": "<s>", "eos_token": "</s>", **(config or {})}).encode(),
+        "generation_config.json": json.dumps(generation_config or {}).encode(),
         "chat_template.jinja": template.encode(),
     }
     return TextModel(files, "some/model", options or TextOptions())
@@ -139,6 +144,27 @@ CONVERSATION = [
 def test_prompts_have_the_ids_that_transformers_gives_them(template: str, fast: Any) -> None:
     made = model(template, fast())
     assert made.renderer.render(CONVERSATION, []) == transformers_ids(made, CONVERSATION)
+
+
+def test_a_tokenizer_that_was_saved_to_cut_and_pad_texts_gives_all_the_tokens_and_no_more() -> None:
+    fast = byte_level()
+    fast.enable_truncation(8)
+    fast.enable_padding(length=1000)
+    assert model(HEADERS, fast).renderer.render(CONVERSATION, []) == model(HEADERS).renderer.render(CONVERSATION, [])
+
+
+def test_a_token_of_plain_text_may_end_completions() -> None:
+    fast = byte_level()
+    plain = fast.token_to_id("a")
+    made = model(HEADERS, fast, generation_config={"eos_token_id": plain})
+    assert plain == made.renderer.stop_token_ids[0]
+    conversation = [user("the fox"), assistant("jumps"), user("dog")]
+    history, at = turns(made, conversation[:1], "jumpsa")
+    assert made.renderer.extend(history, at, conversation, 2, []) is None
+    history, at = turns(made, conversation[:1], "jumps")
+    tail = made.renderer.extend(history, at, conversation, 2, [])
+    assert tail is not None
+    assert made.tokenizer.decode(tail, with_specials=True).startswith("<|end|><|head|>user")
 
 
 def test_arguments_of_calls_reach_the_template_as_the_mapping_that_they_stand_for() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from bombus.bus import Bus
+from bombus.hive import inbox
+from bombus.hive.episodes import without_secret
 from bombus.hive.events import AbortReason
 from bombus.hive.inbox import Claim, Touch
 from bombus.hive.state import Phase
@@ -110,8 +112,20 @@ async def test_stopping_aborts_open_episodes_and_is_repeatable(rolling: PlayedHi
     episode = (await rolling.claim())["episode_uuid"]
     assert (await rolling.post("/stop_engine")).json() == {"success": True, "failure_reason": ""}
     assert (await rolling.http.get("/get_engine_status")).json()["engine_status"] == "ENGINE.OFFLINE"
-    assert rolling.engine.closed[episode].aborted == AbortReason.ENGINE_STOPPED
+    assert rolling.engine.closed[without_secret(episode)].aborted == AbortReason.ENGINE_STOPPED
     assert (await rolling.post("/stop_engine")).json()["success"] is True
+
+
+async def test_a_suspended_run_keeps_its_phase_and_says_why_in_the_detail(rolling: PlayedHive) -> None:
+    reason = "the model could not be loaded 9 times: CUDA out of memory"
+    broke = inbox.EngineBroke(id="stuck", engine="main", run=rolling.engine.run, reason=reason, may_pass=True)
+    await rolling.send(broke)
+    await rolling.gateway.follower.wait_for(lambda _: bool(rolling.engine.suspended), 10.0)
+    status = (await rolling.http.get("/get_engine_status")).json()
+    assert (status["engine_status"], status["suspended"]) == ("ENGINE.ROLLING", reason)
+    assert status["engine_status_detail"] == f"suspended: {reason}"
+    refused = await rolling.claim()
+    assert refused["fail_cause"].startswith("No available episodes to claim. The run is suspended until its operator")
 
 
 async def test_the_folder_of_the_runs_weights_is_reported(played: PlayedHive) -> None:
@@ -134,12 +148,12 @@ async def test_a_claim_has_every_field_of_the_contract(rolling: PlayedHive) -> N
     claim = await rolling.claim(throttle_policy=policy)
     assert claim["success"] is True
     assert claim["client_uuid"] == "c1"
-    assert claim["episode_uuid"] in rolling.engine.open
+    assert without_secret(claim["episode_uuid"]) in rolling.engine.open
     assert claim["openai_base_url"] == "http://hive.test:10086/v1"
     assert claim["openai_api_key"].startswith("sk-bombus-")
     assert claim["fail_cause"] == ""
     assert claim["discard_at"] > 0
-    assert rolling.engine.open[claim["episode_uuid"]].task_hint == "t9"
+    assert rolling.engine.open[without_secret(claim["episode_uuid"])].task_hint == "t9"
 
 
 async def test_the_base_url_keeps_the_prefix_of_its_route(rolling: PlayedHive) -> None:
@@ -199,7 +213,7 @@ async def test_an_unknown_episode_type_is_a_400(rolling: PlayedHive) -> None:
     assert "episode_type" in reply.json()["detail"]
 
 
-@pytest.mark.parametrize("timeout", [0, -1, 1e12, "60", None])
+@pytest.mark.parametrize("timeout", [0, -1, 1e12, "60"])
 async def test_a_timeout_that_makes_no_sense_is_a_400(rolling: PlayedHive, timeout: object) -> None:
     body = {"client_uuid": "c1", "episode_type": "train", "discard_episode_timeout": timeout}
     assert (await rolling.post("/claim_episode", body)).status_code == 400
@@ -285,7 +299,7 @@ async def test_the_same_idempotency_key_does_not_hide_another_outcome(rolling: P
 async def test_ending_needs_a_known_claimed_episode_of_ones_own(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
     assert (await rolling.end(episode, 1.0, client="c2")).status_code == 404
-    assert (await rolling.end("main-1-999", 1.0)).status_code == 400
+    assert (await rolling.end(rolling.gateway.keys.claimed_id("main-1-999"), 1.0)).status_code == 400
     await rolling.post("/abort_episodes", {"client_uuid": "c1", "episode_uuids": [episode]})
     over = await rolling.end(episode, 1.0)
     assert over.status_code == 400
@@ -298,7 +312,7 @@ async def test_an_end_outside_of_rolling_names_the_status(rolling: PlayedHive) -
             await rolling.end((await rolling.claim())["episode_uuid"], float(index), task=f"t{index // 2}")
         ).is_success
     await rolling.phase(Phase.WEIGHT_SYNCING)
-    reply = await rolling.end("main-1-77", 1.0)
+    reply = await rolling.end(rolling.gateway.keys.claimed_id("main-1-77"), 1.0)
     assert reply.status_code == 400
     assert "WEIGHT_SYNCING" in reply.json()["detail"]
 
@@ -315,7 +329,7 @@ async def test_a_reward_that_is_not_a_finite_number_is_a_400(rolling: PlayedHive
     reply = await rolling.http.post("/end_episode", content=body)
     assert reply.status_code == 400
     assert reply.json()["code"] == "bad_reward"
-    assert episode in rolling.engine.open
+    assert without_secret(episode) in rolling.engine.open
 
 
 async def test_an_end_may_have_one_reward_for_each_call(rolling: PlayedHive) -> None:
@@ -326,7 +340,7 @@ async def test_an_end_may_have_one_reward_for_each_call(rolling: PlayedHive) -> 
     assert wrong.status_code == 400
     assert wrong.json()["code"] == "bad_reward"
     assert (await rolling.end(episode, [1.0, 0.0])).is_success
-    assert rolling.engine.pool[episode].call_rewards == (1.0, 0.0)
+    assert rolling.engine.pool[without_secret(episode)].call_rewards == (1.0, 0.0)
 
 
 async def test_a_group_ends_all_or_none(rolling: PlayedHive) -> None:
@@ -343,9 +357,9 @@ async def test_a_group_ends_all_or_none(rolling: PlayedHive) -> None:
         }
 
     assert (await rolling.post("/end_episodes", ends(1.0, None))).status_code == 400
-    assert set(episodes) <= set(rolling.engine.open)
+    assert set(map(without_secret, episodes)) == set(rolling.engine.open)
     assert (await rolling.post("/end_episodes", ends(1.0, 0.0))).is_success
-    assert list(rolling.engine.pool) == episodes
+    assert list(rolling.engine.pool) == list(map(without_secret, episodes))
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
@@ -360,7 +374,7 @@ async def test_only_the_client_of_an_open_episode_can_continue_it(rolling: Playe
 
     assert await can("c1", episode)
     assert not await can("c2", episode)
-    assert not await can("c1", "main-0-1")
+    assert not await can("c1", rolling.gateway.keys.claimed_id("main-0-1"))
     await rolling.end(episode, 1.0)
     assert not await can("c1", episode)
 
@@ -393,20 +407,20 @@ async def test_the_pool_reports_the_progress_of_the_next_batch(rolling: PlayedHi
     assert empty["running_episode_details"] is None
     done = (await rolling.claim())["episode_uuid"]
     await rolling.end(done, 0.5, task="t1")
-    running = (await rolling.claim(client="c2"))["episode_uuid"]
+    await rolling.claim(client="c2")
     pool = (await rolling.http.get("/get_current_batch_rollout_pool_information")).json()
     assert pool["sample_collection_method"] == "rollout_until_finish_enough_tasks"
     assert (pool["completed_episodes"], pool["completed_episode_target"]) == (1, 4)
     assert (pool["completed_tasks"], pool["completed_task_target"]) == (0, 2)
     assert (pool["completed_non_dummy_tasks"], pool["completed_non_dummy_task_target"]) == (0, 2)
     assert pool["task_expected_num_repeat"] == 2
-    assert pool["completed_tasks_details"] == {"t1": [done]}
+    assert pool["completed_tasks_details"] == {"t1": ["episode 1"]}
     assert pool["completed_tasks_rewards"] == {"t1": [0.5]}
-    assert pool["completed_tasks_client_uuids"] == {"t1": ["c1"]}
-    details = pool["running_episode_details"][running]
+    assert pool["completed_tasks_client_uuids"] == {"t1": ["client 1"]}
+    details = pool["running_episode_details"]["episode 1"]
     assert all(isinstance(value, str) for value in details.values())
     assert details["time_since_last_activity"].endswith("s")
-    assert details["client_uuid"] == "c2"
+    assert details["client_uuid"] == "client 2"
     assert (pool["engine_status"], pool["global_step"], pool["booting_start_time"]) == ("ENGINE.ROLLING", 0, None)
 
 
@@ -415,16 +429,18 @@ async def test_the_latest_call_is_replayed_with_the_turns_before_it(rolling: Pla
     episode = (await rolling.claim())["episode_uuid"]
     first = await rolling.call(episode, ({"role": "user", "content": "1+1"},), "2")
     await rolling.call(episode, ({"role": "user", "content": "2+2"},), "4", parent=first)
-    replay = (await rolling.http.post("/replay_latest_llm_call")).json()
+    replay = (await rolling.post("/replay_latest_llm_call", {"episode_uuid": episode})).json()
     assert [message["content"] for message in replay["input"]["messages"]] == ["1+1", "2", "2+2"]
     assert replay["output"]["choices"][0]["message"]["content"] == "4"
 
 
 async def test_touched_episodes_stay_alive_and_the_others_are_reported_as_over(rolling: PlayedHive) -> None:
     episode = (await rolling.claim())["episode_uuid"]
-    body = {"client_uuid": "c1", "episode_uuids": [episode, "main-0-5"]}
-    assert (await rolling.post("/touch_episodes", body)).json() == {"touched": [episode], "over": ["main-0-5"]}
-    await rolling.until_received(lambda message: isinstance(message, Touch) and episode in message.episodes)
+    over = rolling.gateway.keys.claimed_id("main-0-5")
+    body = {"client_uuid": "c1", "episode_uuids": [episode, over]}
+    assert (await rolling.post("/touch_episodes", body)).json() == {"touched": [episode], "over": [over]}
+    name = without_secret(episode)
+    await rolling.until_received(lambda message: isinstance(message, Touch) and name in message.episodes)
 
 
 async def test_a_clients_log_lines_are_accepted_until_there_are_too_many(played: PlayedHive) -> None:

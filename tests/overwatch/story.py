@@ -261,6 +261,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.GroupDropped, reason=ev.DropReason.STALE, tasks=("t",), episodes=(some(), some())),
         lambda: story.tell(ev.StorageFilled(what="calls", used=95, size=100, why="nearly full")),
         lambda: story.tell(ev.StorageFreed(what="calls", used=5, size=100)),
+        lambda: story.tell(ev.MessageSetAside(message="end", about="main", id="m", why="ValueError")),
         lambda: tell(ev.PoolCleared, reason=ev.DropReason.OVERFLOW, episodes=3, bytes=99),
         lambda: story.train(draw.randint(0, 3)),
         lambda: tell(ev.StepFailed, step=1, trainer_epoch=1, reason="out of memory", failures=1),
@@ -272,6 +273,8 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.EngineStopped),
         lambda: tell(ev.CommandAnswered, command="c", why="it is started already"),
         lambda: tell(ev.EngineFailed, reason="a reason"),
+        lambda: tell(ev.EngineSuspended, reason="out of memory"),
+        lambda: tell(ev.EngineResumed, command="r"),
         restart,
     ]
     while len(story.events) < count:

@@ -185,6 +185,17 @@ async def test_how_gateways_read_the_model_is_shown_and_that_they_disagree() -> 
         assert "in 2 ways: gateway of 3fa91c2e has" in text(app, Notice)
 
 
+async def test_a_suspended_run_says_so_beside_its_phase_and_why_in_full() -> None:
+    story = rolling(1)
+    story.tell(ev.EngineSuspended(**story.at, run=1, reason="CUDA out of memory"))
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        await pilot.pause()
+        assert "ROLLING, SUSPENDED" in text(app, PhaseBar)
+        assert app.screen.query_one(Notice).display
+        assert text(app, Notice) == "✗ CUDA out of memory (`bombus resume` lets the run go on)"
+
+
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])
 async def test_any_terminal_size_works(story: Story, size: tuple[int, int]) -> None:
     app = app_of(story)

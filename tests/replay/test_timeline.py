@@ -54,6 +54,7 @@ def test_an_episodes_timeline_shows_only_its_part_of_each_event(capsys: Capture)
     ]  # fmt: skip
     assert re.search(r"main-1-5 ended, reward 0\.[27]50, task tree", shown[-2])
     assert lines(capsys, "--episode", "main-1-5", "--kind", "engine.failed") == []
+    assert lines(capsys, "--episode", "main-1-5.the-secret-of-its-claim") == shown
 
 
 def test_a_missing_episode_is_refused_with_the_episodes_that_exist(capsys: Capture) -> None:

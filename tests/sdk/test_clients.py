@@ -70,14 +70,14 @@ async def test_the_async_client_does_the_same(played: PlayedHive) -> None:
         episode, credentials = await client.begin_episode()
         assert credentials.base_url == f"{url}/v1"
         async with client.keep_alive(episode, every_s=0.01):
-            await played.until_received(lambda message: episode in getattr(message, "episodes", ()))
+            await played.until_received(lambda message: credentials.episode in getattr(message, "episodes", ()))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         await client.end_episode(TASK, episode, WorkflowOutput(reward=1.0))
         with pytest.raises(OtherOutcome):
             await client.end_episode(TASK, episode, WorkflowOutput(reward=0.0))
         assert await client.touch_episodes([episode]) == [episode]
         with pytest.raises(EpisodeGone):
-            await client.end_episode(TASK, "main-1-99", WorkflowOutput(reward=0.0))
+            await client.end_episode(TASK, played.gateway.keys.claimed_id("main-1-99"), WorkflowOutput(reward=0.0))
 
 
 async def test_another_clients_episode_cannot_be_ended(url: str) -> None:
@@ -140,7 +140,9 @@ def test_a_key_is_sent_in_the_header_and_never_shown(caplog: pytest.LogCaptureFi
         ]
     assert seen[0].headers["authorization"] == f"Bearer {key}"
     assert all(key not in text for text in shown)
-    assert "sk-1" not in repr(Credentials(base_url="u", api_key="sk-1", model="m", episode_uuid="e"))
+    credentials = repr(Credentials(base_url="u", api_key="sk-1", model="m", episode_uuid="e.secret"))
+    assert "sk-1" not in credentials
+    assert "secret" not in credentials
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ async def test_a_group_is_claimed_and_ended_in_one_request_each(url: str, played
 
     def agent(task: Task, credentials: Credentials) -> float:
         tasks_met.wait()
-        return float(credentials.episode_uuid.endswith("1"))
+        return float(credentials.episode.endswith("1"))
 
     with SwarmClient(url) as client:
         outputs = await asyncio.to_thread(client.run_group, TASK, agent, 2)
@@ -188,7 +190,7 @@ async def test_a_broken_environment_costs_its_group_one_episode_and_does_not_bla
     url: str, played: PlayedHive
 ) -> None:
     async def agent(task: Task, credentials: Credentials) -> float:
-        if credentials.episode_uuid.endswith("-1"):
+        if credentials.episode.endswith("-1"):
             raise InfraError("the browser crashed")
         return 1.0
 

@@ -386,6 +386,7 @@ def test_a_client_with_its_share_of_tasks_waits_before_it_starts_another() -> No
     driver.run(driver.core.begin_episode(throttle_policy=policy))
     assert driver.slept == [2.0]
     assert driver.body(-1)["task_id"] == "t3"
+    assert driver.sent[0].path.endswith("?client_uuid=c1"), "it finds its own tasks by its id"
 
 
 def test_a_task_that_is_under_way_may_continue() -> None:

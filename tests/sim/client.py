@@ -188,7 +188,7 @@ class Client(Caller):
 
 
 class Operator(Caller):
-    """Configures and starts the engine whenever it is offline, and sometimes stops it."""
+    """Starts the engine with another job whenever it is offline, resumes suspended runs, and sometimes stops one."""
 
     def __init__(self, gateways: list[Gateway], mood: Mood, pick: random.Random) -> None:
         super().__init__("operator", gateways, pick)
@@ -196,19 +196,28 @@ class Operator(Caller):
         self._stops = pick.choice((0.0, 0.0, 0.15))
 
     async def main(self) -> None:
-        stopped: inbox.Stop | None = None
+        late: inbox.Stop | inbox.Resume | None = None  # carried out, and perhaps sent again when it must do nothing
         while True:
-            phase = await self.request_until_answered("the phase", _phase)
+            seen = await self.request_until_answered("the phase", _phase)
+            assert not isinstance(seen, Refused)
+            phase, suspended = seen
             if phase == Phase.OFFLINE:
                 await self._command(self._configure())
                 await self._command(inbox.Start(id=self.fresh("start"), engine=ENGINE))
-                if stopped is not None and self._mood.faults.strikes(Fault.REPEAT):
-                    await self.sleep(self._pick.random() * 5)
-                    await self._command(stopped)
+                await self._repeat(late)
+            elif suspended:
+                await self._repeat(late)
+                late = inbox.Resume(id=self.fresh("resume"), engine=ENGINE)
+                await self._command(late)
             elif self._mood.meddling and self._pick.random() < self._stops:
-                stopped = inbox.Stop(id=self.fresh("stop"), engine=ENGINE)
-                await self._command(stopped)
+                late = inbox.Stop(id=self.fresh("stop"), engine=ENGINE)
+                await self._command(late)
             await self.sleep(OPERATOR_S)
+
+    async def _repeat(self, command: inbox.AnyMessage | None) -> None:
+        if command is not None and self._mood.faults.strikes(Fault.REPEAT):
+            await self.sleep(self._pick.random() * 5)
+            await self._command(command)
 
     async def _command(self, command: inbox.AnyMessage) -> None:
         await self.request_until_answered(command.id, lambda gateway: gateway.command(command))
@@ -249,8 +258,8 @@ class Operator(Caller):
         )
 
 
-async def _phase(gateway: Gateway) -> Phase:
-    return gateway.engine.phase
+async def _phase(gateway: Gateway) -> tuple[Phase, bool]:
+    return gateway.engine.phase, bool(gateway.engine.suspended)
 
 
 async def _touched(gateway: Gateway, episode: str) -> None:

@@ -25,10 +25,11 @@ class Fault(StrEnum):
     ZOMBIE = "a second trainer takes the run"
     BROKEN_STEP = "a step fails"
     LOST_CHECKPOINT = "the newest checkpoint is damaged"
+    FAILED_LOAD = "a trainer cannot load the model"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}
-PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP}  # drawn at each act that can fail in this way
+PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP, Fault.FAILED_LOAD}  # drawn at each act that can fail in this way
 SCHEDULED = tuple(fault for fault in Fault if fault not in PER_MESSAGE | PER_ACT)
 
 
@@ -39,7 +40,9 @@ class Faults:
         self.on = True
         self.counts: Counter[Fault] = Counter()
         self._random = pick
-        self.rates = {fault: self._rate(fault) if pick.random() < 0.5 else 0.0 for fault in Fault}
+        drawn = [fault for fault in Fault if fault != Fault.FAILED_LOAD]
+        self.rates: dict[Fault, float] = {fault: self._rate(fault) if pick.random() < 0.5 else 0.0 for fault in drawn}
+        self.rates[Fault.FAILED_LOAD] = self.rates[Fault.BROKEN_STEP]
 
     def _rate(self, fault: Fault) -> float:
         if fault in PER_MESSAGE:

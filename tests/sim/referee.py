@@ -13,13 +13,14 @@ from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
-from tests.coordinator.core_world import check_as_asked, check_in_time, check_read
+from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_stays
 from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
 
 ENGINE = "main"
 RECOVERED = "Sim-Recovered"  # on events that a new leader derived from the fold alone
-SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.End, inbox.TrainerOpens)  # the fold has their answers
+# Commands whose answers the fold has.
+SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.Resume, inbox.End, inbox.TrainerOpens)
 
 
 LOADED = b"loaded"  # the model at step 0
@@ -92,6 +93,7 @@ class Referee:
             self._check_order(message, event)
             engine = self.hive.engine(ENGINE)
             before = engine.phase
+            check_stays(event, engine)
             self._check(event, engine)
             evolve(self.hive, event)
             self.position = message.seq
@@ -146,7 +148,7 @@ class Referee:
 
     def _check_run(self, event: Event, engine: EngineState) -> None:
         match event:
-            case ev.EngineConfigured() | ev.EngineStopped():
+            case ev.EngineConfigured() | ev.EngineStopped() | ev.EngineResumed():
                 self._once(event.command)
             case ev.EngineStarted():
                 self._once(event.command)
@@ -216,7 +218,7 @@ class Referee:
             return
         episodes = [episode for group in batch.groups for episode in group.episodes]
         for episode in episodes:
-            for ref in episode.calls:
+            for ref in engine.pool[episode.episode].calls:
                 age = batch.step - 1 - self.sampled[ref.id]
                 assert age <= bound, f"call {ref.id} of {episode.episode} is {age} versions old in step {batch.step}"
                 self.seen["sampled before the step's version"] += age > 0

@@ -18,6 +18,7 @@ from tests.sim.server import CALLS_STREAM
 from tests.sim.variants import Variant
 
 ANSWER_S = 15.0
+LOADS_MAX = 2  # that fail in a row, before the run is suspended
 
 
 class RunOver(Exception):
@@ -26,6 +27,10 @@ class RunOver(Exception):
 
 class StepBroken(Exception):
     """A step failed, as from a lack of memory, a full disk or a bug."""
+
+
+class LoadBroken(Exception):
+    """The model could not be loaded, for a lack of memory or because a file system is away."""
 
 
 class Trainer(Process):
@@ -92,10 +97,13 @@ class Trainer(Process):
     async def _train_run(self) -> None:
         await self._open()
         model: bytes | None = None
+        failed = 0
         while True:
             try:
                 if model is None:
+                    await self._wait(lambda engine: not engine.suspended)
                     model = await self._load()
+                    failed = 0
                 await self._publish_missing_weights(model)
                 await self._wait(lambda engine: engine.batch is not None)
                 batch = self._engine.batch
@@ -105,6 +113,11 @@ class Trainer(Process):
                 continue
             except BusUnavailable:
                 pass
+            except LoadBroken:
+                failed += 1
+                if failed == LOADS_MAX:
+                    await self._give_up()
+                    failed = 0
             except StepBroken:
                 await self._report_failure()
             if self._variant != Variant.TRAINED_ON:
@@ -132,6 +145,8 @@ class Trainer(Process):
             stage = inbox.StageReached(id=f"{self._id}-{self._run}-load", engine=ENGINE, run=self._run, stage="loading")
             await self._send(stage)
         await self.sleep(self._net.pick.random() * 0.5)
+        if self._net.faults.strikes(Fault.FAILED_LOAD):
+            raise LoadBroken
         engine = self._engine
         if engine.step_done is None:
             return LOADED
@@ -252,7 +267,7 @@ class Trainer(Process):
         batch = self._engine.batch
         if batch is None:
             return
-        counted = self._engine.step_failures
+        before = self._engine.step_failures, self._engine.suspensions
         broke = inbox.StepBroke(
             id=self._net.fresh("broke"),
             engine=ENGINE,
@@ -262,4 +277,21 @@ class Trainer(Process):
             reason="a simulated failure",
         )
         await self._send(broke)
-        await self._wait(lambda engine: engine.step_failures > counted)
+        await self._wait(lambda engine: (engine.step_failures, engine.suspensions) != before)
+
+    async def _give_up(self) -> None:
+        """Let the run be suspended. Before its first version the job may be at fault, which ends the run."""
+        engine = self._engine
+        if engine.suspended:
+            return
+        suspensions = engine.suspensions
+        broke = inbox.EngineBroke(
+            id=self._net.fresh("stuck"),
+            engine=ENGINE,
+            run=self._run,
+            reason="the model cannot be loaded",
+            trainer_epoch=engine.trainer_epoch,
+            may_pass=engine.version >= 0 or self._net.pick.random() < 0.7,
+        )
+        await self._send(broke)
+        await self._wait(lambda engine: engine.suspensions > suspensions)

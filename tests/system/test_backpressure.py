@@ -19,8 +19,9 @@ from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus_coordinator import storage
+from bombus_gateway.keys import Keys
 from tests.conftest import MB, SMALL_STREAMS, freeze, kill, thaw
-from tests.gateway.openai_hive import ENGINE, MODEL, GatewayHive, gateway_hive, new_id
+from tests.gateway.openai_hive import ENGINE, MODEL, SECRET, GatewayHive, gateway_hive, new_id
 
 USER: Any = [{"role": "user", "content": "how are you?"}]
 SOON_S = 15.0
@@ -80,7 +81,13 @@ async def test_a_bus_that_stays_away_is_a_503_with_retry_after_on_every_route(
             with pytest.raises(openai.InternalServerError) as refused:
                 await ask(hive, key)
             assert refused.value.response.headers["retry-after"]
-            ending = {"client_uuid": "c1", "episode_uuid": episode, "task_id": "t", "workflow_output": {"reward": 1.0}}
+            claimed_id = Keys(SECRET).claimed_id(episode)
+            ending = {
+                "client_uuid": "c1",
+                "episode_uuid": claimed_id,
+                "task_id": "t",
+                "workflow_output": {"reward": 1.0},
+            }
             posts = [
                 http.post("/claim_episode", json=claim_body()),
                 http.post("/end_episode", json=ending),

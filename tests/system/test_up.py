@@ -284,6 +284,13 @@ def test_status_shows_what_a_hive_does_as_text_and_as_json(up: Up) -> None:
     assert "engine main" in status_of(up)
     data = json.loads(status_of(up, "--json"))
     assert "main" in json.dumps(data)
+    assert {name: stream["max_bytes"] for name, stream in data["streams"].items()} == {
+        "inbox": 256 << 20,
+        "events": 1 << 30,
+        "calls": 4 << 30,
+        "blobs": 2 << 30,
+    }
+    assert re.search(r"^  events .* of 1\.1 GB, 1 replica$", status_of(up), re.MULTILINE)
 
 
 def test_services_that_die_are_restarted_and_the_hive_continues(up: Up) -> None:
@@ -346,6 +353,37 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> Non
         assert [len(up.services(kind)) for kind in ("coordinator", "trainer", "inference", "gateway")] == [1, 1, 1, 1]
     finally:
         assert up.interrupt() == []
+
+
+def limits_of(up: Up) -> dict[str, int]:
+    streams = json.loads(status_of(up, "--json"))["streams"]
+    return {name: stream["max_bytes"] for name, stream in streams.items()}
+
+
+def test_the_limits_of_streams_are_set_by_flags_and_changed_by_the_same_flags(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"engines": {"main": {}}, "streams": {"events_bytes_max": "100MB"}}))
+    up = Up(tmp_path, "--config", str(file), "--calls-bytes-max", "200MB", "--inbox-bytes-max", "50MB")
+    try:
+        first = {"inbox": 50_000_000, "events": 100_000_000, "calls": 200_000_000, "blobs": 2 << 30}
+        assert limits_of(up) == first
+    finally:
+        assert up.interrupt() == []
+    up = Up(tmp_path, "--config", str(file), "--calls-bytes-max", "300MB")
+    try:
+        assert limits_of(up) == first | {"calls": 300_000_000}
+        told = subprocess.run(
+            [sys.executable, "-m", "bombus", "doctor", "--config", str(file), "--data-dir", str(up.folder / "data"),
+             "--events-bytes-max", "1GB"],
+            capture_output=True, text=True, timeout=60,
+        ).stdout  # fmt: skip
+        assert re.search(r"^ok +nats +127.0.0.1:\d+ answers and takes messages of up to 8.4 MB$", told, re.MULTILINE)
+        assert re.search(r"^ok +stream events +.* of 100 MB, 1 replica; at the next start 1.0 GB$", told, re.MULTILINE)
+        assert re.search(r"^ok +stream calls +.* of 300 MB, 1 replica$", told, re.MULTILINE)
+    finally:
+        assert up.interrupt() == []
+    with pytest.raises(AssertionError, match=r"too little storage left .* --blobs-bytes-max\) or give the server more"):
+        Up(tmp_path, "--config", str(file), "--blobs-bytes-max", "900TB")
 
 
 def test_bad_arguments_are_refused_with_a_sentence(tmp_path: Path) -> None:

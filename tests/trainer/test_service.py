@@ -169,7 +169,7 @@ async def test_r11_without_its_newest_checkpoints_a_run_goes_on_from_what_is_lef
     assert len(passed_over) == len(found[kept:]), "a step that left no checkpoint is not looked for"
 
 
-async def test_r11_a_run_whose_steps_cannot_be_made_again_ends_with_one_sentence(stage: Stage) -> None:
+async def test_r11_a_run_whose_steps_cannot_be_made_again_is_suspended_with_one_sentence(stage: Stage) -> None:
     trainer = stage.train()
     await stage.start(stage.job())
     for version in range(4):
@@ -180,9 +180,9 @@ async def test_r11_a_run_whose_steps_cannot_be_made_again_ends_with_one_sentence
     await asyncio.gather(trainer, return_exceptions=True)
     for place in stage.options.folder.glob("checkpoints/*/main/run-1/step-*"):
         shutil.rmtree(place)
-    stage.train()
-    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
-    assert "step-00000003-epoch-1-attempt-3 cannot be read: No such file" in stage.engine.failure
+    stage.train(options=stage.options.model_copy(update={"load_patience_s": 0.0}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
+    assert "step-00000003-epoch-1-attempt-3 cannot be read: No such file" in stage.engine.suspended
 
 
 async def test_r11_a_trainer_steps_aside_for_one_that_opened_after_it(stage: Stage) -> None:
@@ -216,18 +216,6 @@ async def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_sentence(stag
     await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"path": "/nowhere/at/all"})}))
     await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
     assert stage.engine.failure == "there is no model at /nowhere/at/all: a model's folder has a config.json"
-
-
-async def test_r11_a_step_that_fails_three_times_stops_the_engine_with_the_reason(stage: Stage) -> None:
-    stage.options.folder.mkdir()
-    (stage.options.folder / "checkpoints").write_text("a file where a folder should be")
-    stage.train()
-    await stage.start(stage.job())
-    await stage.until(Phase.ROLLING, version=0)
-    await stage.play_batch()
-    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
-    assert "step 1 failed 3 times" in stage.engine.failure
-    assert "NotADirectoryError" in stage.engine.failure
 
 
 async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_end_the_run(
@@ -451,6 +439,6 @@ async def test_r11_a_trainer_that_has_lost_a_rank_says_so_and_ends_and_another_m
     with pytest.raises(ExceptionGroup) as ended:
         await trainer
     assert ended.group_contains(BackendLost, match="no room")
-    assert stage.engine.step_failures == 1
+    await stage.follower.wait_for(lambda _: stage.engine.step_failures == 1, WAIT_S)
     stage.train()
     await stage.until(Phase.ROLLING, version=1)

@@ -189,7 +189,7 @@ async def test_weights_change_in_place_and_each_token_has_the_version_that_sampl
         stage.client.add(stage.backend, request([5, 9, seed], seed=seed, stream=stream, max_tokens=LONG))
         for seed, stream in enumerate([True, True, False, False])
     ]
-    await until_metric(stage.backend, "running", lambda value: value == len(tickets))
+    # All begin together. Looking at the metrics too would take time, in which they may end on a busy machine.
     await stage.client.until(lambda: min(map(stage.client.sampled, tickets[:2])) > 3)
     await stage.backend.load(stage.policy(1), ignore_stage)
     after = stage.client.add(stage.backend, request([5, 9, 0], seed=0, max_tokens=20))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from bombus import logs
 from bombus.cli import add_hive_arguments
+from bombus.config.flags import add_settings_arguments, settings_from
+from bombus.config.streams import StreamLimits
 from bombus.errors import Code, Refused
 from bombus.host.process import run_service
 from bombus_coordinator import shell
@@ -24,11 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the folder of the bus's data: new work is refused while its disk is nearly full (default: none)",
     )
+    add_settings_arguments(parser, StreamLimits)
 
 
 def run(arguments: argparse.Namespace) -> int:
     disk: Path | None = arguments.watch_disk
     if disk is not None and not disk.is_dir():
         raise Refused(Code.BAD_CONFIG, f"--watch-disk {disk} is refused: there is no such folder")
+    limits = settings_from(StreamLimits, arguments)
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
-    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, disk))
+    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, disk, limits))

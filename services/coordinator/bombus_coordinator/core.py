@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bombus.errors import Refused
+from bombus.errors import Code, Refused
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
@@ -18,31 +18,39 @@ from bombus_coordinator import storage
 from bombus_coordinator.rules import claims, engines, episodes, transitions
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
+from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
+EVENT_BYTES_MAX = 8 << 20
+_TOO_LARGE = (
+    "An event of {} bytes does not fit into the {} bytes of one message of the bus: send less at once, or raise the "
+    "server's max_payload."
+)
 
 
 class PendingDecision(msgspec.Struct, frozen=True):
-    """A decision to append, and the inbox sequence that it answers."""
+    """A decision to append, and the inbox sequence that it answers. `bodies` are its events, encoded."""
 
     decision: Decision
     answers: int
+    bodies: tuple[bytes, ...] = ()
 
 
 class Core:
-    def __init__(self, hive: Hive | None = None) -> None:
+    """The state of a hive, and the decisions on it. No event is larger than `event_bytes_max`."""
+
+    def __init__(self, hive: Hive | None = None, event_bytes_max: int = EVENT_BYTES_MAX) -> None:
         self.hive = hive if hive is not None else Hive()
         now_ns = self.hive.now_ns
         self.live = Live(now_ns=now_ns, epoch_ns=now_ns, ticked_ns=now_ns, refusing=self.hive.refusing)
+        self.live.event_bytes_max = event_bytes_max
         self._noted: dict[tuple[str, int], list[NotedCall]] = {}
         self._noted_seq = 0
 
     def open_epoch(self, leader: str) -> Decision:
         """Decide the first event of a new leader (R4). Deadlines start again from it (R5)."""
         opened = ev.EpochOpened(at_ns=self.hive.now_ns, epoch=self.hive.epoch + 1, leader=leader)
-        decision = Decision(events=(opened,))
-        self._fold(decision)
-        return decision
+        return self._fold(Decision(events=(opened,)), 0).decision
 
     def receive(self, message: inbox.AnyMessage, seq: int, at_ns: int) -> Iterator[PendingDecision]:
         """Decide the inbox message at `seq`, which the server stamped `at_ns`.
@@ -58,8 +66,7 @@ class Core:
             return
         if not isinstance(message, inbox.Touch):
             yield from self.flush()
-        for decision in self._decide(message):
-            yield PendingDecision(decision, seq)
+        yield from self._decide(message)
 
     def flush(self) -> Iterator[PendingDecision]:
         """Note the calls recorded since the last decision, in one event for each engine (R9).
@@ -76,15 +83,30 @@ class Core:
                 for (name, run), calls in noted.items()
             )
         )
-        self._fold(decision)
-        yield PendingDecision(decision, self._noted_seq)
+        yield self._fold(decision, self._noted_seq)
+
+    def set_aside(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
+        """Decide nothing but that this message is left out: deciding it failed, by a fault of ours."""
+        self.live.arrived(seq, at_ns)
+        event = ev.MessageSetAside(
+            at_ns=self.live.now_ns, message=inbox.kind_of(message), about=message.engine, id=message.id, why=why
+        )
+        reply = CommandReply(message.id, inbox.Refusal(code=Code.INTERNAL, why=f"It could not be decided: {why}"))
+        yield from self.flush()
+        yield self._fold(Decision(events=(event,), replies=(reply,)), seq)
 
     def recover(self) -> Iterator[Decision]:
         """Decide the transitions that are due already: a crash may have cut them off after a decision."""
         for engine in list(self.hive.engines.values()):
-            yield from self._folded(transitions.settle(engine, self.live))
+            for pending in self._safely(engine, transitions.settle(engine, self.live)):
+                yield pending.decision
 
-    def _fold(self, decision: Decision) -> None:
+    def _fold(self, decision: Decision, answers: int) -> PendingDecision:
+        """Fold a decision. Raises `Refused`, having folded nothing, when one of its events is too large."""
+        bodies = tuple(map(ev.encode_event, decision.events))
+        largest = max(map(len, bodies), default=0)
+        if largest > self.live.event_bytes_max:
+            raise Refused(Code.TOO_LARGE, _TOO_LARGE.format(largest, self.live.event_bytes_max))
         for event in decision.events:
             self._count_open(event)
             evolve(self.hive, event)
@@ -94,21 +116,28 @@ class Core:
                 self.live.refusing = self.hive.refusing
         for reply in decision.replies:
             self.live.remember(reply.command, reply.answer)
+        return PendingDecision(decision, answers, bodies)
 
     def _count_open(self, event: ev.Event) -> None:
         """Tell an event, before it is folded, to what follows the open episodes besides the state."""
         if isinstance(event, ev.EpisodeClaimed):
-            self.live.opened(event.engine, event.client, len(event.episodes))
+            self.live.opened(event.engine, share_of(event), len(event.episodes))
         for name in _closed_by(event):
             self.live.forget(name)
             episode = self.hive.engine(event.engine).open.get(name)
             if episode is not None:
-                self.live.opened(event.engine, episode.client, -1)
+                self.live.opened(event.engine, share_of(episode), -1)
 
-    def _folded(self, decisions: Iterable[Decision]) -> Iterator[Decision]:
+    def _folded(self, decisions: Iterable[Decision]) -> Iterator[PendingDecision]:
         for decision in decisions:
-            self._fold(decision)
-            yield decision
+            yield self._fold(decision, self.live.seq)
+
+    def _safely(self, engine: EngineState, decisions: Decisions) -> Iterator[PendingDecision]:
+        """Fold what follows from the state. An event that is too large suspends the run: it would come again."""
+        try:
+            yield from self._folded(decisions)
+        except Refused as error:
+            yield from self._folded(engines.suspend(engine, self.live, error.why))
 
     def _note(self, message: inbox.CallRecorded, seq: int) -> None:
         self._noted_seq = seq
@@ -120,12 +149,12 @@ class Core:
         if not pending:
             del self._noted[key]
 
-    def _decide(self, message: inbox.AnyMessage) -> Iterator[Decision]:
+    def _decide(self, message: inbox.AnyMessage) -> Iterator[PendingDecision]:
         if isinstance(message, inbox.Tick):
             if message.answered is not None:
                 self.live.tick(message.answered)
             for engine in list(self.hive.engines.values()):
-                yield from self._folded(self._tick(engine))
+                yield from self._safely(engine, self._tick(engine))
             return
         if isinstance(message, inbox.StorageSeen):
             yield from self._folded(storage.seen(self.hive, self.live, message))
@@ -138,14 +167,15 @@ class Core:
         if answered is None and isinstance(message, engines.CONTROL):
             answered = engines.recorded(engine, message.id)
         if answered is not None:
-            yield Decision(replies=(CommandReply(message.id, answered),))
+            yield PendingDecision(Decision(replies=(CommandReply(message.id, answered),)), self.live.seq)
             return
         try:
             yield from self._folded(self._command(engine, message))
         except Refused as error:
             yield from self._folded([_refused(engine, self.live, message, error)])
             return
-        yield from self._folded(self._follow_up(self.hive.engine(message.engine)))
+        engine = self.hive.engine(message.engine)
+        yield from self._safely(engine, self._follow_up(engine))
 
     def _command(self, engine: EngineState, message: inbox.AnyMessage) -> Decisions:
         return _RULES[type(message)](engine, self.live, message)
@@ -194,6 +224,7 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Configure: engines.configure,
     inbox.Start: engines.start,
     inbox.Stop: engines.stop,
+    inbox.Resume: engines.resume,
     inbox.AgreeSync: engines.agree,
     inbox.TrainerOpens: engines.trainer_opens,
     inbox.StageReached: engines.stage_reached,

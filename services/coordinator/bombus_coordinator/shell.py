@@ -11,7 +11,8 @@ import msgspec
 from bombus import telemetry
 from bombus.bus import EPOCH, INBOX, REPLY, TRACEPARENT, Bus, Outgoing, Reader, Stored, append, log_id
 from bombus.bus.snapshots import Snapshot
-from bombus.errors import BusUnavailable, Deposed
+from bombus.config.streams import AS_THEY_ARE, StreamLimits
+from bombus.errors import BombusError, BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
@@ -30,6 +31,11 @@ REPLIES_MAX = 100_000  # commands whose answer is still to be sent
 TICK_S = 1.0
 TRIM_S = 10.0
 RETRY_S = 1.0
+WHY_CHARS_MAX = 500
+
+
+class Undecidable(BombusError):
+    """Raised when deciding an inbox message failed by a fault of ours. The state in memory may be spoilt."""
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +53,14 @@ class Coordinator:
     """
 
     def __init__(
-        self, bus: Bus, leader: str = "", lease: Lease | None = None, housekeeping: Housekeeping | None = None
+        self,
+        bus: Bus,
+        leader: str = "",
+        lease: Lease | None = None,
+        housekeeping: Housekeeping | None = None,
+        set_aside: dict[int, str] | None = None,
     ) -> None:
+        """`set_aside` has the inbox messages that could not be decided, by sequence, and why. It gets those of ours."""
         self.bus = bus
         self.leader = leader or f"coordinator-{secrets.token_hex(4)}"
         self.core = Core()
@@ -62,11 +74,13 @@ class Coordinator:
         self._consumed = 0  # inbox sequence up to which everything is decided and stored
         self._is_stored = True  # whether the log has everything that is in the core's state
         self._reply_to: dict[str, str] = {}
+        self._set_aside = {} if set_aside is None else set_aside
 
     async def lead(self, fold: Fold | None = None) -> None:
         """Take over from `fold` (by default from a snapshot) and decide until cancelled.
 
-        Raises `Deposed` once another coordinator leads, `LogCorrupted` on a damaged log.
+        Raises `Deposed` once another coordinator leads, `LogCorrupted` on a damaged log, `Undecidable` for a message
+        that has to be set aside.
         """
         while not await self._take_over(fold or await Fold.begin(self.bus)):
             log.info("the leader before was still writing; folding again")
@@ -97,7 +111,7 @@ class Coordinator:
         await fold.catch_up(self.bus)
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = fold.answered
-        self.core = Core(fold.hive)
+        self.core = Core(fold.hive, self.bus.publisher.message_bytes_max)
         wanted = self.core.hive.epoch + 1
         try:
             await self._open_epoch()
@@ -161,13 +175,23 @@ class Coordinator:
             with telemetry.span(
                 "coordinator.decide", trace, kind=inbox.kind_of(message), engine=message.engine
             ) as span:
-                for each in self.core.receive(message, stored.seq, stored.time_ns):
-                    pending.append((each, span.traceparent))
+                pending += [(each, span.traceparent) for each in self._decided(message, stored)]
         pending += [(each, "") for each in self.core.flush()]
         await self._append(pending)
         self._consumed = group[-1].seq
         self._is_stored = True
         await self._reply([reply for each, _ in pending for reply in each.decision.replies])
+
+    def _decided(self, message: inbox.AnyMessage, stored: Stored) -> list[PendingDecision]:
+        why = self._set_aside.get(stored.seq)
+        if why is not None:
+            return list(self.core.set_aside(message, stored.seq, stored.time_ns, why))
+        try:
+            return list(self.core.receive(message, stored.seq, stored.time_ns))
+        except Exception as error:  # whatever it is, the next message has to be read
+            log.exception("inbox message %d could not be decided: %s", stored.seq, inbox.kind_of(message))
+            self._set_aside[stored.seq] = f"{type(error).__name__}: {error}"[:WHY_CHARS_MAX]
+            raise Undecidable(f"inbox message {stored.seq}: {self._set_aside[stored.seq]}") from error
 
     def _note_reply_to(self, command: str, reply_to: str) -> None:
         self._reply_to[command] = reply_to
@@ -179,9 +203,9 @@ class Coordinator:
         seq = self._last
         for each, trace in pending:
             events: list[Outgoing] = []
-            for event in each.decision.events:
+            for event, body in zip(each.decision.events, each.bodies or map(ev.encode_event, each.decision.events)):
                 seq += 1
-                events.append(self._outgoing(event, seq, each.answers, trace))
+                events.append(self._outgoing(event, body, seq, each.answers, trace))
                 self._answered = each.answers
             if events:
                 outgoing.append(events)
@@ -198,14 +222,14 @@ class Coordinator:
                 log.warning("decisions wait for the log: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _outgoing(self, event: ev.Event, seq: int, answers: int, trace: str) -> Outgoing:
+    def _outgoing(self, event: ev.Event, body: bytes, seq: int, answers: int, trace: str) -> Outgoing:
         epoch = self.core.hive.epoch
         headers = {EPOCH: str(epoch), INBOX: str(answers)}
         if trace:
             headers[TRACEPARENT] = trace
         return Outgoing(
             subject=self.bus.subjects.event(event.engine, ev.kind_of(event)),
-            body=ev.encode_event(event),
+            body=body,
             msg_id=f"{epoch}.{seq}",
             headers=headers,
         )
@@ -260,27 +284,34 @@ class Coordinator:
                 log.warning("the inbox could not be trimmed: %s", error)
 
 
-async def run(url: str, hive: str, name: str = "", disk: Path | None = None) -> None:
-    """Stand by to lead a hive, lead it, and stand by again when deposed, until cancelled."""
+async def run(
+    url: str, hive: str, name: str = "", disk: Path | None = None, limits: StreamLimits = AS_THEY_ARE
+) -> None:
+    """Give the hive's streams these limits. Then stand by to lead it, lead it, and stand by again when deposed, until
+    cancelled.
+    """
     telemetry.configure("coordinator")
     leader = name or f"coordinator-{secrets.token_hex(4)}"
     async with await Bus.connect(url, hive, name="coordinator") as bus:
-        await bus.ensure_streams()
+        await bus.ensure_streams(limits)
         lease = Lease(bus, leader)
+        set_aside: dict[int, str] = {}
         while True:
-            await _lead_once(bus, leader, lease, disk)
+            await _lead_once(Coordinator(bus, leader, lease, Housekeeping(disk=disk), set_aside), lease)
 
 
-async def _lead_once(bus: Bus, leader: str, lease: Lease, disk: Path | None) -> None:
-    """Stand by, then lead. Return when deposed, or when the bus was away for too long to take over.
+async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:
+    """Stand by, then lead. Return when deposed, when a message could not be decided, or when the bus was away for long.
 
     Raises `LogCorrupted`, and `BusUnavailable` when the bus was closed.
     """
-    coordinator = Coordinator(bus, leader, lease, Housekeeping(disk=disk))
+    bus = coordinator.bus
     try:
         await coordinator.lead(await stand_by(bus, lease))
     except* Deposed as group:
         log.warning("deposed, standing by: %s", group.exceptions[0])
+    except* Undecidable as group:
+        log.error("folding the log again, to set a message aside: %s", group.exceptions[0])
     except* BusUnavailable as group:
         if bus.is_closed:
             raise

@@ -13,7 +13,6 @@ from pathlib import Path
 import msgspec
 
 from bombus.bus import Bus, ServerRefused
-from bombus.bus.streams import blob_stream
 from bombus.errors import BusUnavailable
 from bombus.hive import events as ev
 from bombus.hive.inbox import StorageSeen
@@ -30,10 +29,10 @@ DISK_RESERVE_BYTES = 256 << 20
 FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
 _ADVICE = {
-    "inbox": "It is trimmed as soon as the coordinator has caught up.",
-    "events": "Run `bombus log compact`, or raise events_bytes_max.",
-    "calls": "It is trimmed as steps are made; or raise calls_bytes_max.",
-    "blobs": "Raise blobs_bytes_max.",
+    "inbox": "It is trimmed as soon as the coordinator has caught up; or raise its limit with --inbox-bytes-max.",
+    "events": "Run `bombus log compact`, or raise its limit with --events-bytes-max.",
+    "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
+    "blobs": "Raise its limit with --blobs-bytes-max.",
     DISK: "Make room where the bus keeps its data.",
 }
 
@@ -83,14 +82,7 @@ async def _measure(bus: Bus, disk: Path | None, disk_reserve: int) -> AsyncItera
     if disk is not None:
         usage = shutil.disk_usage(disk)
         yield StorageSeen(id="", what=DISK, used=usage.total - usage.free, size=usage.total, reserve=disk_reserve)
-    names = bus.subjects
-    for what, stream in (
-        ("inbox", names.inbox_stream),
-        ("events", names.events_stream),
-        ("calls", names.calls_stream),
-        ("blobs", blob_stream(names)),
-    ):
-        state = await bus.state(stream)
+    for what, state in (await bus.limited_states()).items():
         if state.max_bytes > 0:
             reserve = int(RESERVE * state.max_bytes)
             yield StorageSeen(id="", what=what, used=state.bytes, size=state.max_bytes, reserve=reserve)

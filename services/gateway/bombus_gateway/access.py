@@ -7,6 +7,7 @@ header put `/k/<key>` before the path.
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
 from urllib.parse import urlsplit
 
@@ -32,6 +33,19 @@ class Access(StrEnum):
     CONTROL = "control"  # change what an engine does
 
 
+@dataclass(frozen=True)
+class KeyHolder:
+    """Whom a client key is for, by its name, and its caps (`NamedKey` says of what); 0: no cap."""
+
+    name: str = ""
+    open_max: int = 0
+    waiting_max: int = 0
+    idle_max_s: float = 0.0
+
+
+NOBODY = KeyHolder()  # the holder of a key without a name
+
+
 def without_path_key(scope: Scope) -> Scope:
     """Move the key of a request to `/k/<key>/...` into a header, so that it cannot be read from a path any more."""
     key, slash, rest = scope["path"].removeprefix(PATH_KEY).partition("/")
@@ -49,10 +63,10 @@ class Guard(SecurityBase):
 
     def __init__(self, access: Access, keys: HiveKeys, public_url: str) -> None:
         if access == Access.CONTROL and keys.admin:
-            self._name, opening = "admin", [keys.admin]
+            self._name, holders = "admin", {keys.admin: NOBODY}
         else:
-            self._name, opening = "client", [keys.client, keys.admin] if keys.client else []
-        self._opening = [key.encode() for key in opening if key]
+            self._name, holders = "client", _client_holders(keys)
+        self._opening = {key.encode(): holder for key, holder in holders.items() if key}
         self._public_url = public_url.rstrip("/")
         # For the OpenAPI document that FastAPI makes.
         self.scheme_name = f"{'admin' if access == Access.CONTROL else 'client'}_key"
@@ -68,7 +82,7 @@ class Guard(SecurityBase):
         if not self._opening:
             return self._foreign_page(headers)
         presented = _presented(headers)
-        if any(hmac.compare_digest(key, opening) for key in presented for opening in self._opening):
+        if self._found(presented) is not None:
             return None
         found = "the key that was sent is not it" if presented else "no key was sent"
         return Refused(
@@ -76,6 +90,19 @@ class Guard(SecurityBase):
             f"This route needs the hive's {self._name} key, and {found}: send it as `Authorization: Bearer <key>` or "
             "`x-api-key: <key>`, or put `/k/<key>` before the path.",
         )
+
+    def holder(self, headers: RawHeaders) -> KeyHolder:
+        """Return whose key a request has shown, which may pass; `NOBODY` for a key without a name, and for none."""
+        return self._found(_presented(headers)) or NOBODY
+
+    def _found(self, presented: list[bytes]) -> KeyHolder | None:
+        matching = (
+            holder
+            for opening, holder in self._opening.items()
+            for key in presented
+            if hmac.compare_digest(key, opening)
+        )
+        return next(matching, None)
 
     def _foreign_page(self, headers: RawHeaders) -> Refused | None:
         """Refuse web pages of other sites.
@@ -112,6 +139,17 @@ class EpisodeGuard:
                 Code.BAD_KEY, f"This key is for engine {claims.engine}, and these are the doors of {self._engine}."
             )
         return claims
+
+
+def _client_holders(keys: HiveKeys) -> dict[str, KeyHolder]:
+    """Return the holders of the keys that open client routes, by key; none where these routes need no key."""
+    if not keys.for_clients:
+        return {}
+    named = {
+        each.key: KeyHolder(name, each.open_max, each.waiting_max, each.idle_max_s)
+        for name, each in keys.clients.items()
+    }
+    return {**named, keys.client: NOBODY, keys.admin: NOBODY}
 
 
 def _presented(headers: RawHeaders) -> list[bytes]:

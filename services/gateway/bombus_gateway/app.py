@@ -13,6 +13,7 @@ from bombus_gateway.access import PATH_KEY, without_path_key
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
+from bombus_gateway.limits import in_short
 from bombus_gateway.openai.docs import add_openai_paths
 from bombus_gateway.openai.routes import OpenAIDoor
 from bombus_gateway.refusals import ERROR_HEADERS, RETRY_AFTER
@@ -108,4 +109,6 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _detail(code: Code, why: str) -> JSONResponse:
     status = STATUS[code]
-    return JSONResponse({"detail": why, "code": str(code)}, status_code=status, headers=ERROR_HEADERS.get(status))
+    return JSONResponse(
+        {"detail": in_short(why), "code": str(code)}, status_code=status, headers=ERROR_HEADERS.get(status)
+    )

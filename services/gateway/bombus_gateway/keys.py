@@ -1,4 +1,8 @@
-"""Episode keys: `sk-bombus-`, the claims, and an HMAC of them. Any gateway verifies them without a look-up."""
+"""What a claim hands out, signed with the hive's secret, so that any gateway verifies it without a look-up.
+
+An episode's key is for its agent: `sk-bombus-`, the claims, and an HMAC of them. The id of a claimed episode is for the
+client that claimed it: the episode's name on the log, a dot, and an HMAC of the name.
+"""
 
 import binascii
 import hmac
@@ -7,11 +11,13 @@ from base64 import urlsafe_b64decode, urlsafe_b64encode
 import msgspec
 
 from bombus.errors import Code, Refused
+from bombus.hive.episodes import SECRET_MARK, without_secret
 
 PREFIX = "sk-bombus-"
 MAC_BYTES = 16
 KEY_CHARACTERS_MAX = 512
 SECRET_NAME = "episode-keys"  # the name of the secret on the bus
+_CLAIMED = b"claimed episode "  # no key's claims begin with this, so that one HMAC is never taken for the other
 
 
 class KeyClaims(msgspec.Struct, frozen=True, array_like=True):
@@ -55,8 +61,34 @@ class Keys:
             raise Refused(Code.KEY_EXPIRED, f"The key of episode {found.episode} has expired. {_CLAIM}")
         return found
 
+    def claimed_id(self, episode: str) -> str:
+        """Return the id under which an episode is handed out to the client that claimed it.
+
+        Only who has it may end, abort, touch and replay the episode. Its agent has the key, which does not tell it.
+        """
+        secret = urlsafe_b64encode(self._mac(_CLAIMED + _bytes(episode))).rstrip(b"=").decode()
+        return f"{episode}{SECRET_MARK}{secret}"
+
+    def episode_of(self, claimed_id: str) -> str:
+        """Return the name on the log of a claimed episode.
+
+        Raises `Refused` NOT_YOUR_EPISODE for any other id, whether there is such an episode or not.
+        """
+        episode = without_secret(claimed_id)
+        if not hmac.compare_digest(_bytes(claimed_id), _bytes(self.claimed_id(episode))):
+            raise Refused(
+                Code.NOT_YOUR_EPISODE,
+                "This is not the id of an episode that this client has claimed: send `episode_uuid` as the claim "
+                "returned it, with the secret after its dot.",
+            )
+        return episode
+
     def _mac(self, claims: bytes) -> bytes:
         return hmac.digest(self._secret, claims, "sha256")[:MAC_BYTES]
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="replace")
 
 
 _CLAIM = "Claim an episode and use the key that comes with it."

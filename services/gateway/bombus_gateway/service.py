@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 
 from bombus import telemetry
-from bombus.bus import Bus, ServerRefused
+from bombus.bus import Bus
 from bombus.bus.follow import Follower
-from bombus.errors import BusUnavailable
 from bombus.host.host_names import OwnHostsOnly, host_of
+from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_gateway.app import GatewayApp, create_app
@@ -22,8 +22,8 @@ from bombus_gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-STREAMS_WAIT_S = 60.0  # for another service to make the hive's streams
 CATCH_UP_S = 600.0
+CONNECTIONS_FOR_A_CALL = 2  # a client keeps some open without a call
 
 
 async def run(settings: GatewaySettings) -> None:
@@ -44,9 +44,10 @@ async def run(settings: GatewaySettings) -> None:
 def serving(app: GatewayApp, bound: socket.socket) -> AbstractAsyncContextManager[asyncio.Task[None]]:
     """Serve the app while the block runs; calls that are open `drain_s` seconds after it are recorded as cut off."""
     settings = app.calls.settings
+    limits = HttpLimits(connections=CONNECTIONS_FOR_A_CALL * settings.open_calls_max)
     named = (settings.host, host_of(settings.public_url), *settings.host_names)
-    checked = app if settings.keys.client else OwnHostsOnly(app, bound, named)
-    return http_server(checked, bound, settings.drain_s, app.calls.hang_up, standard_headers=False)
+    checked = app if settings.keys.for_clients else OwnHostsOnly(app, bound, named)
+    return http_server(checked, bound, settings.drain_s, app.calls.hang_up, limits)
 
 
 @contextlib.asynccontextmanager
@@ -56,7 +57,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
     The block is given the app and the gateway, and is cancelled when a part breaks.
     """
     async with await Bus.connect(settings.bus_url, settings.hive, name="gateway") as bus:
-        await _until_streams_exist(bus)
+        await bus.until_streams_exist()
         gateway = Gateway(settings, bus, Follower(bus), Keys(await bus.secret(SECRET_NAME)))
         app = create_app(gateway)
         async with asyncio.TaskGroup() as tasks:
@@ -74,6 +75,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[tuple[GatewayApp, 
                 for part in parts:
                     part.cancel()
                 app.calls.client.close()
+                app.calls.workers.close()
 
 
 async def _become_ready(gateway: Gateway) -> None:
@@ -81,15 +83,3 @@ async def _become_ready(gateway: Gateway) -> None:
     await gateway.follower.caught_up(CATCH_UP_S)
     gateway.ready = True
     log.info("the gateway is ready", extra={"position": gateway.follower.position})
-
-
-async def _until_streams_exist(bus: Bus) -> None:
-    deadline = asyncio.get_running_loop().time() + STREAMS_WAIT_S
-    while True:
-        try:
-            await bus.state(bus.subjects.calls_stream)
-            return
-        except (BusUnavailable, ServerRefused) as error:
-            if asyncio.get_running_loop().time() > deadline:
-                raise BusUnavailable(f"hive {bus.subjects.hive} has no streams yet: {error}") from error
-        await asyncio.sleep(0.2)

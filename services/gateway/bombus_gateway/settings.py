@@ -64,6 +64,9 @@ class GatewaySettings(BaseModel):
     body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(
         default=8, ge=1, le=1024, description="the largest body of a model call, in MiB"
     )
+    episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
+        default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"
+    )
     history_mb_max: Annotated[int, Flag(name="--history-mb", metavar="MB")] = Field(
         default=512,
         ge=0,

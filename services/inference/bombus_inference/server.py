@@ -123,7 +123,8 @@ class App:
         watch = asyncio.ensure_future(_watch(receive, reply))
         self.backend.add(ticket, request)
         try:
-            with telemetry.span("inference.generate", request.traceparent, call=request.id):
+            parent = telemetry.traceparent_of(request.traceparent)
+            with telemetry.span("inference.generate", parent, call=request.id):
                 await self._send_frames(reply, request.stream, send)
         except ClientDisconnected:
             log.debug("a client disconnected", extra={"call": request.id})
@@ -139,7 +140,7 @@ class App:
         except _BodyTooLarge:
             why = f"the request is over {BODY_BYTES_MAX} bytes"
             return Fault(why=why, code=Code.TOO_LARGE)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return Fault(why=f"the body is not a msgpack Generate: {error}", code=Code.MALFORMED)
         if request.engine != self.engine:
             why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"

@@ -16,6 +16,7 @@ from bombus.hive.events import WeightsReady
 from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.host.host_names import OwnHostsOnly, host_of
+from bombus.host.http_limits import HttpLimits
 from bombus.host.http_server import http_server
 from bombus.host.process import listen
 from bombus_inference.backends.protocol import Deliver, InferenceBackend, Policy
@@ -25,6 +26,7 @@ from bombus_inference.settings import InferenceSettings
 
 log = logging.getLogger(__name__)
 
+CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some open without a request
 LOAD_ATTEMPTS = 3
 
 
@@ -257,12 +259,14 @@ async def run(settings: InferenceSettings) -> None:
     bound = listen(settings.http.host, settings.http.port)
     url = settings.advertise_url or url_of(bound)
     async with await Bus.connect(settings.bus_url, settings.hive, name=f"inference-{settings.engine}") as bus:
-        await bus.ensure_streams()
+        await bus.until_streams_exist()
         replica = ReplicaService(bus, settings, url)
         try:
+            limits = HttpLimits(connections=CONNECTIONS_FOR_A_REQUEST * settings.http.requests_max)
             # On the way out it lets open requests finish.
             named = (settings.http.host, host_of(url), *settings.http.host_names)
-            async with http_server(OwnHostsOnly(replica.app, bound, named), bound, settings.http.drain_s):
+            app = OwnHostsOnly(replica.app, bound, named)
+            async with http_server(app, bound, settings.http.drain_s, limits=limits):
                 log.info("listening at %s", url, extra={"replica": replica.name})
                 await replica.run()
         finally:

@@ -27,6 +27,8 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.EngineBooted: EventGroup.ENGINE,
     ev.EngineStopped: EventGroup.ENGINE,
     ev.EngineFailed: EventGroup.ENGINE,
+    ev.EngineSuspended: EventGroup.ENGINE,
+    ev.EngineResumed: EventGroup.ENGINE,
     ev.CommandAnswered: EventGroup.ENGINE,
     ev.ModelRead: EventGroup.ENGINE,
     ev.RollingStarted: EventGroup.ENGINE,
@@ -49,17 +51,20 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.ReplicaLeft: EventGroup.WEIGHTS,
     ev.StorageFilled: EventGroup.ENGINE,
     ev.StorageFreed: EventGroup.ENGINE,
+    ev.MessageSetAside: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
     {
         ev.EngineFailed,
+        ev.EngineSuspended,
         ev.EpisodeAborted,
         ev.GroupDropped,
         ev.PoolCleared,
         ev.StepFailed,
         ev.ReplicaLeft,
         ev.StorageFilled,
+        ev.MessageSetAside,
     }
 )
 

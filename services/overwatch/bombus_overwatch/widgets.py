@@ -83,8 +83,9 @@ class PhaseBar(Panel):
                 cycle.append(name, pal.QUIET)
                 continue
             failed = phase == Phase.OFFLINE and status.failure
-            colour = pal.VERMILLION if failed else pal.AMBER
-            cycle.append(f" {'FAILED' if failed else name} {duration(status.phase_s)} ", f"bold {pal.INK} on {colour}")
+            shown = "FAILED" if failed else f"{name}, SUSPENDED" if status.suspended else name
+            colour = pal.VERMILLION if failed or status.suspended else pal.AMBER
+            cycle.append(f" {shown} {duration(status.phase_s)} ", f"bold {pal.INK} on {colour}")
         read = [Text(f" {one_line(format_text(row.format))}", pal.QUIET) for row in status.formats[:1]]
         return [cycle, self._facts(screen, width), *read]
 
@@ -104,10 +105,11 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Shows in full why the last run failed, or how gateways disagree about its model; hidden otherwise."""
+    """Shows in full why the run is suspended or failed, or how gateways disagree about its model; else hidden."""
 
     def retitle(self, screen: Screen) -> None:
-        self.display = bool(screen.status and (screen.status.failure or screen.status.disagreement))
+        status = screen.status
+        self.display = bool(status and (status.failure or status.suspended or status.disagreement))
 
     def render(self) -> Text:
         if self.data is None or self.data.status is None:
@@ -115,6 +117,9 @@ class Notice(Panel):
         status = self.data.status
         if status.failure:
             return Text(f"✗ {one_line(status.failure)}", f"bold {pal.VERMILLION}")
+        if status.suspended:
+            hint = "`bombus resume` lets the run go on"
+            return Text(f"✗ {one_line(status.suspended)} ({hint})", f"bold {pal.VERMILLION}")
         return Text(f"! {one_line(status.disagreement)}", f"bold {pal.AMBER}")
 
 

@@ -219,7 +219,7 @@ async def _introduce(layout: Layout, trainer: TrainerPart, arguments: argparse.N
     if arguments.mode == CONNECT and not layout.cluster.nats:
         say("node 0 talks to the bus, which listens on this machine alone: run it here, or give --nats", flush=True)
     async with await _connected(nats, layout.cluster.hive) as bus:
-        await bus.ensure_streams()
+        await bus.until_streams_exist()
         follower = Follower(bus)
         following = asyncio.create_task(follower.run())
         try:

@@ -43,6 +43,14 @@ class TrainerOptions(TrainerMachineOptions):
             help="how long ranks wait for each other in a step, a checkpoint or an export",
         ),
     ] = Field(default=1800.0, gt=0.0, le=86_400.0)
+    load_patience_s: Annotated[
+        float,
+        Flag(
+            name="--load-patience",
+            metavar="SECONDS",
+            help="how long a load that fails is tried again before the run is suspended; a faulty job ends it at once",
+        ),
+    ] = Field(default=300.0, ge=0.0, le=86_400.0)
     retry_s: Annotated[float, NoFlag()] = Field(default=1.0, gt=0.0, le=600.0)
     retry_s_max: Annotated[float, NoFlag()] = Field(default=30.0, gt=0.0, le=3600.0)
     presence_s: Annotated[float, NoFlag()] = Field(default=15.0, gt=0.0, le=3600.0)

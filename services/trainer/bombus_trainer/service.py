@@ -1,6 +1,7 @@
 """The trainer on the bus: follow the log, make each outstanding step once, and publish its outcome (R11)."""
 
 import asyncio
+import gc
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -27,9 +28,11 @@ from bombus_trainer.loading import load_backend, pack_tokenizer
 from bombus_trainer.machine import this_machine
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.publish.checkpoint import CheckpointLost, Facts, Saved
+from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
+from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
+from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_again
 from bombus_trainer.versions import Versions
@@ -37,6 +40,7 @@ from bombus_trainer.versions import Versions
 log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
+STAGE_CHARS_MAX = 200
 NO_CHECKPOINT = Saved("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
 NONFINITE_STEPS = "nonfinite_steps"  # a metric: steps in a row, up to this one, of which an update was left out
@@ -57,6 +61,7 @@ class Trainer:
         self._options = options
         self._ownership = RunOwnership(bus, options, self.name)
         self._attempt = 0
+        self._loads = 0
         self._tokenizer = ""
         self._waited_s = 0.0  # how long for the newest batch
         self._restored = 0  # the step of the checkpoint from which the model was loaded
@@ -120,7 +125,10 @@ class Trainer:
                 log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
             executor = None  # free what the attempt left in it before the next one is loaded
-            await ownership.pause(min(options.retry_s * 2.0 ** max(failures - 1, 0), options.retry_s_max))
+            if ownership.engine.suspended:
+                failures = 0
+            else:
+                await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
 
     async def _next_batch(self) -> None:
         start = perf_counter()
@@ -147,26 +155,59 @@ class Trainer:
         return batch
 
     async def _boot(self, versions: Versions) -> TrainerBackend:
-        """Load the model and publish its tokenizer. A model that cannot be loaded ends the run."""
-        await self._stage("loading the model")
-        try:
-            executor = await self._load()
-            await versions.check(executor)
-        except BackendLost:
-            raise
-        except Exception as error:  # a user's model may fail in any way, which is reported
-            log.exception("run %d cannot be trained", self._ownership.run)
-            await self._give_up(_reason(error))
+        """Load the model and publish its tokenizer.
+
+        After a fault of the moment that is tried again, for a while with back-off, then when the operator resumes the
+        run. A job that cannot be trained ends the run.
+        """
+        await self._until_resumed()
+        patience = self._patience()
+        while True:
+            try:
+                return await self._load_and_check(versions)
+            except (BackendLost, BusUnavailable, Interrupted, RunOver):
+                raise
+            except Exception as error:  # a user's model may fail in any way, which is reported
+                log.exception("run %d: the model cannot be loaded", self._ownership.run)
+                reason = _reason(error)
+                if not may_pass(error, has_loaded=self._ownership.engine.version >= 0):
+                    await self._give_up(reason)
+            gc.collect()  # so that the next attempt has the memory of this one
+            pause_s = patience.pause(perf_counter())
+            if pause_s is not None:
+                await self._stage(f"loading the model failed, trying again: {reason}", f"failed-{self._loads}")
+                await self._ownership.pause(pause_s)
+            else:
+                await self._suspend(f"the model could not be loaded {patience.failures} times: {reason}")
+                await self._until_resumed()
+                patience = self._patience()
+
+    def _patience(self) -> LoadPatience:
+        return LoadPatience(self._options.retry_s, self._options.retry_s_max, self._options.load_patience_s)
+
+    async def _load_and_check(self, versions: Versions) -> TrainerBackend:
+        self._loads += 1
+        await self._stage("loading the model", f"loading-{self._loads}")
+        executor = await self._load()
+        await versions.check(executor)
         reached(Point.TRAINER_MODEL_LOADED)
         await self._publish_tokenizer(executor)
         reached(Point.TRAINER_TOKENIZER_STORED)
         return executor
 
-    async def _stage(self, stage: str) -> None:
+    async def _until_resumed(self) -> None:
+        """Wait while the run is suspended."""
+        ownership = self._ownership
+        if ownership.engine.suspended:
+            log.warning("run %d waits for `bombus resume`: %s", ownership.run, ownership.engine.suspended)
+            await ownership.wait(lambda engine: not engine.suspended)
+
+    async def _stage(self, stage: str, name: str) -> None:
         ownership = self._ownership
         if ownership.engine.phase == Phase.BOOTING:
-            stage_id = ownership.id(stage.replace(" ", "-"))
-            message = StageReached(id=stage_id, engine=self._options.engine, run=ownership.run, stage=stage)
+            message = StageReached(
+                id=ownership.id(name), engine=self._options.engine, run=ownership.run, stage=stage[:STAGE_CHARS_MAX]
+            )
             await ownership.send(message)
 
     async def _load(self) -> TrainerBackend:
@@ -192,7 +233,7 @@ class Trainer:
         for step in steps_after(engine.steps, self._restored, newest) or ():
             number, recorded = step.batch.step, step.done.metrics if step.done is not None else {}
             log.warning("step %d is made again, since the checkpoint of step %d", number, self._restored)
-            await self._stage(f"making step {number} again")
+            await self._stage(f"making step {number} again", f"again-{number}")
             groups = await read_again(
                 BusCallReader(self._bus), step.batch, recorded, engine.collection.trained_staleness
             )
@@ -227,7 +268,7 @@ class Trainer:
         engine = self._ownership.engine
         newest = 0 if engine.step_done is None else engine.step_done.step
         if engine.version < newest:
-            await self._stage("writing the first weights")
+            await self._stage("writing the first weights", "first-weights")
             await self._publish_weights(executor, newest, versions)
         else:
             await versions.recall(executor, engine.weights)
@@ -326,9 +367,9 @@ class Trainer:
         batch = ownership.engine.batch
         if batch is None:
             if failures >= ownership.engine.collection.max_step_failures:
-                await self._give_up(_reason(error))
+                await self._suspend(_reason(error))
             return
-        counted = ownership.engine.step_failures
+        before = _counts(ownership.engine)
         broke = StepBroke(
             id=ownership.id(f"broke-{batch.step}-{secrets.token_hex(4)}"),
             engine=self._options.engine,
@@ -338,20 +379,31 @@ class Trainer:
             reason=_reason(error),
         )
         await ownership.send(broke)
-        await ownership.wait(lambda engine: engine.step_failures > counted)
+        await ownership.wait(lambda engine: _counts(engine) != before)
+
+    async def _suspend(self, reason: str) -> None:
+        """Let the run wait for its operator."""
+        ownership = self._ownership
+        suspensions = ownership.engine.suspensions
+        if not ownership.engine.suspended:
+            await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
+            await ownership.wait(lambda engine: engine.suspensions > suspensions)
 
     async def _give_up(self, reason: str) -> NoReturn:
-        ownership = self._ownership
-        broke = EngineBroke(
-            id=ownership.id("gave-up"),
-            engine=self._options.engine,
-            run=ownership.run,
-            reason=reason,
-            trainer_epoch=ownership.epoch,
-        )
-        await ownership.send(broke)
-        await ownership.wait(lambda _: False)
+        """End the run."""
+        await self._ownership.send(self._broke("gave-up", reason))
+        await self._ownership.wait(lambda _: False)
         raise RunOver
+
+    def _broke(self, name: str, reason: str, may_pass: bool = False) -> EngineBroke:
+        return EngineBroke(
+            id=self._ownership.id(name),
+            engine=self._options.engine,
+            run=self._ownership.run,
+            reason=reason[:REASON_CHARS_MAX],
+            trainer_epoch=self._ownership.epoch,
+            may_pass=may_pass,
+        )
 
     def _directory(self, what: str) -> Path:
         hive = self._bus.subjects.hive
@@ -367,29 +419,9 @@ def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -
     return before.get(NONFINITE_STEPS, 0.0) + 1.0
 
 
-def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
-    """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
-
-    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0.
-    Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
-    """
-    executor, newest = load(), engine.step_done
-    if newest is None:
-        return executor, 0
-    lost: CheckpointLost | None = None
-    older = [newest] if newest.checkpoint else []  # an older snapshot has only the newest step
-    for done in checkpoints(engine.steps) or older:
-        if done is not newest and steps_after(engine.steps, done.step, newest.step) is None:
-            continue
-        try:
-            executor.restore(Path(done.checkpoint), done.checkpoint_digest)
-            return executor, done.step
-        except CheckpointLost as error:
-            log.warning("%s: going back further", error)
-            lost = lost or error
-    if steps_after(engine.steps, 0, newest.step) is None:
-        raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
-    return executor, 0
+def _counts(engine: EngineState) -> tuple[int, int]:
+    """Return two counts of which a failed step changes one, also when the run was suspended and resumed since."""
+    return engine.step_failures, engine.suspensions
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -408,5 +440,5 @@ async def run(url: str, hive: str, options: TrainerOptions, name: str = "", load
     telemetry.configure("trainer")
     private_folder(options.folder)
     async with await Bus.connect(url, hive, name=f"trainer-{options.engine}") as bus:
-        await bus.ensure_streams()
+        await bus.until_streams_exist()
         await Trainer(bus, options, name, load).run()

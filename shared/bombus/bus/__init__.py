@@ -6,7 +6,6 @@ from bombus.bus.connection import Bus
 from bombus.bus.headers import EPOCH, INBOX, REPLY, TRACEPARENT
 from bombus.bus.reader import Reader
 from bombus.bus.server import EmbeddedServer
-from bombus.bus.streams import StreamLimits
 from bombus.bus.wire import AckLost, PubAck, ServerRefused, Stored, StreamState, WrongSequence
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "Reader",
     "ServerRefused",
     "Stored",
-    "StreamLimits",
     "StreamState",
     "WrongSequence",
     "append",

@@ -16,7 +16,7 @@ from bombus.bus.streams import blob_stream
 from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # less where the server takes only smaller messages
 STALL_S = 10.0
 
 
@@ -51,14 +51,15 @@ class Blobs:
         nuid = secrets.token_hex(11)
         before = await self._find(name)
         view = memoryview(data)
+        chunk_bytes = min(CHUNK_BYTES, self._bus.publisher.message_bytes_max)
         acks = [
             await self._bus.publisher.submit(
                 self._chunks_subject(nuid),
-                bytes(view[start : start + CHUNK_BYTES]),
+                bytes(view[start : start + chunk_bytes]),
                 msg_id=f"{nuid}.{start}",
                 timeout_s=60.0,
             )
-            for start in range(0, len(data), CHUNK_BYTES)
+            for start in range(0, len(data), chunk_bytes)
         ]
         try:
             await asyncio.gather(*acks)

@@ -11,18 +11,28 @@ from typing import Any, Self
 from nats.aio.client import Client
 from nats.errors import Error
 
-from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT
+from bombus.bus.headers import EXPECTED_LAST_OF_SUBJECT, check_size
 from bombus.bus.inbox_client import InboxClient
 from bombus.bus.publisher import Publisher
 from bombus.bus.requests import ApiCall, Requests
-from bombus.bus.streams import StreamLimits, lease_stream, secret_stream, stream_configs
+from bombus.bus.streams import (
+    changes_of,
+    lease_stream,
+    limit_flag,
+    limited_streams,
+    secret_stream,
+    stream_configs,
+)
 from bombus.bus.wire import (
     NAME_IN_USE,
+    NO_HEADERS,
     NO_MESSAGE,
     EpochFence,
+    ServerRefused,
     Stored,
     StreamState,
     WrongSequence,
+    decode_config,
     decode_get,
     decode_info,
     decode_purge,
@@ -30,16 +40,21 @@ from bombus.bus.wire import (
     stored_from_get,
 )
 from bombus.bus_address import without_login
-from bombus.errors import BusUnavailable, LogCorrupted
-from bombus.hive.inbox import Answer, encode_answer
+from bombus.config.streams import AS_THEY_ARE, PAYLOAD_BYTES, StreamLimits
+from bombus.errors import BusUnavailable, Code, LogCorrupted, Refused
+from bombus.hive.inbox import Answer, Refusal, encode_answer
+from bombus.hive.status import byte_size
 from bombus.hive.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
+CANCEL_AGAIN_S = 0.1
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
 GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
 SECRET_BYTES = 32
+PAYLOAD_BYTES_MIN = 64 << 10  # below it not even headers, events and snapshots go through
+STREAMS_WAIT_S = 60.0  # for another service to make them
 SECRET_ATTEMPTS = 40
 _SAFE_SUBJECT = re.compile(r"^[A-Za-z0-9_$-]+(\.[A-Za-z0-9_$-]+)*\Z")
 _NOT_IN_A_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
@@ -72,7 +87,8 @@ class Bus:
     async def connect(cls, url: str, hive: str, name: str = "bombus", timeout_s: float = 10.0) -> Self:
         """Connect to `url` (several servers with commas between). `name` shows in the server's monitoring.
 
-        Raises `BusUnavailable` when no server answers within `timeout_s`, `ValueError` for a bad hive name.
+        Raises `BusUnavailable` when no server answers within `timeout_s`, `Refused` when it takes only tiny messages,
+        `ValueError` for a bad hive name.
         """
         subjects = Subjects(hive)
         token = secrets.token_hex(8)
@@ -87,6 +103,7 @@ class Bus:
 
         async def reconnected() -> None:
             errors.forget()
+            _tell_small_payload(client.max_payload)
             for bus in made:
                 bus._connection_back()
 
@@ -117,6 +134,14 @@ class Bus:
                 f"no NATS server at {without_login(url)} let us in within {timeout_s:g} s "
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
+        if client.max_payload < PAYLOAD_BYTES_MIN:
+            await client.close()
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
+                f"needs at least {PAYLOAD_BYTES_MIN}: set max_payload: {PAYLOAD_BYTES} in its configuration",
+            )
+        _tell_small_payload(client.max_payload)
         bus = cls(client, subjects, f"{prefix}.{token}")
         made.append(bus)
         await bus.publisher.open()
@@ -137,6 +162,20 @@ class Bus:
         """Close at once. Whatever still waits for an acknowledgement fails with `BusUnavailable`."""
         self.publisher.close()
         await self._client.close()
+        await self._end_reconnecting()
+
+    async def _end_reconnecting(self) -> None:
+        """Cancel the client's attempts to reconnect until they end.
+
+        An attempt that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and the
+        client would go on for ever, and keep its process from ending.
+        """
+        task = self._client._reconnection_task
+        if task is asyncio.current_task():
+            return
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,28 +186,70 @@ class Bus:
     async def answer(self, reply: str, answer: Answer) -> None:
         """Send an answer to `reply`, the subject in a request's `Bombus-Reply` header.
 
-        It is delivered at most once; a sender that misses it sends its request again.
+        It is delivered at most once; a sender that misses it sends its request again. In place of an answer over the
+        server's size limit goes a refusal that says so.
         """
         if not _SAFE_SUBJECT.match(reply):
             logger.warning("a command wants its answer at %r, which is not a subject", reply[:100])
             return
         try:
-            await self._client.publish(reply, encode_answer(answer))
+            await self._client.publish(reply, self._answer_that_fits(answer))
         except Error as error:
             logger.warning("an answer was lost (%s); its command will be sent again", error or type(error).__name__)
 
+    def _answer_that_fits(self, answer: Answer) -> bytes:
+        body = encode_answer(answer)
+        try:
+            check_size(self._client.max_payload, "the answer", body, NO_HEADERS)
+        except Refused as refused:
+            return encode_answer(Refusal(position=answer.position, code=refused.code, why=refused.why))
+        return body
+
     # ---- streams ----------------------------------------------------------------------------------------------
 
-    async def ensure_streams(self, limits: StreamLimits | None = None) -> None:
-        """Create the hive's streams and buckets. Several services may do so at once.
+    async def ensure_streams(self, limits: StreamLimits = AS_THEY_ARE) -> None:
+        """Create the hive's streams and buckets, and change existing ones to `limits`, where these are given.
 
-        With `limits`, existing streams are updated to them. Without, existing streams stay as they are and missing ones
-        get the defaults. Raises `BusUnavailable` when the server lacks the storage for the limits.
+        Several services may do so at once. Raises `BusUnavailable` when the servers lack the storage for the limits or
+        are too few for the replicas, `Refused` when a stream holds more than its new limit, and when one server alone
+        is asked for replicas.
         """
-        for config in stream_configs(self.subjects, limits or StreamLimits()):
-            if not await self._create(config) and limits is not None:
-                name, body = config["name"], json.dumps(config).encode()
-                await self.requests.api(ApiCall(f"stream {name}", f"STREAM.UPDATE.{name}", decode_info, body))
+        for config in stream_configs(self.subjects, limits):
+            name = config["name"]
+            changes = changes_of(self.subjects, name, limits)
+            if not await self._create(config) and changes:
+                await self._change(name, changes)
+
+    async def until_streams_exist(self, timeout_s: float = STREAMS_WAIT_S) -> None:
+        """Wait until a coordinator or `bombus up` has made the streams. Raises `BusUnavailable` after `timeout_s`."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            try:
+                await self.state(secret_stream(self.subjects))  # the last but one to be made
+                return
+            except (BusUnavailable, ServerRefused) as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise BusUnavailable(
+                        f"hive {self.subjects.hive} has no streams after {timeout_s:g} s ({error}): "
+                        "is a coordinator running?"
+                    ) from error
+            await asyncio.sleep(0.2)
+
+    async def _change(self, stream: str, changes: Mapping[str, int]) -> None:
+        info = await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_config))
+        before = {name: info.config.get(name) for name in changes}
+        if before == changes:
+            return
+        limit = changes.get("max_bytes", info.state.bytes)
+        if limit < info.state.bytes:
+            flag = next(limit_flag(short) for short, name in limited_streams(self.subjects).items() if name == stream)
+            raise Refused(
+                Code.BAD_CONFIG,
+                f"{flag} {limit} is refused: stream {stream} holds {info.state.bytes} bytes, which are not dropped",
+            )
+        body = json.dumps({**info.config, **changes}).encode()
+        await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.UPDATE.{stream}", decode_info, body))
+        logger.info("stream %s was changed from %s to %s", stream, before, dict(changes))
 
     async def ensure_leases(self) -> None:
         """Create only the bucket of leases. It holds nothing that could be lost, so it may be made anew at any time."""
@@ -187,15 +268,11 @@ class Bus:
     async def state(self, stream: str) -> StreamState:
         """Return the first and last sequence, size and limit of a stream, read from its leader."""
         reply = await self.requests.api(ApiCall(f"stream {stream}", f"STREAM.INFO.{stream}", decode_info))
-        found = reply.state
-        return StreamState(
-            found.first_seq,
-            found.last_seq,
-            found.messages,
-            found.bytes,
-            reply.config.max_bytes,
-            reply.config.num_replicas,
-        )
+        return reply.stream_state
+
+    async def limited_states(self) -> dict[str, StreamState]:
+        """Return the state of each stream whose size the operator sets, by its short name, such as `events`."""
+        return {short: await self.state(name) for short, name in limited_streams(self.subjects).items()}
 
     async def purge_below(self, stream: str, seq: int, subject: str = ">") -> int:
         """Remove every message (on `subject`) before `seq`; return how many there were."""
@@ -327,3 +404,14 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error again, now that the connection is back."""
         self._logged.clear()
+
+
+def _tell_small_payload(limit: int) -> None:
+    if limit < PAYLOAD_BYTES:
+        logger.warning(
+            "the NATS server takes messages of up to %s (its max_payload), and bombus expects %s: larger "
+            "calls and batches are refused until max_payload: %d is in the server's configuration",
+            byte_size(limit),
+            byte_size(PAYLOAD_BYTES),
+            PAYLOAD_BYTES,
+        )

@@ -1,4 +1,8 @@
-"""The names of message headers: our own, and those of the server that we set."""
+"""The names of message headers, our own and those of the server that we set, and what headers add to a message."""
+
+from collections.abc import Mapping
+
+from bombus.errors import Code, Refused
 
 EPOCH = "Bombus-Epoch"  # on events: the epoch of the coordinator that wrote it (R4)
 INBOX = "Bombus-Inbox"  # on events: the inbox sequence that it answers (R2)
@@ -14,3 +18,30 @@ BATCH_SEQUENCE = "Nats-Batch-Sequence"
 BATCH_COMMIT = "Nats-Batch-Commit"
 ROLLUP = "Nats-Rollup"
 TTL = "Nats-TTL"
+
+_BLOCK_BYTES = len(b"NATS/1.0\r\n\r\n")
+_LINE_BYTES = len(b": \r\n")
+
+
+def header_bytes(headers: Mapping[str, str]) -> int:
+    """Return the size of these headers on the wire."""
+    if not headers:
+        return 0
+    return _BLOCK_BYTES + sum(_LINE_BYTES + _bytes(name) + _bytes(value) for name, value in headers.items())
+
+
+def check_size(limit: int, what: str, body: bytes, headers: Mapping[str, str]) -> None:
+    """Raise `Refused` for a message over the server's limit, which counts headers: it would end the connection.
+
+    `what` names the message in the sentence.
+    """
+    if len(body) + (extra := header_bytes(headers)) > limit:
+        raise Refused(
+            Code.TOO_LARGE,
+            f"{what}: {len(body)} bytes and {extra} bytes of headers are over the {limit} bytes that the NATS server "
+            "takes in one message (its max_payload); send less at once, or raise it in the server's configuration",
+        )
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -13,11 +13,10 @@ import msgspec
 from nats.errors import (
     ConnectionClosedError,
     ConnectionDrainingError,
-    MaxPayloadError,
     OutboundBufferLimitError,
 )
 
-from bombus.bus.headers import MSG_ID
+from bombus.bus.headers import MSG_ID, check_size
 from bombus.bus.window import Window
 from bombus.bus.wire import AckLost, NotNow, PubAck, ReceivedMessage, ack_of
 from bombus.errors import BombusError, BusUnavailable, Code, Refused
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 MESSAGES_MAX = 4096  # in flight at once
 BYTES_MAX = 32 << 20
 SWEEP_S = 0.1
-HEADER_ROOM_BYTES = 4096  # the server counts headers into max_payload, the client library does not
+HEADER_ROOM_BYTES = 4096  # kept for headers where they are not known yet
 _OVERHEAD_BYTES = 256
 _NO_RESPONDER = "no stream takes this subject, or it has no leader now"
 
@@ -121,7 +120,7 @@ class Publisher:
     async def _submit(
         self, subject: str, body: bytes, headers: dict[str, str], timeout_s: float, repeat: bool
     ) -> asyncio.Future[PubAck]:
-        self.check(body)
+        check_size(self._client.max_payload, subject, body, headers)
         size = len(body) + _OVERHEAD_BYTES
         if not self._window.try_acquire(size):
             await self._window.acquire(size, min(timeout_s, self._room_wait_s))
@@ -150,7 +149,7 @@ class Publisher:
 
     async def send_without_ack(self, subject: str, body: bytes, headers: Mapping[str, str]) -> None:
         """Send without waiting for anything: for all but the last message of an atomic batch, which answers for it."""
-        self.check(body)
+        check_size(self._client.max_payload, subject, body, headers)
         try:
             await self._client.publish(subject, body, headers=headers)
         except (ConnectionClosedError, ConnectionDrainingError, OutboundBufferLimitError) as error:
@@ -158,11 +157,14 @@ class Publisher:
 
     @property
     def message_bytes_max(self) -> int:
-        """Return the largest body that can be published now, in bytes: the server's limit less room for headers."""
+        """Return the largest body that can be published now, in bytes: the server's limit less room for headers.
+
+        The limit is that of the server to which the connection was made last.
+        """
         return int(self._client.max_payload) - HEADER_ROOM_BYTES
 
     def check(self, body: bytes) -> None:
-        """Raise `Refused` when `body` is over the server's limit."""
+        """Raise `Refused` when `body`, with headers that are not known yet, may be over the server's limit."""
         if len(body) > self.message_bytes_max:
             raise Refused(
                 Code.TOO_LARGE,
@@ -191,13 +193,15 @@ class Publisher:
 
     async def _send(self, token: int, entry: _Entry) -> None:
         try:
+            # The server that it was submitted to may be another one now, or have another limit.
+            check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
             await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
         except OutboundBufferLimitError:
             pass  # disconnected a moment ago: `connection_back` sends it again
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
-        except MaxPayloadError:
-            self._finish(token, entry, Refused(Code.TOO_LARGE, f"{entry.subject}: over the server's max_payload"))
+        except Refused as refused:
+            self._finish(token, entry, refused)
 
     async def _on_ack(self, message: ReceivedMessage) -> None:
         token = int(message.subject[len(self._prefix) :])

@@ -7,7 +7,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from nats.errors import ConnectionClosedError, ConnectionDrainingError, Error
 
-from bombus.bus.wire import ApiReply, NotNow, ReceivedMessage, error_of
+from bombus.bus.headers import check_size
+from bombus.bus.wire import NO_HEADERS, ApiReply, NotNow, ReceivedMessage, error_of
 from bombus.errors import BusUnavailable
 
 _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
@@ -49,7 +50,9 @@ class Requests:
         await self._client.subscribe(f"{self._prefix}*", cb=self._on_answer)
 
     async def request(self, subject: str, body: bytes = b"", timeout_s: float | None = None) -> ReceivedMessage:
-        """Return the answer to one of the attempts. Raises `BusUnavailable` when none comes within `timeout_s`."""
+        """Return the answer to one of the attempts. Raises `BusUnavailable` when none comes within `timeout_s`,
+        `Refused` when the request is over the server's size limit.
+        """
         loop = asyncio.get_running_loop()
         allowed_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = loop.time() + allowed_s
@@ -98,6 +101,7 @@ class Requests:
         answered = self._pending.get(token)
         if answered is None or answered.done():
             answered = self._pending[token] = asyncio.get_running_loop().create_future()
+        check_size(self._client.max_payload, subject, body, NO_HEADERS)
         try:
             await self._client.publish(subject, body, reply=f"{self._prefix}{token}")
             async with asyncio.timeout_at(until):

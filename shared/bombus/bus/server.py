@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import IO
 
+from bombus.config.streams import PAYLOAD_BYTES
 from bombus.errors import BusUnavailable
 from bombus.private import private_folder, write_private
 
 HOST = "127.0.0.1"
-MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 64 << 20
 _POLL_S = 0.02
 # A stream that could not write stays broken until the server is restarted, even when there is room again.
@@ -186,7 +186,7 @@ ports_file_dir: {json.dumps(str(self.data_dir))}
 log_file: {json.dumps(str(self.log_path))}
 logfile_size_limit: {16 << 20}
 logfile_max_num: 4
-max_payload: {MAX_PAYLOAD_BYTES}
+max_payload: {PAYLOAD_BYTES}
 max_pending: {MAX_PENDING_BYTES}
 max_connections: 4096
 write_deadline: "10s"

@@ -1,52 +1,37 @@
-"""The streams of one hive: their limits and how they are configured."""
+"""The streams of one hive: how the server is told to make and to change them."""
 
+from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
+from bombus.bus.wire import StreamState
+from bombus.config.streams import NEW_STREAMS, StreamLimits
+from bombus.hive.status import byte_size
 from bombus.hive.subjects import Subjects
 
-MB = 1 << 20
-GB = 1 << 30
-LEASES_BYTES_MAX = MB
-
-
-class StreamLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The size in bytes at which each stream is full and refuses (R12). The server reserves it on its disk."""
-
-    inbox_bytes_max: int = 256 * MB
-    events_bytes_max: int = GB
-    calls_bytes_max: int = 4 * GB
-    blobs_bytes_max: int = 2 * GB
-    secrets_bytes_max: int = MB
-    replicas: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("inbox", "events", "calls", "blobs", "secrets"):
-            value = getattr(self, f"{name}_bytes_max")
-            if value < 4096:
-                raise ValueError(f"{name}_bytes_max is {value}: at least 4096")
-        if self.replicas not in (1, 3, 5):
-            raise ValueError(f"replicas is {self.replicas}: use 1, 3 or 5")
+LEASES_BYTES_MAX = 1 << 20
+SECRETS_BYTES_MAX = 1 << 20
 
 
 def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, Any]]:
-    """Return the configuration of every stream, as the server's API takes it."""
+    """Return the configuration of every stream as it is created, in the form that the server's API takes."""
+    own = {secret_stream(subjects): SECRETS_BYTES_MAX, lease_stream(subjects): LEASES_BYTES_MAX}
+    sizes = {**own, **_sizes(subjects, NEW_STREAMS), **_sizes(subjects, limits)}
+    replicas = limits.replicas or NEW_STREAMS.replicas
 
-    def stream(name: str, subject: str, bytes_max: int, window_s: int = 120, **more: Any) -> dict[str, Any]:
+    def stream(name: str, subject: str, window_s: int = 120, **more: Any) -> dict[str, Any]:
         return {
             "name": name,
             "subjects": [subject],
             "retention": "limits",
             "discard": "new",
             "storage": "file",
-            "max_bytes": bytes_max,
+            "max_bytes": sizes[name],
             "max_msgs": -1,
             "max_msgs_per_subject": -1,
             "max_consumers": -1,
             "max_msg_size": -1,
             "max_age": 0,
-            "num_replicas": limits.replicas,
+            "num_replicas": replicas,
             "duplicate_window": window_s * 1_000_000_000,
             "deny_delete": True,
             "deny_purge": False,  # the coordinator removes what is answered or no longer needed (R12)
@@ -56,21 +41,56 @@ def stream_configs(subjects: Subjects, limits: StreamLimits) -> list[dict[str, A
         }
 
     return [
-        stream(subjects.inbox_stream, subjects.all_inbox, limits.inbox_bytes_max, allow_atomic=True),
-        stream(subjects.events_stream, subjects.all_events, limits.events_bytes_max, 600, allow_atomic=True),
-        stream(subjects.calls_stream, subjects.all_calls, limits.calls_bytes_max, allow_atomic=True),
+        stream(subjects.inbox_stream, subjects.all_inbox, allow_atomic=True),
+        stream(subjects.events_stream, subjects.all_events, 600, allow_atomic=True),
+        stream(subjects.calls_stream, subjects.all_calls, allow_atomic=True),
         # The layout of NATS' own object store and key-value buckets, so that its tools can read them.
-        stream(blob_stream(subjects), "", limits.blobs_bytes_max)
+        stream(blob_stream(subjects), "")
         | {
             "subjects": [f"$O.{subjects.blobs_bucket}.C.>", f"$O.{subjects.blobs_bucket}.M.>"],
             "allow_rollup_hdrs": True,
             "deny_delete": False,
         },
-        stream(secret_stream(subjects), f"$KV.{subjects.secrets_bucket}.>", limits.secrets_bytes_max)
+        stream(secret_stream(subjects), f"$KV.{subjects.secrets_bucket}.>")
         | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True},
-        stream(lease_stream(subjects), f"$KV.{subjects.leases_bucket}.>", LEASES_BYTES_MAX)
+        stream(lease_stream(subjects), f"$KV.{subjects.leases_bucket}.>")
         | {"max_msgs_per_subject": 1, "allow_rollup_hdrs": True},
     ]
+
+
+def changes_of(subjects: Subjects, stream: str, limits: StreamLimits) -> dict[str, int]:
+    """Return what the operator sets of an existing stream, by the names of the server's API."""
+    found = {"num_replicas": limits.replicas, "max_bytes": _sizes(subjects, limits).get(stream)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def limited_streams(subjects: Subjects) -> dict[str, str]:
+    """Return the streams whose size the operator sets, by the short name that settings and messages have for them."""
+    return {
+        "inbox": subjects.inbox_stream,
+        "events": subjects.events_stream,
+        "calls": subjects.calls_stream,
+        "blobs": blob_stream(subjects),
+    }
+
+
+def limit_flag(stream: str) -> str:
+    """Return the flag that sets the size of a stream, by its short name."""
+    return f"--{stream}-bytes-max"
+
+
+def stream_text(state: StreamState) -> str:
+    """Return how full a stream is and how many servers keep it, in words."""
+    limit = f" of {byte_size(state.max_bytes)}" if state.max_bytes > 0 else ""
+    late = f", of which {state.late} away or not caught up" if state.late else ""
+    replicas = "1 replica" if state.replicas == 1 else f"{state.replicas} replicas"
+    return f"{byte_size(state.bytes)}{limit}, {replicas}{late}"
+
+
+def _sizes(subjects: Subjects, limits: StreamLimits) -> Mapping[str, int]:
+    """Return the size of each stream for which there is one."""
+    given = {name: getattr(limits, f"{short}_bytes_max") for short, name in limited_streams(subjects).items()}
+    return {name: size for name, size in given.items() if size is not None}
 
 
 def blob_stream(subjects: Subjects) -> str:

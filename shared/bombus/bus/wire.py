@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -15,6 +15,7 @@ NO_PEERS = 10005  # too few servers are known, as when a cluster has just starte
 NO_MESSAGE = 10037
 STREAM_NOT_FOUND = 10059
 NAME_IN_USE = 10058
+NOT_A_CLUSTER = 10074  # one server alone was asked for several replicas
 STREAM_FULL = 10077
 TOO_LITTLE_STORAGE = 10047
 MESSAGE_TOO_LARGE = 10054
@@ -70,6 +71,7 @@ class StreamState(msgspec.Struct, frozen=True):
     bytes: int
     max_bytes: int
     replicas: int
+    late: int = 0  # of the replicas, those that are away or have not caught up
 
     @property
     def fill(self) -> float:
@@ -144,10 +146,44 @@ class _Config(msgspec.Struct, frozen=True):
     num_replicas: int = 1
 
 
+class _Peer(msgspec.Struct, frozen=True):
+    current: bool = False
+    offline: bool = False
+
+
+class _Cluster(msgspec.Struct, frozen=True):
+    """The followers of a stream's leader. `replicas` is the server's name for them."""
+
+    replicas: tuple[_Peer, ...] = ()
+
+
 class InfoReply(msgspec.Struct, frozen=True):
     """The answer to STREAM.INFO, STREAM.CREATE and STREAM.UPDATE."""
 
     config: _Config = _Config()
+    state: _State = _State()
+    cluster: _Cluster = _Cluster()
+    error: ApiError | None = None
+
+    @property
+    def stream_state(self) -> StreamState:
+        state, config = self.state, self.config
+        current = sum(peer.current and not peer.offline for peer in self.cluster.replicas)
+        return StreamState(
+            state.first_seq,
+            state.last_seq,
+            state.messages,
+            state.bytes,
+            config.max_bytes,
+            config.num_replicas,
+            late=config.num_replicas - 1 - current,
+        )
+
+
+class ConfigReply(msgspec.Struct, frozen=True):
+    """The answer to STREAM.INFO with all of the configuration, which an update has to repeat."""
+
+    config: dict[str, Any] = {}
     state: _State = _State()
     error: ApiError | None = None
 
@@ -163,6 +199,7 @@ class ConsumerReply(msgspec.Struct, frozen=True):
 
 decode_get = msgspec.json.Decoder(GetReply).decode
 decode_info = msgspec.json.Decoder(InfoReply).decode
+decode_config = msgspec.json.Decoder(ConfigReply).decode
 decode_purge = msgspec.json.Decoder(PurgeReply).decode
 decode_consumer = msgspec.json.Decoder(ConsumerReply).decode
 _decode_ack = msgspec.json.Decoder(_Ack).decode
@@ -176,22 +213,40 @@ def ack_of(body: bytes, what: str) -> PubAck | BombusError:
     return error_of(ack.error, what)
 
 
+_LIMIT_FLAGS = {"inbox": "--inbox-bytes-max", "event": "--events-bytes-max", "call": "--calls-bytes-max"}
+
+
+def _limit_flag(subject: str) -> str:
+    """Return the flag that sets the size of the stream that takes this subject."""
+    return _LIMIT_FLAGS.get(subject.split(".")[2] if subject.startswith("bombus.") else "", "--blobs-bytes-max")
+
+
 def error_of(error: ApiError, what: str) -> BombusError:
     """Return the server's error as one of ours."""
     if error.err_code in WRONG_SEQUENCE:
         return WrongSequence(f"{what}: {error.description}")
     if error.err_code == STREAM_FULL:
         return BusUnavailable(
-            f"{what}: the stream is full ({error.description}); raise its limit or let old data be purged"
+            f"{what}: the stream is full ({error.description}); raise its limit with {_limit_flag(what)} of "
+            "`bombus up`, or let old data be purged"
         )
     if error.err_code == TOO_LITTLE_STORAGE:
         return BusUnavailable(
-            f"{what}: the server has too little storage left for the streams' limits; lower StreamLimits or "
-            "give the server more disk"
+            f"{what}: the server has too little storage left for the streams' limits; lower them (--inbox-bytes-max, "
+            "--events-bytes-max, --calls-bytes-max, --blobs-bytes-max) or give the server more disk"
+        )
+    if error.err_code == NOT_A_CLUSTER:
+        return Refused(
+            Code.BAD_CONFIG,
+            f"{what}: --stream-replicas is refused, because this NATS server is alone; give --nats the servers of a "
+            "cluster, or leave the streams at 1 replica",
         )
     if error.err_code == MESSAGE_TOO_LARGE:
         return Refused(Code.TOO_LARGE, f"{what}: {error.description}")
-    if error.code >= 500 or error.err_code == NO_PEERS:
+    if error.err_code == NO_PEERS:
+        few = "fewer servers of the cluster are up than the streams have replicas (--stream-replicas)"
+        return NotNow(f"{what}: {few}: {error.description} ({error.code}, {error.err_code})")
+    if error.code >= 500:
         return NotNow(f"{what}: {error.description} ({error.code}, {error.err_code})")
     return ServerRefused(what, error.code, error.err_code, error.description)
 

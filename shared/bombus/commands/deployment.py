@@ -8,9 +8,10 @@ from pathlib import Path
 
 from bombus.config.cluster import Cluster, Jobs, is_cluster, parse_cluster, reconcile, validated_cluster
 from bombus.config.documents import Tree, parse_job, read_job_file
-from bombus.config.flags import check_range, name_of
+from bombus.config.flags import add_settings_arguments, check_range, flags_of, name_of
 from bombus.config.parts import PROCESSES_MAX
 from bombus.config.placement import check_placement
+from bombus.config.streams import StreamLimits
 from bombus.config.xorl import IGNORED
 from bombus.errors import Code, Refused
 from bombus.terminal import complain
@@ -65,6 +66,7 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="torch's threads on the CPU; 0: one for each core (default: 0)"
     )
     add_trainer_arguments(parser)
+    add_settings_arguments(parser, StreamLimits)
 
 
 def add_trainer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +109,10 @@ FLAGS = {
     ("inference", "threads"): "--threads",
     ("", "data_dir"): "--data-dir",
     ("", "nats"): "--nats",
+    **{("streams", field): flag for field, flag in flags_of(StreamLimits).items()},
 }
+# The fields of `streams`, and the attributes of the parsed arguments that override them.
+STREAM_ATTRIBUTES = {field: flag.removeprefix("--").replace("-", "_") for field, flag in flags_of(StreamLimits).items()}
 
 
 def flag_of(arguments: argparse.Namespace, flags: Mapping[tuple[str, str], str]) -> Callable[[str], str]:
@@ -190,6 +195,7 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
         **given(arguments, nats="nats", data_dir="data_dir"),
         "gateway": {**plain.get("gateway", {}), **gateway},
         "coordinator": {**plain.get("coordinator", {}), **given(arguments, count="coordinators")},
+        "streams": {**plain.get("streams", {}), **given(arguments, **STREAM_ATTRIBUTES)},
         "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},
     }
 

@@ -9,6 +9,7 @@ from bombus.commands.deployment import add_deployment_arguments, deployment
 from bombus.host.doctor import Finding, State, examine_machine
 from bombus.host.doctor_deployment import examine_deployment, longest_sequence, needed
 from bombus.host.doctor_model import examine_model
+from bombus.host.doctor_streams import examine_streams
 from bombus.terminal import say, say_json
 
 WIDTH = 26
@@ -30,6 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = examine_machine(
         Path(cluster.data_dir), gateway.host, gateway.port if gateway.count else 0, needed(cluster)
     )
+    findings += examine_streams(cluster)
     if arguments.config is not None:
         findings += examine_deployment(cluster, jobs)
     if arguments.model is not None:

@@ -1,10 +1,13 @@
-"""`bombus status`: prints what a hive is doing, as text or JSON, from its log."""
+"""`bombus status`: prints what a hive is doing, as text or JSON, from its log, and how full its streams are."""
 
 import argparse
 import asyncio
 
-from bombus.bus import Bus
+import msgspec
+
+from bombus.bus import Bus, StreamState
 from bombus.bus.follow import Follower
+from bombus.bus.streams import stream_text
 from bombus.cli import add_hive_arguments, hint_at_bus
 from bombus.errors import BombusError
 from bombus.hive.state import Hive
@@ -20,21 +23,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        hive = asyncio.run(_hive(arguments.nats, arguments.hive))
+        hive, streams = asyncio.run(_look(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
         complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
     if arguments.json:
-        say_json(status_dict(hive))
+        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams)})
     else:
         say(*render_status(hive, arguments.engine).splitlines())
+        if not arguments.engine:
+            say("", "streams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()))
     return 0
 
 
-async def _hive(url: str, name: str) -> Hive:
+async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState]]:
     async with await Bus.connect(url, name, name="status") as bus:
-        return await fold(bus)
+        return await fold(bus), await bus.limited_states()
 
 
 async def fold(bus: Bus) -> Hive:

@@ -16,6 +16,7 @@ from bombus.config.documents import BLOCKS, RunConfig, Tree, parse_job, read_job
 from bombus.config.flags import typed
 from bombus.config.groups import allowed, bad_config, shown
 from bombus.config.parts import PROCESSES_MAX, CoordinatorPart, GatewayPart, InferencePart, Part, TrainerPart
+from bombus.config.streams import StreamLimits
 from bombus.errors import Refused
 from bombus.hive.subjects import check_name
 
@@ -48,6 +49,7 @@ class Cluster(Part):
     data_dir: str = Field(default=".bombus", min_length=1, max_length=4096)
     gateway: GatewayPart = GatewayPart()
     coordinator: CoordinatorPart = CoordinatorPart()
+    streams: StreamLimits = StreamLimits()
     engines: dict[str, EnginePart] = Field(min_length=1, max_length=PROCESSES_MAX)
 
     @model_validator(mode="after")
@@ -55,6 +57,15 @@ class Cluster(Part):
         check_name(self.hive, "hive")
         for name in self.engines:
             check_name(name, "engine")
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_have_servers(self) -> "Cluster":
+        if (self.streams.replicas or 1) > 1 and not self.nats:
+            raise ValueError(
+                f"streams.replicas {self.streams.replicas} (--stream-replicas) is refused: bombus' own NATS server is "
+                "one; give the URLs of a cluster as nats (--nats)"
+            )
         return self
 
 

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from bombus.config import xorl
 from bombus.config.groups import Tree, bad_config, shown
@@ -50,6 +50,8 @@ AJET_KEYS: dict[str, str] = {
     "swarm_mode_sample_collection_method": "collection.method",
     "swarm_mode_sample_collection_max_cached_episodes": "collection.max_cached_episodes",
     "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
+    "trainer_common.resume_mode": "trainer.resume",
+    "trainer_common.save_freq": "trainer.checkpoint_every",
     "trainer_common.mini_batch_num": "trainer.mini_batch_num",
     "trainer_common.ppo_epochs": "trainer.ppo_epochs",
     "trainer_common.kl_loss_coef": "trainer.kl_coef",
@@ -75,7 +77,8 @@ PASSED_ON: dict[str, object] = {
 }
 BLOCKS = ("ajet", "bombus", "hydra", "defaults")  # the keys at the top of a document; the last two are Hydra's
 _KL_SWITCH = "trainer_common.use_kl_loss"  # where this is off, the coefficient has no effect
-_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps"}
+_MINUS_ONE_IS_UNSET = {"trainer.warmup_steps", "trainer.total_steps", "trainer.checkpoint_every"}
+_RESUME_MODES = {"disable": "never"}  # AgentJet's and verl's names for what is called otherwise here
 LENGTHS = ("max_prompt_length", "max_response_length", "max_response_length_in_one_turn", "max_model_len")
 
 
@@ -120,11 +123,15 @@ def _read_agentjet(block: object) -> tuple[Tree, dict[str, str], list[str]]:
             ignored.append(f"ajet.{path}")
         elif target is not None and value is not None and not unset:
             group, _, field = target.partition(".")
-            given.setdefault(group, {})[field] = value
+            given.setdefault(group, {})[field] = _resume_mode(value) if field == "resume" else value
             names[target] = f"ajet.{path}"
     if not kl_is_on:
         given.get("trainer", {}).pop("kl_coef", None)
     return given, names, ignored
+
+
+def _resume_mode(value: object) -> object:
+    return _RESUME_MODES.get(value, value) if isinstance(value, str) else value
 
 
 def _flat_keys(tree: Mapping[str, Any]) -> Tree:
@@ -151,13 +158,15 @@ def own_groups(tree: Mapping[str, Any]) -> Tree:
 def read_document(text: str, name: str = "the job") -> Tree:
     """Return the mapping in a text of YAML or JSON. JSON needs no library, other YAML the extra `bombus[yaml]`.
 
+    YAML is taken without anchors, aliases and merge keys, as `plain_yaml` says.
+
     Raises `Refused(BAD_CONFIG)`, or `Refused(TOO_LARGE)` above `JOB_BYTES_MAX`; both name the document as `name`.
     """
     if len(text) > JOB_BYTES_MAX:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
         tree = _json_or_yaml(text, name)
-    except (ValueError, RecursionError) as error:  # an impossible date, or brackets nested too deep
+    except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):
         raise bad_config(
@@ -175,10 +184,12 @@ def _json_or_yaml(text: str, name: str) -> object:
             pass  # a flow mapping in YAML may start with a brace too
     try:
         import yaml
+
+        from bombus.config import plain_yaml
     except ImportError:
         raise bad_config("reading YAML needs PyYAML: pip install 'bombus[yaml]', or give the job as JSON") from None
     try:
-        return cast(object, yaml.safe_load(text))
+        return plain_yaml.load(text)
     except yaml.YAMLError as error:
         raise bad_config(_syntax_error(text, name, error)) from error
 

@@ -183,6 +183,18 @@ def check_range(flag: str, value: float, least: float, most: float) -> None:
         raise Refused(Code.BAD_CONFIG, f"{flag} {value} is refused: it takes {least} to {most}")
 
 
+def flags_of(model: type[BaseModel]) -> dict[str, str]:
+    """Return the flag of each field that has one, by the field's dotted path."""
+    return {argument.path: argument.name for argument in _arguments(model)}
+
+
+def typed_flags(settings: BaseModel) -> list[str]:
+    """Return the words of a command line that sets what these settings were given, of plain values alone."""
+    given = settings.model_dump(exclude_none=True)
+    flags = flags_of(type(settings))
+    return [word for name, value in given.items() for word in (flags[name], str(value))]
+
+
 def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Mapping[str, str] = {}) -> Settings:
     """Make settings from typed values. Raises `Refused(BAD_CONFIG)` with a sentence for each thing that is wrong.
 
@@ -192,7 +204,7 @@ def made_of_flags(model: type[Settings], given: Mapping[str, object], flags: Map
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        names = {argument.path: argument.name for argument in _arguments(model)} | dict(flags)
+        names = flags_of(model) | dict(flags)
         sentences = []
         for problem in error.errors(include_url=False):
             path = ".".join(str(part) for part in problem["loc"] if isinstance(part, str))

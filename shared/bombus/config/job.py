@@ -178,6 +178,7 @@ class RunConfig(ConfigGroup):
             agreed_sync_s=rules.agreed_sync_s,
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
+            resume=self.trainer.resume,
         )
 
     def to_yaml_mapping(self) -> Tree:

@@ -1,5 +1,6 @@
-"""Dictionaries that keep only their newest entries."""
+"""Keeps what is remembered, and what is written at once, within bounds."""
 
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -16,3 +17,8 @@ def trim(kept: dict[K, V], limit: int) -> None:
     if len(kept) > limit + limit // 8:
         for key in list(islice(kept, len(kept) - limit)):
             del kept[key]
+
+
+def portions(items: Sequence[V], size: int) -> Iterator[tuple[V, ...]]:
+    """Cut a sequence into tuples of `size` items, the last of which may be shorter."""
+    return (tuple(items[start : start + size]) for start in range(0, len(items), size))

@@ -172,15 +172,7 @@ def _non_dummy_tasks_completed_ns(engine: EngineState) -> int:
 def _group(episodes: list[Completed]) -> BatchGroup:
     return BatchGroup(
         task=episodes[0].task,
-        episodes=tuple(
-            BatchEpisode(
-                episode=completed.episode,
-                reward=completed.reward,
-                calls=completed.calls,
-                call_rewards=completed.call_rewards,
-            )
-            for completed in episodes
-        ),
+        episodes=tuple(BatchEpisode(episode=completed.episode, reward=completed.reward) for completed in episodes),
     )
 
 

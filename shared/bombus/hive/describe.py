@@ -41,6 +41,11 @@ def _(event: ev.StorageFilled) -> str:
 
 
 @_text.register
+def _(event: ev.MessageSetAside) -> str:
+    return f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}"
+
+
+@_text.register
 def _(event: ev.StorageFreed) -> str:
     return f"room again: {byte_size(event.size - event.used)} of {event.what}"
 
@@ -52,12 +57,16 @@ def _(event: ev.EngineConfigured) -> str:
 
 @_text.register
 def _(event: ev.EngineStarted) -> str:
-    return f"run {event.run} started with configuration {event.config_digest[:8]}"
+    text = f"run {event.run} started with configuration {event.config_digest[:8]}"
+    if event.begins is None:
+        return text
+    changed = f", with {', '.join(event.begins.changed)}" if event.begins.changed else ""
+    return f"{text}, at the checkpoint of step {event.begins.step} of run {event.begins.run}{changed}"
 
 
 @_text.register
 def _(event: ev.CommandAnswered) -> str:
-    return f"command {event.command}: {event.why or 'there was nothing to stop'}"
+    return f"command {event.command}: {event.why or 'nothing had to be done'}"
 
 
 @_text.register
@@ -78,6 +87,16 @@ def _(event: ev.EngineStopped) -> str:
 @_text.register
 def _(event: ev.EngineFailed) -> str:
     return f"run {event.run} failed: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EngineSuspended) -> str:
+    return f"run {event.run} is suspended: {event.reason}"
+
+
+@_text.register
+def _(event: ev.EngineResumed) -> str:
+    return f"run {event.run} resumed"
 
 
 @_text.register

@@ -62,6 +62,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     agreed_sync_s: float = 6.0  # the shortest sync, with the methods by agreement
     max_step_failures: int = 3
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
+    resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
 
     @property
     def episode_target(self) -> int:
@@ -93,10 +94,26 @@ class EngineConfigured(Event, frozen=True, kw_only=True, omit_defaults=True, tag
     command: str = ""
 
 
+class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The checkpoint of `step` of an earlier `run`, at which a run begins.
+
+    `changed` are the settings of the trainer that were others then, with both values.
+    """
+
+    run: int
+    step: int
+    checkpoint: str
+    checkpoint_digest: str
+    changed: tuple[str, ...] = ()
+
+
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
+    """A run has started. It `begins` at a checkpoint, or at the model as loaded."""
+
     run: int
     config_digest: str
     command: str = ""
+    begins: Beginning | None = None
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):
@@ -120,8 +137,22 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
     reason: str
 
 
+class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
+    """The run cannot go on for now. It keeps all it has, and waits for its operator to resume or stop it."""
+
+    run: int
+    reason: str
+
+
+class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
+    """The operator lets a suspended run try again. The deadlines of its phase start again."""
+
+    run: int
+    command: str = ""
+
+
 class CommandAnswered(Event, frozen=True, kw_only=True, omit_defaults=True, tag="command.answered"):
-    """A command to configure, start or stop changed nothing: it was refused for `why`, or nothing was there to stop.
+    """A command to configure, start, stop or resume changed nothing: it was refused for `why`, or there was no need.
 
     The same command may come again much later, under another leader. It gets the same answer then, and does nothing.
     """
@@ -171,7 +202,10 @@ class SyncAgreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="sync
 
 
 class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="episode.claimed"):
-    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim."""
+    """One claim was granted: one episode or a whole group. `version` is the policy version at the claim.
+
+    `owner` is the name of the client's key, "" where it has none.
+    """
 
     run: int
     claim: str
@@ -181,6 +215,7 @@ class EpisodeClaimed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="
     discard_timeout_s: float = 240.0
     version: int = 0
     task_hint: str = ""
+    owner: str = ""
 
 
 class NotedCall(msgspec.Struct, frozen=True, array_like=True):
@@ -253,9 +288,15 @@ class PoolCleared(Event, frozen=True, kw_only=True, omit_defaults=True, tag="poo
 
 
 class BatchEpisode(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An episode of a batch.
+
+    On the log it has neither `calls` nor `call_rewards`, which would make a large batch too large for one message: the
+    fold takes them from the pool. Events of older versions have them.
+    """
+
     episode: str
     reward: float
-    calls: tuple[CallRef, ...]
+    calls: tuple[CallRef, ...] = ()
     call_rewards: tuple[float, ...] | None = None
 
 
@@ -352,6 +393,15 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
     reason: str = ""
 
 
+class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
+    """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
+
+    message: str  # its kind
+    about: str  # the engine that it is about
+    id: str
+    why: str
+
+
 class StorageFilled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="storage.filled"):
     """Less than the reserve of `what`, a stream or the disk, is left: new work is refused until `storage.freed`."""
 
@@ -375,6 +425,8 @@ AnyEvent = (
     | EngineBooted
     | EngineStopped
     | EngineFailed
+    | EngineSuspended
+    | EngineResumed
     | CommandAnswered
     | ModelRead
     | RollingStarted
@@ -397,6 +449,7 @@ AnyEvent = (
     | ReplicaLeft
     | StorageFilled
     | StorageFreed
+    | MessageSetAside
 )
 
 _encoder = msgspec.msgpack.Encoder()

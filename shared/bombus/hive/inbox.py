@@ -36,8 +36,16 @@ class Stop(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stop"):
     pass
 
 
+class Resume(Message, frozen=True, kw_only=True, omit_defaults=True, tag="resume"):
+    """Let a suspended run try again."""
+
+
 class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim"):
-    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13)."""
+    """Claim `count` episodes, all or none. `claim` stays the same over the slices of one long wait (R13).
+
+    `owner` is the name of the key that the client has shown, if it has one. Such a key may have caps on its open
+    episodes and on its waiting claims; 0 is no cap.
+    """
 
     claim: str
     client: str
@@ -47,6 +55,9 @@ class Claim(Message, frozen=True, kw_only=True, omit_defaults=True, tag="claim")
     first_asked_ns: int = 0
     wait_s: float = 0.0
     task_hint: str = ""
+    owner: str = ""
+    open_max: int = 0
+    waiting_max: int = 0
 
 
 class EpisodeResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -194,18 +205,21 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
     """A trainer or replica cannot continue this run, for a reason given in one clear sentence.
 
-    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11).
+    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11). With
+    `may_pass` the run is suspended rather than ended: the cause lies in the moment, not in the job.
     """
 
     run: int
     reason: str
     trainer_epoch: int | None = None
+    may_pass: bool = False
 
 
 AnyMessage = (
     Configure
     | Start
     | Stop
+    | Resume
     | Claim
     | End
     | Abort

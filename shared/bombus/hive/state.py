@@ -14,14 +14,16 @@ from bombus.hive import events as ev
 from bombus.hive.bounded import trim
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.steps import SealedStep, complete, lacking
+from bombus.hive.steps import SealedStep, checkpoints, complete, lacking
 
-FOLD = 3  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
+ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
+LEFT_KEPT = 8  # checkpoints of earlier runs that are remembered
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -50,6 +52,7 @@ class Episode(msgspec.Struct, kw_only=True):
     calls: list[NotedCall] = []
     calls_from: int = 0  # none of its calls is before this sequence of the `calls` stream (see retention.py)
     last_call_ns: int = 0
+    owner: str = ""  # the name of its client's key
 
     def trainable_calls(self) -> list[NotedCall]:
         return [call for call in self.calls if call.status == CallStatus.COMPLETE]
@@ -87,6 +90,13 @@ class Replica(msgspec.Struct, kw_only=True):
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
 
 
+class LeftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of a run that is over, and the job of that run."""
+
+    done: ev.StepCompleted
+    config: str
+
+
 class EvalStats(msgspec.Struct):
     """Evaluation episodes that ran on one policy version."""
 
@@ -120,11 +130,15 @@ class EngineState(msgspec.Struct, kw_only=True):
     phase_since_ns: int = 0
     stage: str = ""  # while booting: what it waits for
     failure: str = ""  # why the last run ended, "" when it did not fail
+    suspended: str = ""  # why the run waits for its operator, "" while it goes on
+    suspensions: int = 0  # of this run, over or not
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
     step: int = 0  # the step of the newest sealed batch
+    begun: int = 0  # the step at which the run began
+    left: list[LeftCheckpoint] = []  # of earlier runs, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
@@ -132,7 +146,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     by_task: dict[str, list[str]] = {}  # the pool's episodes, by task
     pool_bytes: int = 0
     newest_call: int = 0  # sequence of the call noted last, in any run
-    batch: ev.BatchReady | None = None  # sealed, with its step not completed
+    batch: ev.BatchReady | None = None  # sealed, with its step not completed; its episodes have their calls
     steps: list[SealedStep] = []  # those that may have to be made again, oldest first
     steps_from: list[int] = []  # `calls_from` of the newest sealed steps, in any run: the replay window
     step_failures: int = 0
@@ -148,7 +162,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     agreed: set[str] = set()
     rewarded_ns: dict[str, int] = {}  # when each client that may be active last ended an episode
     closed: dict[str, Closed] = {}  # the newest OUTCOMES_KEPT, oldest first
-    commands: dict[str, int] = {}  # configure, start and stop commands that were carried out: their runs
+    commands: dict[str, int] = {}  # configure, start, stop and resume commands that were carried out: their runs
     refused: dict[str, ev.CommandAnswered] = {}  # those that were refused
     evals: dict[int, EvalStats] = {}
     counters: Counters = msgspec.field(default_factory=Counters)
@@ -169,8 +183,19 @@ class EngineState(msgspec.Struct, kw_only=True):
         return self.phase in (Phase.ROLLING, Phase.ROLLING_POST)
 
     @property
+    def granting(self) -> bool:
+        """Return whether claims can be granted now."""
+        return self.phase == Phase.ROLLING and not self.suspended
+
+    @property
     def global_step(self) -> int:
         return max(self.version, 0)
+
+    def checkpoints_left(self) -> list[LeftCheckpoint]:
+        """Return the newest checkpoints of earlier runs and of this one, oldest first."""
+        ours = [done for done in reversed(checkpoints(self.steps)) if done.run == self.run]
+        config = "" if self.active is None else self.active.config
+        return [*self.left, *(LeftCheckpoint(done=done, config=config) for done in ours)][-LEFT_KEPT:]
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this way of reading the model is news.
@@ -204,6 +229,7 @@ class Hive(msgspec.Struct, kw_only=True):
     now_ns: int = 0
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
+    aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
 
     @property
     def refusing(self) -> str:
@@ -232,10 +258,19 @@ def evolve(hive: Hive, event: Event) -> None:
     if isinstance(event, ev.StorageFreed):
         hive.full.pop(event.what, None)
         return
+    if isinstance(event, ev.MessageSetAside):
+        hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
+        return
     engine = hive.engines.get(event.engine)
     if engine is None:
         engine = hive.engines[event.engine] = EngineState(name=event.engine)
     _handlers[type(event)](engine, event)
+
+
+def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
+    """Return the event that was folded last with what the fold has added: to a batch, the calls of its episodes."""
+    batch = hive.engine(event.engine).batch
+    return batch if isinstance(event, ev.BatchReady) and batch is not None else event
 
 
 def _on(
@@ -281,12 +316,33 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         refused=engine.refused,
         newest_call=engine.newest_call,
         steps_from=engine.steps_from,
+        left=engine.checkpoints_left(),
         stage="waiting for a trainer",
     )
+    if event.begins is not None:
+        _begin_at(fresh, event.begins)
+        if event.begins.run == engine.run:
+            fresh.counters, fresh.evals = engine.counters, engine.evals
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
     _enter(engine, Phase.BOOTING, event.at_ns)
     _remember(engine, event.command)
+
+
+def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
+    """Let a run begin as if it had made the step of that checkpoint itself. Its batch is not needed again."""
+    batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
+    done = ev.StepCompleted(
+        engine=engine.name,
+        run=begins.run,
+        step=begins.step,
+        trainer_epoch=0,
+        checkpoint=begins.checkpoint,
+        checkpoint_digest=begins.checkpoint_digest,
+    )
+    engine.step = engine.begun = begins.step
+    engine.step_done = done
+    engine.steps = [SealedStep(batch=batch, done=done)]
 
 
 @_on(ev.EngineProgressed)
@@ -299,18 +355,36 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
     engine.stage = BOOTED
 
 
+def _end_run(engine: EngineState, at_ns: int) -> None:
+    engine.stage = engine.suspended = ""
+    _enter(engine, Phase.OFFLINE, at_ns)
+
+
 @_on(ev.EngineStopped)
 def _stopped(engine: EngineState, event: ev.EngineStopped) -> None:
-    engine.stage = ""
-    _enter(engine, Phase.OFFLINE, event.at_ns)
+    _end_run(engine, event.at_ns)
     _remember(engine, event.command)
 
 
 @_on(ev.EngineFailed)
 def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
-    engine.stage = ""
+    _end_run(engine, event.at_ns)
     engine.failure = event.reason
-    _enter(engine, Phase.OFFLINE, event.at_ns)
+
+
+@_on(ev.EngineSuspended)
+def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
+    engine.suspended = event.reason
+    engine.suspensions += 1
+
+
+@_on(ev.EngineResumed)
+def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
+    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
+    engine.suspended = ""
+    engine.step_failures = 0
+    _enter(engine, engine.phase, event.at_ns)
+    _remember(engine, event.command)
 
 
 @_on(ev.CommandAnswered)
@@ -364,6 +438,7 @@ def _claimed(engine: EngineState, event: ev.EpisodeClaimed) -> None:
             claimed_ns=event.at_ns,
             version=event.version,
             task_hint=event.task_hint,
+            owner=event.owner,
             calls_from=engine.newest_call,
         )
     engine.claims[event.claim] = event.episodes
@@ -480,8 +555,24 @@ def _pool_cleared(engine: EngineState, event: ev.PoolCleared) -> None:
     engine.pool_bytes = 0
 
 
+def _with_calls(engine: EngineState, event: ev.BatchReady) -> ev.BatchReady:
+    """Return a batch whose episodes have their calls, which are in the pool until the batch is folded."""
+
+    def filled(episode: ev.BatchEpisode) -> ev.BatchEpisode:
+        completed = engine.pool.get(episode.episode)
+        if episode.calls or completed is None:
+            return episode
+        return msgspec.structs.replace(episode, calls=completed.calls, call_rewards=completed.call_rewards)
+
+    groups = tuple(
+        msgspec.structs.replace(group, episodes=tuple(map(filled, group.episodes))) for group in event.groups
+    )
+    return msgspec.structs.replace(event, groups=groups)
+
+
 @_on(ev.BatchReady)
 def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
+    event = _with_calls(engine, event)
     engine.batch = event
     engine.step = event.step
     engine.step_failures = 0

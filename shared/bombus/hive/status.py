@@ -32,6 +32,7 @@ class OpenEpisode(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     idle_s: float
     limit_s: float
+    owner: str = ""  # the name of its client's key
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,6 +81,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase_s: float
     detail: str
     failure: str  # why the last run ended, "" when it did not fail
+    suspended: str = ""  # why the run waits for its operator, "" while it goes on
     model: str
     run: int
     global_step: int
@@ -103,6 +105,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     now_ns: int
     engines: tuple[EngineStatus, ...]
     refusing: str = ""  # why no new work is taken
+    set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
@@ -114,7 +117,13 @@ def seconds_between(start_ns: int, end_ns: int) -> float:
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """Return a clause about what the engine waits for in its phase."""
+    """Return a clause about what the engine waits for in its phase, or why its run is suspended."""
+    if engine.suspended:
+        return f"suspended: {engine.suspended}"
+    return _phase_detail(engine, now_ns)
+
+
+def _phase_detail(engine: EngineState, now_ns: int) -> str:
     match engine.phase:
         case Phase.OFFLINE:
             if engine.failure:
@@ -182,6 +191,7 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
         completion_tokens=sum(call.completion_tokens for call in episode.calls),
         idle_s=seconds_between(max(episode.claimed_ns, episode.last_call_ns), now_ns),
         limit_s=episode.discard_timeout_s,
+        owner=episode.owner,
     )
 
 
@@ -228,6 +238,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         phase_s=seconds_between(engine.phase_since_ns, now_ns) if engine.phase_since_ns else 0.0,
         detail=noting(detail_of(engine, now_ns), refusing),
         failure=engine.failure,
+        suspended=engine.suspended,
         model=source.model if source else "",
         run=engine.run,
         global_step=engine.global_step,
@@ -259,7 +270,8 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
     """Return the status of every engine, by default at the time of the newest event."""
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
     engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
-    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing)
+    aside = tuple(f"{event.message} {event.id} of {event.about}: {event.why}" for event in hive.aside)
+    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing, set_aside=aside)
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
@@ -325,7 +337,7 @@ def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
     lines = [f"  {'episode':<20} {'client':<16} {'type':<5} {'calls':>5} {'idle s':>8} {'limit s':>8}"]
     for row in episodes[:EPISODES_SHOWN]:
         lines.append(
-            f"  {one_line(row.episode):<20} {one_line(row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
+            f"  {one_line(row.episode):<20} {one_line(row.owner or row.client)[:16]:<16} {row.type:<5} {row.calls:>5} "
             f"{row.idle_s:>8.1f} {row.limit_s:>8.0f}"
         )
     if len(episodes) > EPISODES_SHOWN:
@@ -339,6 +351,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
     lines = [f"engine {status.engine}: {phase} for {duration(status.phase_s)} ({one_line(status.detail)})"]
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
+    if status.suspended:
+        lines.append("  once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.disagreement:
@@ -400,4 +414,8 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
     if not chosen:
         known = ", ".join(row.engine for row in status.engines) or "none"
         return f"no engine {engine!r} on this hive; known engines: {known}\n" if engine else "no engine yet\n"
-    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n"
+    alarms = [
+        f"warning: a message could not be decided and was set aside, please report it: {one_line(why)}\n"
+        for why in status.set_aside
+    ]
+    return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n" + "".join(alarms)

@@ -4,6 +4,8 @@ import msgspec
 
 from bombus.hive.events import BatchReady, StepCompleted
 
+IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # the idle limit of an episode whose client names none
+IDLE_STEPS = 2.0  # and how many steps it outlasts, within these bounds
 STEPS_KEPT = 202  # two checkpoints that are as far apart as a job may have them, and the outstanding batch
 
 
@@ -42,3 +44,13 @@ def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[S
     """Return the completed steps after `checkpoint`, up to `newest`; None when not all of them are kept."""
     found = [step for step in steps if step.done is not None and checkpoint < step.batch.step <= newest]
     return found if len(found) == newest - checkpoint else None
+
+
+def idle_limit_s(steps: list[SealedStep]) -> float:
+    """Return the idle limit, in seconds, of an episode whose client names none.
+
+    It outlasts two of the longest steps that are kept: an agent may wait for what a step holds up, such as a judge that
+    shares the trainer's GPUs. Before the first step, and where steps are short, it is that of the swarm contract.
+    """
+    seconds = [(step.done.at_ns - step.batch.at_ns) / 1e9 for step in steps if step.done is not None]
+    return min(max(IDLE_S, IDLE_STEPS * max(seconds, default=0.0)), IDLE_S_MAX)

@@ -31,8 +31,6 @@ KV_CACHE_MB_DEFAULT = 2048
 
 def examine_deployment(cluster: Cluster, jobs: Jobs) -> Iterator[Finding]:
     """Check what each engine needs. Memory is that of weights, gradients, moments and caches, without activations."""
-    if cluster.nats:
-        yield from _reachable("nats", cluster.nats, 4222)
     needs: list[Need] = []
     for name, engine in cluster.engines.items():
         yield from _devices_and_servers(name, engine)

@@ -1,4 +1,4 @@
-"""The hive's own keys, admin and client: where they are read from, and where a gateway may not listen without them.
+"""The hive's own keys, admin and clients': where they are read from, and where a gateway may not listen without them.
 
 An episode's key is something else: gateways sign it, and agents use it.
 """
@@ -14,24 +14,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
 from bombus.errors import Code, Refused
+from bombus.hive.subjects import check_name
 
 log = logging.getLogger(__name__)
 
-ADMIN_VARIABLE, CLIENT_VARIABLE = KEY_VARIABLES = ("BOMBUS_ADMIN_KEY", "BOMBUS_CLIENT_KEY")
+ADMIN_VARIABLE, CLIENT_VARIABLE, CLIENTS_VARIABLE = KEY_VARIABLES = (
+    "BOMBUS_ADMIN_KEY",
+    "BOMBUS_CLIENT_KEY",
+    "BOMBUS_CLIENT_KEYS",
+)
+NAMED_KEYS_MAX = 1000
 _FORM = re.compile(r"[A-Za-z0-9._~-]{16,256}")  # characters that need no escaping in a header or a path
+
+
+class NamedKey(BaseModel):
+    """A client's key, and how many open episodes and waiting claims its clients may have together, and for how many
+    seconds an episode of theirs may be idle; 0: no cap.
+
+    The log, fair shares and refusals call it by the name under which it is listed.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    key: str = Field(repr=False)
+    open_max: int = Field(default=0, ge=0, le=1_000_000)
+    waiting_max: int = Field(default=0, ge=0, le=1_000_000)
+    idle_max_s: float = Field(default=0.0, ge=0, le=1e9, allow_inf_nan=False)
+
+
+_NAMED_KEYS = TypeAdapter(dict[str, NamedKey])
 
 
 @dataclass(frozen=True)
 class HiveKeys:
-    """The keys of a hive; an empty one is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used."""
+    """The keys of a hive; an empty one is not set. Raises `Refused(BAD_CONFIG)` for a key that cannot be used.
+
+    `clients` are client keys by name, beside `client`, which has no name.
+    """
 
     admin: str = field(default="", repr=False)
     client: str = field(default="", repr=False)
+    clients: Mapping[str, NamedKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, key in (("admin", self.admin), ("client", self.client)):
-            if key and not _FORM.fullmatch(key):
+        self._check_names()
+        named = [(f"client {name!r}", each.key) for name, each in self.clients.items()]
+        for name, key in (("admin", self.admin), ("client", self.client), *named):
+            if (key or name not in ("admin", "client")) and not _FORM.fullmatch(key):
                 raise Refused(
                     Code.BAD_CONFIG,
                     f"The {name} key cannot be used: it needs 16 to 256 characters out of A-Z a-z 0-9 . _ ~ - "
@@ -41,10 +73,28 @@ class HiveKeys:
             raise Refused(
                 Code.BAD_CONFIG, "The admin key and the client key are the same: then every client is an admin."
             )
+        keys = [key for key in (self.admin, self.client, *(each.key for each in self.clients.values())) if key]
+        if len(set(keys)) < len(keys):
+            raise Refused(Code.BAD_CONFIG, "Two of the hive's keys are the same: give each client a key of its own.")
+
+    def _check_names(self) -> None:
+        if len(self.clients) > NAMED_KEYS_MAX:
+            raise Refused(Code.BAD_CONFIG, f"There are {len(self.clients)} client keys, and at most {NAMED_KEYS_MAX}.")
+        for name in self.clients:
+            try:
+                check_name(name, "client key")
+            except ValueError as error:
+                raise Refused(Code.BAD_CONFIG, f"{error}.") from None
+
+    @property
+    def for_clients(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self.client or self.clients)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that give a gateway's process the same keys."""
-        return {ADMIN_VARIABLE: self.admin, CLIENT_VARIABLE: self.client}
+        named = _NAMED_KEYS.dump_json(dict(self.clients)).decode() if self.clients else ""
+        return {ADMIN_VARIABLE: self.admin, CLIENT_VARIABLE: self.client, CLIENTS_VARIABLE: named}
 
 
 def add_key_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +112,13 @@ def add_key_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"holds the key for claiming episodes (default: ${CLIENT_VARIABLE})",
     )
     parser.add_argument(
+        "--client-keys-file",
+        type=Path,
+        metavar="FILE",
+        help="holds client keys by name, with caps for each, as JSON: "
+        f'{{"alice": {{"key": "...", "open_max": 64, "waiting_max": 16}}}} (default: ${CLIENTS_VARIABLE})',
+    )
+    parser.add_argument(
         "--trusted-network",
         action="store_true",
         help="listen beyond loopback without keys: everyone who can reach the port may control the hive",
@@ -76,8 +133,10 @@ def keys_for(arguments: argparse.Namespace, environment: Mapping[str, str] = os.
     keys = HiveKeys(
         admin=_key("admin", arguments.admin_key_file, ADMIN_VARIABLE, environment),
         client=_key("client", arguments.client_key_file, CLIENT_VARIABLE, environment),
+        clients=_named(_key("client", arguments.client_keys_file, CLIENTS_VARIABLE, environment)),
     )
-    missing = [f"--{name}-key-file" for name, key in (("admin", keys.admin), ("client", keys.client)) if not key]
+    is_set = {"admin": bool(keys.admin), "client": keys.for_clients}
+    missing = [f"--{name}-key-file" for name, there in is_set.items() if not there]
     if missing and not arguments.trusted_network and not _is_loopback(arguments.host):
         raise Refused(
             Code.BAD_CONFIG,
@@ -104,6 +163,20 @@ def _key(name: str, path: Path | None, variable: str, environment: Mapping[str, 
     if mode & stat.S_IROTH:
         log.warning("every user of this machine may read the %s key: chmod o-r %s", name, path)
     return key
+
+
+def _named(text: str) -> dict[str, NamedKey]:
+    """Return client keys by name, from JSON. A refusal shows nothing of the text, because it has keys."""
+    try:
+        return _NAMED_KEYS.validate_json(text) if text else {}
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"The client keys cannot be read ({where + ': ' if where else ''}{first['msg']}): they are JSON, such as "
+            '{"alice": {"key": "...", "open_max": 64, "waiting_max": 16}}.',
+        ) from None
 
 
 def _is_loopback(host: str) -> bool:

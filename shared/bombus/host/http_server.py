@@ -2,14 +2,21 @@
 
 import asyncio
 import contextlib
+import resource
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
+from bombus.host.http_limits import DEFAULTS, HttpLimits, LimitedProtocol, Patience
+
 BACKLOG = 4096
 CUT_OFF_S = 3
+FILES_KEPT = 256  # open files of a process that are no connections of its clients
 
 
 class HttpServer(uvicorn.Server):
@@ -26,30 +33,32 @@ async def http_server(
     bound: socket.socket,
     drain_s: float,
     cut_off: Callable[[], None] | None = None,
-    standard_headers: bool = True,
+    limits: HttpLimits = DEFAULTS,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """Serve an ASGI app on a bound socket while the block runs; then let open requests finish for `drain_s` seconds.
 
     With `cut_off`, it is called after these seconds, and what is still open has `CUT_OFF_S` more to end. The block is
-    given the task that serves, which ends early only when the server breaks. `standard_headers` are `date` and
-    `server`.
+    given the task that serves, which ends early only when the server breaks. Of connections there are never more than
+    the process may have files open.
     """
+    patience = Patience(replace(limits, connections=min(limits.connections, _connections_max())))
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=cast(type[asyncio.Protocol], partial(LimitedProtocol, patience)),
         ws="none",
         lifespan="off",
         log_config=None,
         log_level="warning",
         access_log=False,
-        server_header=standard_headers,
-        date_header=standard_headers,
+        server_header=False,
+        date_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
         timeout_graceful_shutdown=max(1, round(drain_s)) if cut_off is None else round(drain_s) + CUT_OFF_S,
     )
     server = HttpServer(config)
     serving = asyncio.create_task(server.serve([bound]))
+    waiting = asyncio.create_task(patience.run())
     try:
         yield serving
     finally:
@@ -58,3 +67,10 @@ async def http_server(
             await asyncio.wait({serving}, timeout=drain_s)
             cut_off()
         await serving
+        waiting.cancel()
+
+
+def _connections_max() -> int:
+    """Return for how many connections this process may have files open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if files == resource.RLIM_INFINITY else max(1, files - FILES_KEPT)

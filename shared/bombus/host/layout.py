@@ -15,6 +15,7 @@ import msgspec
 
 from bombus.bus_address import bus_arguments, bus_environment
 from bombus.config.cluster import Cluster, EnginePart, Jobs
+from bombus.config.flags import typed_flags
 from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
@@ -115,7 +116,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
     environment = {**_environment(layout), **bus_environment(nats)}
     # A coordinator that is restarted has its predecessor's name, and therefore its lease.
     stem = f"{socket.gethostname()}-{os.getpid()}"
-    disk_watch = () if cluster.nats else ("--watch-disk", str((layout.data_dir / "nats").absolute()))
+    kept = [] if cluster.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
+    kept += typed_flags(cluster.streams)
 
     def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()
@@ -125,7 +127,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
         return Service(kind, name, command, {**environment, **more, **seen}, seen)
 
     found = [
-        service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *disk_watch)
+        service("coordinator", f"coordinator{which}", "--name", f"{stem}{which or ' 1'}".replace(" ", "-"), *kept)
         for which in _numbered(cluster.coordinator.count)
     ]
     for name, engine in cluster.engines.items():

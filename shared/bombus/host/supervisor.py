@@ -97,6 +97,7 @@ class Supervisor:
 
     async def _run(self) -> None:
         nats = self.cluster.nats or await self._start_server()
+        await self._make_streams(nats)
         self._children = [Child(service) for service in services(self.layout, nats)]
         url_file = self.layout.data_dir / URL_FILE.name
         write_private(url_file, nats + "\n")
@@ -110,6 +111,15 @@ class Supervisor:
         finally:
             await asyncio.shield(self._stop())
             url_file.unlink(missing_ok=True)
+
+    async def _make_streams(self, nats: str) -> None:
+        """Make or change the streams before anything uses them. Stop the server where that fails."""
+        try:
+            async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
+                await bus.ensure_streams(self.cluster.streams)
+        except BaseException:
+            await asyncio.shield(self._stop())
+            raise
 
     async def _start_server(self) -> str:
         self._server = EmbeddedServer(self.layout.data_dir / "nats", self.layout.nats_port)
@@ -136,7 +146,6 @@ class Supervisor:
     async def _announce(self, nats: str) -> None:
         """Print `ready` once every service has joined and the gateway answers; then start the jobs that were given."""
         async with await Bus.connect(nats, self.cluster.hive, name="up") as bus:
-            await bus.ensure_streams()
             follower = Follower(bus)
             following = asyncio.create_task(follower.run())
             try:

@@ -8,7 +8,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.events import NotedCall, Outcome
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive, as_folded, evolve
 from bombus.hive.status import byte_size, one_line
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
@@ -84,7 +84,7 @@ class _Tracer:
         if isinstance(event, ev.EpisodeEnded) and event.type == ev.EpisodeType.TRAIN:
             self._note_ended(event)
         evolve(self._hive, event)
-        match event:
+        match event := as_folded(self._hive, event):
             case ev.EngineStarted():
                 self._runs[event.engine, event.run] = self._new_run(event)
             case ev.BatchReady():

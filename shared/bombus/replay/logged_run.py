@@ -7,7 +7,7 @@ import msgspec
 
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
-from bombus.hive.state import Hive
+from bombus.hive.state import Hive, as_folded, evolve
 from bombus.replay.source import NotOnLog, Source
 
 
@@ -61,6 +61,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
     current = {found.engine: found for found in runs.values()}
     async for entry in source.events(position):
         event = entry.event
+        evolve(hive, event)
         if isinstance(event, ev.EngineConfigured):
             configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
@@ -68,7 +69,7 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
             logged.started_ns = event.at_ns
             current[event.engine] = runs[event.engine, event.run] = logged
         elif event.engine in current:
-            _note(current[event.engine], entry.seq, event)
+            _note(current[event.engine], entry.seq, as_folded(hive, event))
     return _choose(source, runs, engine, run)
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.describe import line_of
+from bombus.hive.episodes import without_secret
 from bombus.hive.events import AnyEvent, kind_of
 from bombus.replay.moments import clock, date, moment
 from bombus.replay.opening import add_source_arguments
@@ -158,7 +159,7 @@ async def _filter(source: Source, arguments: argparse.Namespace) -> Filter:
                 times[f"{name}_ns"] = moment(text, start_ns, end_ns)
     return Filter(
         engine=arguments.engine,
-        episode=arguments.episode,
+        episode=without_secret(arguments.episode),
         kinds=frozenset(arguments.kind),
         after=arguments.after,
         **times,

@@ -83,7 +83,7 @@ class AsyncSwarmClient:
 
     async def begin_episode(
         self,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         throttle_policy: ThrottlePolicy | None = None,
         *,
@@ -99,7 +99,7 @@ class AsyncSwarmClient:
     async def begin_episodes(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         n: int,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         *,
         task_id: str = "",
@@ -219,7 +219,7 @@ class AsyncSwarmClient:
         func: running.AsyncAgent,
         n: int,
         *,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
     ) -> list[WorkflowOutput | None]:
         claimed = await self.begin_episodes(n, discard_episode_timeout, episode_type, task_id=task.task_id)

@@ -91,7 +91,7 @@ class SwarmClient:
 
     def begin_episode(
         self,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         throttle_policy: ThrottlePolicy | None = None,
         *,
@@ -100,9 +100,9 @@ class SwarmClient:
     ) -> tuple[str, Credentials]:
         """Claim an episode, waiting until there is one. Returns its id and the credentials that an agent needs.
 
-        The server aborts it after `discard_episode_timeout` seconds without a call or a touch. After
-        `max_episode_time` seconds (default: twice that) `end_episode` aborts it instead of ending it. Raises
-        `EngineOffline`, and `NoEpisode` after `max_wait_s`.
+        The server aborts it after `discard_episode_timeout` seconds without a call or a touch, by default 240 or two
+        steps of the engine, whichever is longer. After `max_episode_time` seconds (default: twice that) `end_episode`
+        aborts it instead of ending it. Raises `EngineOffline`, and `NoEpisode` after `max_wait_s`.
         """
         return self._run(
             self._core.begin_episode(
@@ -113,7 +113,7 @@ class SwarmClient:
     def begin_episodes(  # noqa: PLR0913 - AgentJet's arguments, and ours as keywords
         self,
         n: int,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         *,
         task_id: str = "",
@@ -211,7 +211,7 @@ class SwarmClient:
         self._run(self._core.agree_sync_weight())
 
     def replay_latest_llm_call(self, episode_uuid: str = "") -> dict[str, Any]:
-        """Return `{input, output}` of the newest complete call, of one episode or of all."""
+        """Return `{input, output}` of the newest complete call of an episode; with the admin key, of all."""
         return self._run(self._core.post_json("/replay_latest_llm_call", {"episode_uuid": episode_uuid}))
 
     def push_verbose_log(self, tag: str, message: str) -> bool:
@@ -260,7 +260,7 @@ class SwarmClient:
         func: running.Agent,
         n: int,
         *,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         max_workers: int | None = None,
     ) -> list[WorkflowOutput | None]:

@@ -10,12 +10,14 @@ import threading
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import msgspec
 from pydantic import BaseModel
 
 from bombus.errors import Code
+from bombus.hive.episodes import without_secret
+from bombus.hive.steps import IDLE_S
 from bombus.sdk.errors import (
     EngineOffline,
     NoEpisode,
@@ -157,7 +159,7 @@ class ClientCore:
     def begin_episodes(  # noqa: PLR0913 - those of `SwarmClient.begin_episodes`
         self,
         count: int,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         task_id: str = "",
         max_wait_s: float | None = None,
@@ -173,16 +175,17 @@ class ClientCore:
             attempt_at = self._clock()
             left = CLAIM_WAIT_S if max_wait_s is None else began + max_wait_s - attempt_at
             wait_s = max(0.0, min(CLAIM_WAIT_S, left))
-            body = {
+            body: dict[str, Any] = {
                 "client_uuid": self.client_uuid,
                 "claim_id": claim_id,
                 "count": count,
                 "episode_type": episode_type,
-                "discard_episode_timeout": float(discard_episode_timeout),
                 "wait_s": wait_s,
                 "waited_s": attempt_at - began,
                 "task_id": task_id,
             }
+            if discard_episode_timeout is not None:
+                body["discard_episode_timeout"] = float(discard_episode_timeout)
             try:
                 reply = yield from self._request("POST", "/claim_episodes", body, wait_s + GENERAL_TIMEOUT_S)
             except SwarmError as error:
@@ -191,7 +194,8 @@ class ClientCore:
                 claim_id = uuid.uuid4().hex  # the reply was lost for so long that the server took the episodes back
                 continue
             if reply.get("success"):
-                return self._credentials(reply, max_episode_time or LIFETIMES * discard_episode_timeout)
+                idle_s = discard_episode_timeout or float(reply.get("discard_episode_timeout", IDLE_S))
+                return self._credentials(reply, max_episode_time or LIFETIMES * idle_s)
             why = str(reply.get("fail_cause", ""))
             if reply.get("engine_status") == OFFLINE:
                 raise EngineOffline(why, str(reply.get("code", "")), 200)
@@ -222,7 +226,7 @@ class ClientCore:
 
     def begin_episode(
         self,
-        discard_episode_timeout: float = 240.0,
+        discard_episode_timeout: float | None = None,
         episode_type: EpisodeKind = "train",
         throttle_policy: ThrottlePolicy | None = None,
         max_wait_s: float | None = None,
@@ -259,7 +263,7 @@ class ClientCore:
             log.warning(
                 "%s lasted longer than max_episode_time: aborted instead of ended. Begin with a longer "
                 "discard_episode_timeout, or give max_episode_time.",
-                ", ".join(late),
+                ", ".join(map(without_secret, late)),
             )
             yield from self.abort_episodes(late, detail="over max_episode_time")
         body = [_end_body(task, episode, output) for task, episode, output in ends if episode not in late]
@@ -311,7 +315,8 @@ class ClientCore:
         return str(reply["engine_status"]), reply
 
     def get_rollout_stat(self) -> ClientOperation[PoolInformation]:
-        reply = yield from self._request("GET", "/get_current_batch_rollout_pool_information")
+        path = f"/get_current_batch_rollout_pool_information?client_uuid={quote(self.client_uuid)}"
+        reply = yield from self._request("GET", path)
         return PoolInformation.model_validate(reply)
 
     def sync_train_config(self, job: Mapping[str, Any] | str) -> ClientOperation[None]:

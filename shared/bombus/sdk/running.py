@@ -56,7 +56,7 @@ class GroupOutcome:
         self.outputs[index] = result if isinstance(result, WorkflowOutput) else WorkflowOutput(reward=result)
 
     def failed(self, index: int, error: Exception) -> None:
-        episode = self._claimed[index].episode_uuid
+        episode = self._claimed[index].episode
         log.warning("the agent of episode %s failed, and the episode is aborted: %r", episode, error)
         self.failures[index] = error
 

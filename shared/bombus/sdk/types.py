@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bombus.hive.episodes import without_secret
+
 EpisodeKind = Literal["train", "eval"]
 
 
@@ -27,14 +29,22 @@ class WorkflowOutput(BaseModel):
 
 
 class Credentials(BaseModel):
-    """What an agent needs to call the model in this episode."""
+    """What an agent needs to call the model in this episode, and what its client needs to end it.
+
+    `episode_uuid` has the secret of the claim, which ends, aborts, touches and replays the episode: agents do not need
+    it. `episode` is the episode's name on the log, and safe to show.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     base_url: str
     api_key: str = Field(repr=False)
     model: str
-    episode_uuid: str
+    episode_uuid: str = Field(repr=False)
+
+    @property
+    def episode(self) -> str:
+        return without_secret(self.episode_uuid)
 
 
 class ThrottlePolicy(BaseModel):

@@ -5,14 +5,14 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, Literal, Self
 
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.filters import do_format, do_round
+from jinja2.filters import do_format, do_round, do_striptags
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context, Macro
@@ -198,12 +198,35 @@ class ChatTemplate:
         free = looked_up - GIVEN - _environment().globals.keys()
         return sorted(name for name in free if any(part in name for part in _SWITCHES))[:SWITCHES_MAX]
 
+    def remakers(self) -> list[Callable[[str], str]]:
+        """Return what the template may do to a text, other than to trim it, cut it, or change its case.
+
+        These are replacements of texts that it names, and splits at them, of which it may join the parts.
+        """
+        trees = [_environment().parse(source) for source in self._sources]
+        calls = [call for tree in trees for call in tree.find_all(nodes.Call)]
+        filters = [filter for tree in trees for filter in tree.find_all(nodes.Filter)]
+        given = [call.args for call in calls if getattr(call.node, "attr", "") in ("replace", "split", "rsplit")]
+        given += [filter.args for filter in filters if filter.name == "replace"]
+        found = dict.fromkeys((_constant(args[:1]), _constant(args[1:2])) for args in given)
+        made: list[Callable[[str], str]] = [partial(_replaced, old=old, new=new) for old, new in found if old]
+        return [*made, do_striptags] if any(filter.name == "striptags" for filter in filters) else made
+
     def literals(self) -> str:
         """Return the texts that the template itself can write, with NUL between them."""
         trees = [_environment().parse(source) for source in self._sources]
         texts = [node.data for tree in trees for node in tree.find_all(nodes.TemplateData)]
         constants = [node.value for tree in trees for node in tree.find_all(nodes.Const)]
         return "\0".join([*texts, *(constant for constant in constants if isinstance(constant, str))])
+
+
+def _constant(args: Sequence[nodes.Node]) -> str:
+    """Return the text that an argument in a template's source is; empty where it is no text, or there is none."""
+    return str(args[0].value) if args and isinstance(args[0], nodes.Const) and isinstance(args[0].value, str) else ""
+
+
+def _replaced(text: str, old: str, new: str) -> str:
+    return text.replace(old, new)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

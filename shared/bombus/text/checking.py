@@ -1,7 +1,7 @@
 """Checks from the text files of a model, before anything runs, that a gateway can use them."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ def _check_renders(template: ChatTemplate) -> None:
     why = ""
     for as_parts in (False, True):
         try:
-            shown = {_rendered(template, [{"type": "text", "text": word}] if as_parts else word) for word in _WORDS}
+            shown = {_rendered(template, ("user",), _content(word, as_parts)) for word in _WORDS}
         except TemplateRefused as error:
             why = why or f"refuses even a single message of a user: {error}"
             continue
@@ -82,8 +82,12 @@ def _check_renders(template: ChatTemplate) -> None:
     raise EngineFault(f"the model's chat template {why}; set model.chat_template in the job to another")
 
 
-def _rendered(template: ChatTemplate, content: Any) -> str:
-    return template.render([{"role": "user", "content": content}], (), True)
+def _content(word: str, as_parts: bool) -> Any:
+    return [{"type": "text", "text": word}] if as_parts else word
+
+
+def _rendered(template: ChatTemplate, roles: Sequence[str], content: Any) -> str:
+    return template.render([{"role": role, "content": content} for role in roles], (), True)
 
 
 def unknown_marker(template: ChatTemplate, ids: Mapping[str, int]) -> str:
@@ -103,8 +107,7 @@ def _plain_conversations(template: ChatTemplate) -> Iterator[str]:
     """Yield conversations of texts alone as the template renders them, those that it refuses left out."""
     for roles in _PLAIN_TURNS:
         for as_parts in (False, True):
-            content = [{"type": "text", "text": _WORDS[0]}] if as_parts else _WORDS[0]
             try:
-                yield template.render([{"role": role, "content": content} for role in roles], (), True)
+                yield _rendered(template, roles, _content(_WORDS[0], as_parts))
             except TemplateRefused:
                 continue

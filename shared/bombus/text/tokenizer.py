@@ -17,6 +17,7 @@ from bombus.weights.tokenizer_fit import read_json, template_sources
 SHOWN_SPECIALS = frozenset(
     {"<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"}
 )
+LONG_CHARACTERS = 4096  # a batch, for which other threads may run, takes some time to set up
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -37,6 +38,9 @@ class Tokenizer:
             self.fast = Fast.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # the library raises nothing narrower
             raise EngineFault(f"tokenizer.json cannot be read: {error}") from error
+        # A tokenizer that was saved after a training may cut or pad texts. transformers does neither to conversations.
+        self.fast.no_truncation()
+        self.fast.no_padding()
         self._to_bytes = _piece_reader(described.get("decoder"))
         self.config = read_json(files, "tokenizer_config.json")
         self.model_config = read_json(files, "config.json")
@@ -45,6 +49,8 @@ class Tokenizer:
         self.chat_template = templates.get("default", "")
         self.template_with_tools = templates.get("tool_use", "")
         self.named = _named_specials(self.config, read_json(files, "special_tokens_map.json"))
+        # The name of the token that stands for any text which the tokenizer does not know; empty where there is none.
+        self.unknown = self.named.get("unk_token") or str(getattr(self.fast.model, "unk_token", None) or "")
         self._add_tokens()
         added = self.fast.get_added_tokens_decoder()
         self.added = {index: str(token.content) for index, token in added.items()}
@@ -74,7 +80,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Encode text in which names of special tokens stand for these tokens."""
-        return list(self.fast.encode(text, add_special_tokens=False).ids)
+        return encoded(self.fast, text)
 
     def token_id(self, token: str) -> int | None:
         index: int | None = self.fast.token_to_id(token)
@@ -106,6 +112,13 @@ class Tokenizer:
             elif index not in self.specials or token in self.shown:
                 pieces[index] = token.encode()
         return pieces
+
+
+def encoded(fast: Fast, text: str) -> list[int]:
+    """Return the tokens of a text. While a long one is encoded, other threads run."""
+    if len(text) <= LONG_CHARACTERS:
+        return list(fast.encode(text, add_special_tokens=False).ids)
+    return list(fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 _FLAGS = ("lstrip", "normalized", "rstrip", "single_word", "special")

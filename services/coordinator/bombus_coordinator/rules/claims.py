@@ -6,26 +6,35 @@ from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Claim, Granted
 from bombus.hive.pacing import pace, served
 from bombus.hive.state import EngineState, Phase, episode_id
-from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
+from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import CONFIRM_S, Live, Unconfirmed, ns
-from bombus_coordinator.rules.waiting import Waiting
+from bombus_coordinator.rules.waiting import Waiting, over_cap, share_of
 
 DISCARD_TIMEOUT_S_MAX = 7 * 24 * 3600.0
 WAIT_S_MAX = 60.0
+NONE_AVAILABLE = "No available episodes to claim."
 
 
 def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     """Return why no episode is available now. Clients of the swarm contract match these sentences."""
+    refused = _why_in_phase(engine, claim)
+    if not engine.suspended:
+        return refused
+    why = NONE_AVAILABLE if engine.phase == Phase.ROLLING else refused.why
+    return Refused(refused.code, f"{why} The run is suspended until its operator resumes it: {engine.suspended}")
+
+
+def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:
     status = f"Engine not ready. Current status: [{engine.phase}]."
     match engine.phase:
         case Phase.ROLLING:
             if claim is not None and (why := _paced(engine, claim)):
-                return Refused(Code.NO_EPISODES, f"No available episodes to claim. Wait: {why}.")
+                return Refused(Code.NO_EPISODES, f"{NONE_AVAILABLE} Wait: {why}.")
             limit = engine.collection.max_open_claims
             return Refused(
                 Code.NO_EPISODES,
-                f"No available episodes to claim. {len(engine.open)} of at most {limit} are open: end or abort one, "
-                "wait, or raise rollout.max_env_worker.",
+                f"{NONE_AVAILABLE} {len(engine.open)} of at most {limit} are open: end or abort one, wait, or raise "
+                "rollout.max_env_worker.",
             )
         case Phase.WEIGHT_SYNCING:
             return Refused(Code.WRONG_PHASE, f"{status} Engine is syncing weights. Try again in a moment.")
@@ -53,14 +62,29 @@ def no_room(live: Live) -> Refused:
     return Refused(Code.STORAGE_FULL, f"{live.refusing} Try again when there is room.")
 
 
+def capped(live: Live, engine: EngineState, claim: Claim) -> Refused | None:
+    """Return why a claim has to wait for its own key's open episodes, or None if it does not."""
+    held = live.queue(engine).open_of(share_of(claim))
+    if not over_cap(claim, held) or engine.phase != Phase.ROLLING:
+        return None
+    return Refused(
+        Code.NO_EPISODES,
+        f"No available episodes to claim. Key {claim.owner} has {held} of at most {claim.open_max} open: end or abort "
+        "one, or wait.",
+    )
+
+
 def check(engine: EngineState, claim: Claim) -> None:
     """Raise `Refused` for a claim that could never be granted."""
-    limit = engine.collection.max_open_claims
-    if not 1 <= claim.count <= limit:
+    limit = min(engine.collection.max_open_claims, NAMES_PER_EVENT)
+    if over_cap(claim, 0):
         raise Refused(
             Code.MALFORMED,
-            f"A claim is for 1 to {limit} episodes at once, not {claim.count}; the limit is rollout.max_env_worker.",
+            f"Key {claim.owner} may have at most {claim.open_max} open episodes, and this claim is for {claim.count}.",
         )
+    if not 1 <= claim.count <= limit:
+        whose = f"; the limit is rollout.max_env_worker, at most {NAMES_PER_EVENT}"
+        raise Refused(Code.MALFORMED, f"A claim is for 1 to {limit} episodes at once, not {claim.count}{whose}.")
     if not 0 < claim.discard_timeout_s <= DISCARD_TIMEOUT_S_MAX:
         raise Refused(
             Code.MALFORMED,
@@ -109,15 +133,15 @@ def claim(engine: EngineState, live: Live, message: Claim) -> Decisions:
 def _next(engine: EngineState, live: Live) -> Waiting | None:
     """Return the claim that is next. While training episodes have to wait, only evaluation is considered."""
     queue = live.queue(engine)
-    waiting = queue.first(*EpisodeType)
+    waiting = queue.first()
     if waiting is not None and _paced(engine, waiting.claim):
         return queue.first(EpisodeType.EVAL)
     return waiting
 
 
 def grant(engine: EngineState, live: Live) -> Decisions:
-    """Grant what there is room for. No claim overtakes one of a whole group that waits for room."""
-    while engine.phase == Phase.ROLLING and not live.refusing:
+    """Grant what there is room for. No claim overtakes one of a whole group that waits for room in the engine."""
+    while engine.granting and not live.refusing:
         waiting = _next(engine, live)
         if waiting is None:
             return
@@ -153,6 +177,7 @@ def grant(engine: EngineState, live: Live) -> Decisions:
                     discard_timeout_s=claim.discard_timeout_s,
                     version=version,
                     task_hint=claim.task_hint,
+                    owner=claim.owner,
                 ),
             ),
             replies=tuple(CommandReply(command, granted) for command in waiting.commands),
@@ -164,7 +189,8 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
     queue = live.queue(engine)
     replies: list[CommandReply] = []
     for waiting in queue.clear() if engine.phase == Phase.OFFLINE else queue.over(live.now_ns):
-        answer = refusal(no_room(live) if live.refusing else why_none(engine, waiting.claim))
+        claim = waiting.claim
+        answer = refusal(no_room(live) if live.refusing else capped(live, engine, claim) or why_none(engine, claim))
         replies += [CommandReply(command, answer) for command in waiting.commands]
     if replies:
         yield Decision(replies=tuple(replies))

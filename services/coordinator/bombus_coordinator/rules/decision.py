@@ -8,6 +8,8 @@ from bombus.errors import Code, Refused
 from bombus.hive.events import Event
 from bombus.hive.inbox import Answer, Refusal
 
+NAMES_PER_EVENT = 5_000  # episodes that one event names, about 100 KB
+
 
 class CommandReply(msgspec.Struct, frozen=True):
     """The answer to the command with this message id."""

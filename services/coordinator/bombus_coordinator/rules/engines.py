@@ -14,6 +14,7 @@ from bombus.hive.inbox import (
     Refusal,
     ReplicaAlive,
     ReplicaLeaves,
+    Resume,
     StageReached,
     Start,
     StepBroke,
@@ -24,15 +25,17 @@ from bombus.hive.inbox import (
     WeightsSaved,
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
+from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room, why_none
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
 
 REASON_CHARS_MAX = 2000
+EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
 
 
-CONTROL = (Configure, Start, Stop)  # commands whose outcome is always on the log
+CONTROL = (Configure, Start, Stop, Resume)  # commands whose outcome is always on the log
 
 
 def recorded(engine: EngineState, command: str) -> Done | Refusal | None:
@@ -61,6 +64,7 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         raise wrong_phase("change the configuration", engine.phase, "Call stop_engine first.")
     if message.collection.max_staleness > 0:
         check_asynchronous(message.collection)
+    check_size(message.collection, live.event_bytes_max)
     event = ev.EngineConfigured(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -71,6 +75,17 @@ def configure(engine: EngineState, live: Live, message: Configure) -> Decisions:
         command=message.id,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run)),))
+
+
+def check_size(rules: Collection, event_bytes_max: int) -> None:
+    """Raise `Refused` for batches that do not fit into one event."""
+    most = event_bytes_max // EPISODE_BYTES
+    if rules.episode_target > most:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"a batch of {rules.episode_target} episodes does not fit into one message of the bus, which takes about "
+            f"{most}: lower collection.batch_size or rollout.num_repeat, or raise the server's max_payload.",
+        )
 
 
 def check_asynchronous(rules: Collection) -> None:
@@ -92,7 +107,7 @@ def check_asynchronous(rules: Collection) -> None:
 
 def start(engine: EngineState, live: Live, message: Start) -> Decisions:
     if engine.phase != Phase.OFFLINE:
-        raise wrong_phase("start the engine", engine.phase, "It is started already; call stop_engine to start over.")
+        raise wrong_phase("start the engine", engine.phase, _why_started(engine))
     if live.refusing:
         raise no_room(live)
     if engine.configured is None:
@@ -104,15 +119,22 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
         run=run,
         config_digest=engine.configured.config_digest,
         command=message.id,
+        begins=beginning(engine),
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
+
+
+def _why_started(engine: EngineState) -> str:
+    if engine.suspended:
+        return f"Its run is suspended: {engine.suspended}. `bombus resume` lets it go on, `bombus stop` ends it."
+    return "It is started already; call stop_engine to start over."
 
 
 def _close_all(engine: EngineState, live: Live, last: Event) -> tuple[Event, ...]:
     """Return the events that end the run: the abort of every open episode, then `last`."""
     if not engine.open:
         return (last,)
-    return (aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
+    return (*aborted(engine, live, tuple(engine.open), AbortReason.ENGINE_STOPPED), last)
 
 
 def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
@@ -124,15 +146,37 @@ def stop(engine: EngineState, live: Live, message: Stop) -> Decisions:
     yield Decision(events=_close_all(engine, live, stopped), replies=reply)
 
 
-def fail(engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = ()) -> Decisions:
+def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
+    """Let a suspended run try again. One that goes on anyway is left alone."""
+    if engine.phase == Phase.OFFLINE:
+        raise wrong_phase("resume the engine", engine.phase, "It has no run to resume; start one.")
+    reply = (CommandReply(message.id, Done(run=engine.run)),)
+    if not engine.suspended:
+        yield Decision(events=(answered(engine, live, message),), replies=reply)
+        return
+    resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run, command=message.id)
+    yield Decision(events=(resumed,), replies=reply)
+
+
+def suspend(engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = ()) -> Decisions:
+    """Let the run wait for its operator, with all that it has. One that waits already goes on waiting."""
+    reason = reason[:REASON_CHARS_MAX]
+    suspended = ev.EngineSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason)
+    events = before if engine.suspended else (*before, suspended)
+    if events:
+        yield Decision(events=events)
+
+
+def fail(engine: EngineState, live: Live, reason: str) -> Decisions:
     failed = ev.EngineFailed(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason[:REASON_CHARS_MAX])
-    yield Decision(events=(*before, *_close_all(engine, live, failed)))
+    yield Decision(events=_close_all(engine, live, failed))
 
 
 def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
     superseded = message.trainer_epoch not in (None, engine.trainer_epoch)
     if message.run == engine.run and engine.phase != Phase.OFFLINE and not superseded:
-        yield from fail(engine, live, message.reason)
+        end = suspend if message.may_pass else fail
+        yield from end(engine, live, message.reason)
 
 
 def model_read(engine: EngineState, live: Live, message: ModelReadFact) -> Decisions:
@@ -244,14 +288,14 @@ def step_broke(engine: EngineState, live: Live, message: StepBroke) -> Decisions
         yield Decision(events=(failed,))
         return
     reason = f"step {message.step} failed {failures} times, the last time because: {message.reason}"
-    yield from fail(engine, live, reason, before=(failed,))
+    yield from suspend(engine, live, reason, before=(failed,))
 
 
 def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Decisions:
-    """Make the weights a policy version when their step is on the log. The model as loaded is version 0."""
+    """Make the weights a policy version when their step is on the log, or those at which the run began."""
     if message.run != engine.run or message.trainer_epoch != engine.trainer_epoch:
         return
-    first = message.step == 0 and engine.phase == Phase.BOOTING and engine.weights is None
+    first = message.step == engine.begun and engine.phase == Phase.BOOTING and engine.weights is None
     stepped = engine.step_done is not None and engine.step_done.step == message.step
     if engine.phase == Phase.OFFLINE or not (first or stepped) or message.step <= engine.version:
         return

@@ -1,18 +1,22 @@
 """End and abort episodes, and look after the calls that belong to them."""
 
+from collections.abc import Iterator, Sequence
+
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
+from bombus.hive.bounded import portions
 from bombus.hive.events import AbortReason, EpisodeType, NotedCall, Outcome
 from bombus.hive.inbox import Abort, CallRecorded, Done, End, EpisodeResult, Found, Lookup
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions
+from bombus_coordinator.rules.decision import NAMES_PER_EVENT, CommandReply, Decision, Decisions
 from bombus_coordinator.rules.live import Live
 
 EPISODES_PER_COMMAND_MAX = 1024
 METADATA_BYTES_MAX = 64 << 10
+OUTCOMES_BYTES = 256 << 10  # of one event, roughly: those that end more episodes are several
 REWARD_MAX = 1e9  # in size: squares of gradients stay far within float32
 
 _deterministic = msgspec.msgpack.Encoder(order="deterministic")
@@ -108,6 +112,20 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
     )
 
 
+def _fitting(outcomes: Sequence[Outcome]) -> Iterator[tuple[Outcome, ...]]:
+    """Cut outcomes into portions that fit into a message each."""
+    portion: list[Outcome] = []
+    size = 0
+    for outcome in outcomes:
+        more = len(_deterministic.encode(outcome)) if len(outcomes) > 1 else 0
+        if portion and size + more > OUTCOMES_BYTES:
+            yield tuple(portion)
+            portion, size = [], 0
+        portion.append(outcome)
+        size += more
+    yield tuple(portion)
+
+
 def end(engine: EngineState, live: Live, message: End) -> Decisions:
     """End episodes, all or none. Those that have ended in the same way before are skipped."""
     if not 1 <= len(message.results) <= EPISODES_PER_COMMAND_MAX:
@@ -129,19 +147,29 @@ def end(engine: EngineState, live: Live, message: End) -> Decisions:
                 client=message.client,
                 type=kind,
                 version=version,
-                outcomes=tuple(ended),
+                outcomes=some,
             )
             for (kind, version), ended in outcomes.items()
+            for some in _fitting(ended)
         ),
         replies=(CommandReply(message.id, Done(run=engine.run)),),
     )
 
 
 def aborted(
-    engine: EngineState, live: Live, episodes: tuple[str, ...], reason: AbortReason, detail: str = ""
-) -> ev.EpisodeAborted:
-    return ev.EpisodeAborted(
-        at_ns=live.now_ns, engine=engine.name, run=engine.run, episodes=episodes, reason=reason, detail=detail
+    engine: EngineState, live: Live, episodes: Sequence[str], reason: AbortReason, detail: str = ""
+) -> tuple[ev.EpisodeAborted, ...]:
+    """Return the events that abort episodes: several for very many, so that each fits into a message."""
+    return tuple(
+        ev.EpisodeAborted(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            episodes=some,
+            reason=reason,
+            detail=detail,
+        )
+        for some in portions(episodes, NAMES_PER_EVENT)
     )
 
 
@@ -154,7 +182,7 @@ def abort(engine: EngineState, live: Live, message: Abort) -> Decisions:
         raise Refused(Code.NOT_YOUR_EPISODE, "An episode can be aborted only by the client that claimed it.")
     reason = AbortReason.INFRA if message.infra else AbortReason.CLIENT
     ids = tuple(episode.id for episode in still_open)
-    events = (aborted(engine, live, ids, reason, message.detail[:1000]),) if ids else ()
+    events = aborted(engine, live, ids, reason, message.detail[:1000]) if ids else ()
     yield Decision(events=events, replies=(CommandReply(message.id, Done(run=engine.run)),))
 
 
@@ -186,11 +214,11 @@ def expire(engine: EngineState, live: Live) -> Decisions:
     now = live.now_ns
     idle = tuple(e.id for e in engine.open.values() if live.idle_deadline_ns(e) <= now)
     if idle:
-        yield Decision(events=(aborted(engine, live, idle, AbortReason.IDLE),))
+        yield Decision(events=aborted(engine, live, idle, AbortReason.IDLE))
     for claim, grant in list(live.unconfirmed.items()):
         if grant.engine != engine.name or grant.until_ns > now:
             continue
         del live.unconfirmed[claim]
         lost = tuple(e for e in engine.claims.get(claim, ()) if e in engine.open)
         if lost and not any(engine.open[e].calls or e in live.activity for e in lost):
-            yield Decision(events=(aborted(engine, live, lost, AbortReason.UNCONFIRMED),))
+            yield Decision(events=aborted(engine, live, lost, AbortReason.UNCONFIRMED))

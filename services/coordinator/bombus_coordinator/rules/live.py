@@ -9,7 +9,7 @@ import msgspec
 from bombus.hive.bounded import trim
 from bombus.hive.inbox import Answer
 from bombus.hive.state import EngineState, Episode
-from bombus_coordinator.rules.waiting import Queue
+from bombus_coordinator.rules.waiting import Queue, Share, share_of
 
 ANSWERS_KEPT = 10_000
 CONFIRM_S = 5.0  # a granted claim whose answer reached nobody is taken back after this time
@@ -41,6 +41,7 @@ class Live(msgspec.Struct, kw_only=True):
     ticked_ns: int | None = None  # time of the last tick; None: no ticks are expected
     stamp_ns: int | None = None  # what the server's clock said when it stored the last message
     ahead_ns: int = 0  # of the server's clock
+    event_bytes_max: int = 0
     refusing: str = ""  # why the hive takes no new work, "" while it does
     seq: int = 0  # inbox sequence of the message that is being decided
     activity: dict[str, int] = {}  # episode: its last activity, in ns
@@ -64,13 +65,13 @@ class Live(msgspec.Struct, kw_only=True):
         if queue is None:
             queue = self.queues[engine.name] = Queue()
             for episode in engine.open.values():
-                queue.opened(episode.client, 1)
+                queue.opened(share_of(episode), 1)
         return queue
 
-    def opened(self, engine: str, client: str, episodes: int) -> None:
-        """Note that a client has so many open episodes more, or fewer if the number is negative."""
+    def opened(self, engine: str, share: Share, episodes: int) -> None:
+        """Note that a share has so many open episodes more, or fewer if the number is negative."""
         if engine in self.queues:
-            self.queues[engine].opened(client, episodes)
+            self.queues[engine].opened(share, episodes)
 
     def remember(self, command: str, answer: Answer) -> None:
         self.answers[command] = answer

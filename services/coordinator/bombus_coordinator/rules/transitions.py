@@ -1,11 +1,14 @@
 """The transitions of an engine that follow from its state and the time: boot, roll, seal, drain, sync."""
 
+from collections.abc import Sequence
+
 from bombus.hive import events as ev
+from bombus.hive.bounded import portions
 from bombus.hive.collection import BATCH_METHODS, completed_ns, enough, select
 from bombus.hive.events import AbortReason, DropReason
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
-from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
 from bombus_coordinator.rules.engines import fail
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
@@ -45,7 +48,7 @@ def _rolling_asynchronously(engine: EngineState, live: Live) -> Decisions:
     bound = oldest_usable(engine)
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
-        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+        yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
     elif engine.batch is None and engine.version == engine.step and enough(engine, live.now_ns):
         if not _is_held(engine, live):
             yield from _seal(engine, live)
@@ -83,14 +86,20 @@ def _clear_overflow(engine: EngineState, live: Live) -> Decisions:
         )
 
 
-def _dropped(engine: EngineState, live: Live, reason: DropReason, episodes: list[str]) -> ev.GroupDropped:
-    return ev.GroupDropped(
-        at_ns=live.now_ns,
-        engine=engine.name,
-        run=engine.run,
-        reason=reason,
-        tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in episodes)),
-        episodes=tuple(episodes),
+def _dropped(
+    engine: EngineState, live: Live, reason: DropReason, episodes: Sequence[str]
+) -> tuple[ev.GroupDropped, ...]:
+    """Return the events that drop episodes: several for very many, so that each fits into a message."""
+    return tuple(
+        ev.GroupDropped(
+            at_ns=live.now_ns,
+            engine=engine.name,
+            run=engine.run,
+            reason=reason,
+            tasks=tuple(dict.fromkeys(engine.pool[episode].task for episode in some)),
+            episodes=some,
+        )
+        for some in portions(episodes, NAMES_PER_EVENT)
     )
 
 
@@ -98,7 +107,7 @@ def _draining(engine: EngineState, live: Live) -> Decisions:
     """Seal the batch once no episode is open, or once their time is up."""
     if engine.open:
         if live.since(engine.phase_since_ns) + ns(engine.collection.drain_s) <= live.now_ns:
-            yield Decision(events=(aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED),))
+            yield Decision(events=aborted(engine, live, tuple(engine.open), AbortReason.SUPERSEDED))
         return
     if engine.batch is not None:
         yield Decision(events=(ev.SyncingStarted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
@@ -110,7 +119,7 @@ def _seal(engine: EngineState, live: Live) -> Decisions:
     selection = select(engine)
     if selection.no_signal:
         dropped = [completed.episode for completed in selection.no_signal]
-        yield Decision(events=(_dropped(engine, live, DropReason.NO_SIGNAL, dropped),))
+        yield Decision(events=_dropped(engine, live, DropReason.NO_SIGNAL, dropped))
     assert engine.active is not None
     yield Decision(
         events=(
@@ -142,7 +151,7 @@ def _syncing(engine: EngineState, live: Live) -> Decisions:
     bound = engine.version - rules.max_carry_staleness
     stale = [episode for episode, completed in engine.pool.items() if completed.oldest < bound]
     if stale:
-        yield Decision(events=(_dropped(engine, live, DropReason.STALE, stale),))
+        yield Decision(events=_dropped(engine, live, DropReason.STALE, stale))
     yield _roll(engine, live)
 
 
@@ -155,12 +164,12 @@ _SETTLE = {
 
 
 def settle(engine: EngineState, live: Live) -> Decisions:
-    """Make the transitions that are due, one after another until none is.
+    """Make the transitions that are due, one after another until none is. A suspended run stays where it is.
 
     Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
     of them needs an atomic batch, which would cost the server a sync of its disk.
     """
-    while (rule := _SETTLE.get(engine.phase)) is not None:
+    while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:
         moved = False
         for decision in rule(engine, live):
             moved = True

@@ -4,7 +4,8 @@ Every command asks for the next claim, and ten thousand may wait, so nothing her
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
 import msgspec
 from sortedcontainers import SortedList
@@ -15,72 +16,111 @@ from bombus.hive.inbox import Claim
 
 WAITING_MAX = 10_000
 
+Share = tuple[str, str]  # the name of a key, or of a client that has none
+
+
+class Holder(Protocol):
+    """What belongs to a client: a claim, an episode, or the event between them."""
+
+    @property
+    def owner(self) -> str: ...
+
+    @property
+    def client(self) -> str: ...
+
+
+def share_of(holder: Holder) -> Share:
+    """Return whose share something counts for: that of the client's key, which the client cannot choose.
+
+    Clients without a key of a name have shares of their own.
+    """
+    return (holder.owner, "") if holder.owner else ("", holder.client)
+
+
+def over_cap(claim: Claim, open_episodes: int) -> bool:
+    """Return whether a claim is for more episodes than its key may have open, beside those that are."""
+    return claim.open_max > 0 and open_episodes + claim.count > claim.open_max
+
 
 class Waiting(msgspec.Struct, kw_only=True):
     """A claim that waits for room. `commands` are the message ids to answer: one, unless it was sent again."""
 
     claim: Claim
+    share: Share
     commands: list[str]
     first_asked_ns: int
     until_ns: int
 
 
 class _Line:
-    """The waiting claims of one type of episode, in the order (open episodes of the client, first request, claim id).
+    """The waiting claims of one type of episode, in the order (open episodes of the share, first request, claim id).
 
-    A client's claims are in the order of the last two, so that only the first of them has a place among those of other
-    clients. When the client's open episodes change, that one place does.
+    A share's claims are in the order of the last two, so that only the first of them has a place among those of other
+    shares. When the share's open episodes change, that one place does. A share at its cap has no place.
     """
 
-    def __init__(self) -> None:
-        self._of_client: dict[str, SortedList[tuple[int, str]]] = {}
+    def __init__(self, waiting: Mapping[str, Waiting]) -> None:
+        self._waiting = waiting  # by claim
+        self._of_share: dict[Share, SortedList[tuple[int, str]]] = {}
         self._firsts: SortedList[tuple[int, int, str]] = SortedList()
-        self._places: dict[str, tuple[int, int, str]] = {}  # by client
+        self._places: dict[Share, tuple[int, int, str]] = {}
 
     def add(self, waiting: Waiting, open_episodes: int) -> None:
-        claims = self._of_client.setdefault(waiting.claim.client, SortedList())
+        claims = self._of_share.get(waiting.share)
+        if claims is None:
+            claims = self._of_share[waiting.share] = SortedList()
         claims.add((waiting.first_asked_ns, waiting.claim.claim))
-        self.place(waiting.claim.client, open_episodes)
+        self.place(waiting.share, open_episodes)
 
     def remove(self, waiting: Waiting, open_episodes: int) -> None:
-        claims = self._of_client[waiting.claim.client]
+        claims = self._of_share[waiting.share]
         claims.remove((waiting.first_asked_ns, waiting.claim.claim))
         if not claims:
-            del self._of_client[waiting.claim.client]
-        self.place(waiting.claim.client, open_episodes)
+            del self._of_share[waiting.share]
+        self.place(waiting.share, open_episodes)
 
-    def place(self, client: str, open_episodes: int) -> None:
-        """Put the first claim of a client, if it has one, into its place."""
-        before = self._places.pop(client, None)
+    def place(self, share: Share, open_episodes: int) -> None:
+        """Put the first claim of a share, if it has one and may open more episodes, into its place."""
+        before = self._places.pop(share, None)
         if before is not None:
             self._firsts.remove(before)
-        if client in self._of_client:
-            place = self._places[client] = (open_episodes, *self._of_client[client][0])
+        claims = self._of_share.get(share)
+        if claims is None:
+            return
+        asked_ns, claim = claims[0]
+        if not over_cap(self._waiting[claim].claim, open_episodes):
+            place = self._places[share] = (open_episodes, asked_ns, claim)
             self._firsts.add(place)
 
     def first(self) -> tuple[int, int, str] | None:
         return self._firsts[0] if self._firsts else None
 
+    def waiting_of(self, share: Share) -> int:
+        return len(self._of_share.get(share, ()))
+
 
 class Queue:
-    """The waiting claims of one engine. It counts the open episodes of each client, which its user reports."""
+    """The waiting claims of one engine. It counts the open episodes of each share, which its user reports."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Waiting] = {}  # by claim
-        self._lines = {kind: _Line() for kind in EpisodeType}
+        self._lines = {kind: _Line(self._waiting) for kind in EpisodeType}
         self._ends: SortedList[tuple[int, str]] = SortedList()  # when each claim has waited long enough
-        self._open: Counter[str] = Counter()
+        self._open: Counter[Share] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def opened(self, client: str, episodes: int) -> None:
-        """Note that a client has so many open episodes more, or fewer if the number is negative."""
-        self._open[client] += episodes
-        if not self._open[client]:
-            del self._open[client]
+    def opened(self, share: Share, episodes: int) -> None:
+        """Note that a share has so many open episodes more, or fewer if the number is negative."""
+        now = self._open[share] = self._open[share] + episodes
+        if not now:
+            del self._open[share]
         for line in self._lines.values():
-            line.place(client, self._open[client])
+            line.place(share, now)
+
+    def open_of(self, share: Share) -> int:
+        return self._open.get(share, 0)
 
     def add(self, claim: Claim, now_ns: int, until_ns: int) -> None:
         """Let a claim wait until a time. One that waits already goes on waiting. Raises `Refused` for one too many."""
@@ -89,25 +129,44 @@ class Queue:
             waiting.commands.append(claim.id)
             self._ends.remove((waiting.until_ns, claim.claim))
             waiting.until_ns = max(waiting.until_ns, until_ns)
-        elif len(self._waiting) >= WAITING_MAX:
-            raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
         else:
-            first_asked_ns = min(claim.first_asked_ns or now_ns, now_ns)
-            waiting = Waiting(claim=claim, commands=[claim.id], first_asked_ns=first_asked_ns, until_ns=until_ns)
+            self._check_room(claim)
+            waiting = Waiting(
+                claim=claim,
+                share=share_of(claim),
+                commands=[claim.id],
+                first_asked_ns=min(claim.first_asked_ns or now_ns, now_ns),
+                until_ns=until_ns,
+            )
             self._waiting[claim.claim] = waiting
-            self._lines[claim.type].add(waiting, self._open[claim.client])
+            self._lines[claim.type].add(waiting, self._open.get(waiting.share, 0))
         self._ends.add((waiting.until_ns, claim.claim))
+
+    def _check_room(self, claim: Claim) -> None:
+        if len(self._waiting) >= WAITING_MAX:
+            raise Refused(Code.OVERLOADED, f"{WAITING_MAX} claims are waiting already; try again later.")
+        if not claim.waiting_max:
+            return
+        waiting = sum(line.waiting_of(share_of(claim)) for line in self._lines.values())
+        if waiting >= claim.waiting_max:
+            raise Refused(
+                Code.NO_EPISODES,
+                f"No available episodes to claim. Key {claim.owner} has {waiting} of at most {claim.waiting_max} "
+                "claims waiting already; try again later.",
+            )
 
     def remove(self, waiting: Waiting) -> None:
         claim = waiting.claim
         del self._waiting[claim.claim]
-        self._lines[claim.type].remove(waiting, self._open[claim.client])
+        self._lines[claim.type].remove(waiting, self._open.get(waiting.share, 0))
         self._ends.remove((waiting.until_ns, claim.claim))
 
-    def first(self, *kinds: EpisodeType) -> Waiting | None:
-        """Return the claim of these types whose client has the fewest open episodes; the oldest of several."""
-        places = (self._lines[kind].first() for kind in kinds)
-        found = min((place for place in places if place is not None), default=None)
+    def first(self, kind: EpisodeType | None = None) -> Waiting | None:
+        """Return the claim, of any type or of one, whose share has the fewest open episodes; the oldest of several."""
+        if not self._waiting:
+            return None
+        lines = self._lines.values() if kind is None else (self._lines[kind],)
+        found = min((place for line in lines if (place := line.first()) is not None), default=None)
         return None if found is None else self._waiting[found[2]]
 
     def over(self, now_ns: int) -> Iterator[Waiting]:

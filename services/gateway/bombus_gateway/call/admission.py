@@ -12,7 +12,9 @@ from bombus.hive.state import EngineState, Hive, Phase
 from bombus_gateway.call.models import EngineModels
 from bombus_gateway.call.request import CallRequest, CompletionRequest, InvalidField
 from bombus_gateway.keys import KeyClaims
+from bombus_gateway.limits import CHARACTERS_FOR_A_TOKEN
 from bombus_gateway.text.rendering import TextModel
+from bombus_gateway.text.words import strings
 
 EPISODE_NEWS_S = 2.0  # how long the event of a claim may take to arrive here when its key is already in use
 _CLAIM = "claim another one"
@@ -39,6 +41,25 @@ class Admitted:
     model: TextModel
     episode: str
     type: EpisodeType
+
+    def check_characters(self, request: CompletionRequest, body_bytes: int) -> None:
+        """Raise `InvalidField` PROMPT_TOO_LONG for more text than the model's length can hold, before it is encoded.
+
+        A body of fewer bytes has fewer characters.
+        """
+        tokens = min(self.job.rollout.max_model_len, self.model.context_tokens)
+        limit = CHARACTERS_FOR_A_TOKEN * tokens
+        if body_bytes <= limit:
+            return
+        count = sum(map(len, strings([request.messages, request.tools])))
+        count += len(request.prompt) if isinstance(request.prompt, str) else 0
+        if count > limit or (isinstance(request.prompt, list) and len(request.prompt) > tokens):
+            raise InvalidField(
+                Code.PROMPT_TOO_LONG,
+                request.input_field,
+                f"This model's maximum context length is {tokens} tokens, for which up to {limit} characters are "
+                f"taken. However, your messages have {count} characters. Please reduce the length of the messages.",
+            )
 
     def room(self, request: CompletionRequest, prompt_tokens: int, answered_tokens: int, is_first: bool) -> Room:
         """Return the room for an answer. Pure.

@@ -38,6 +38,7 @@ from bombus_gateway.call.planning import CallPlan, plan_call
 from bombus_gateway.call.replica_client import Generation, ReplicaClient, ReplicaGone
 from bombus_gateway.call.request import CallRequest
 from bombus_gateway.call.upstream import ATTEMPTS_MAX, Upstream
+from bombus_gateway.call.workers import Workers
 from bombus_gateway.context import Gateway
 from bombus_gateway.heartbeats import Heartbeats
 from bombus_gateway.settings import GatewaySettings
@@ -86,6 +87,7 @@ class Calls:
         self.histories = Histories(gateway.bus, gateway.settings)
         self.capacity = CallCapacity(gateway.bus, gateway.settings)
         self.client = ReplicaClient()
+        self.workers = Workers()
         self.upstream = Upstream(gateway.follower, self.client)
         self.running: dict[tuple[str, bytes], asyncio.Future[CallRef | None]] = {}
         # Stored calls whose message to the coordinator was not acknowledged.
@@ -106,7 +108,8 @@ class Calls:
         is gone (`ReplicaGone`), or it takes longer than the limit. Raises `Refused`.
         """
         admitted = await self.admission.admit(request)
-        plan = await plan_call(request, admitted, self.histories)
+        self._check_episode_bytes(request)
+        plan = await plan_call(request, admitted, self.histories, self.workers)
         call = Call(self, request, plan, admitted.engine)
         limit_s = self.settings.call_timeout_s
         try:
@@ -123,6 +126,16 @@ class Calls:
             raise Refused(Code.TIMEOUT, f"The call took longer than the limit of {limit_s:g} s.") from None
         finally:
             call.close()
+
+    def _check_episode_bytes(self, request: CallRequest) -> None:
+        """Raise `Refused` TOO_LARGE when the calls of the request's episode take all that one may take in the log."""
+        stored, limit = self.histories.conversation(request.claims).stored_bytes, self.settings.episode_mb_max << 20
+        if stored >= limit:
+            raise Refused(
+                Code.TOO_LARGE,
+                f"The calls of episode {request.claims.episode} take {stored} bytes in the log, and the limit is "
+                f"{limit}: end the episode.",
+            )
 
     def hang_up(self) -> None:
         """Give up all open calls, so that they are recorded as cut off: the gateway is stopping."""
@@ -255,6 +268,7 @@ class Call:
         limit_s = calls.settings.bus_timeout_s
         ack = await calls.bus.publisher.publish(subject, body, msg_id=record.id, headers=headers, timeout_s=limit_s)
         self._stored = CallRef(ack.seq, record.id, digest(body)), record
+        calls.histories.conversation(request.claims).stored_bytes += len(body)
         await self.notify()
         if log.isEnabledFor(logging.DEBUG):
             log.debug(

@@ -96,6 +96,7 @@ class Conversation:
 
     def __init__(self) -> None:
         self.bytes = 1000  # roughly the memory that it takes, without calls too
+        self.stored_bytes = 0  # of the records of its calls in the log, as far as this gateway wrote or read them
         self.answers: dict[bytes, CallRef] = {}  # by request digest; the latest, which is the one that a retry repeats
         self.not_ours: set[bytes] = set()  # digests that the log does not have: the harness wrote these messages
         self._nodes: dict[bytes, list[Node]] = {}  # equal answers, in the order of the log

@@ -6,12 +6,14 @@ all: keys, limits, retries, records, streams, disconnects.
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from starlette.types import ASGIApp, Receive
 
 from bombus import telemetry
 from bombus.hive.records import digest
+from bombus_gateway import limits
 from bombus_gateway.access import EpisodeGuard, HeaderPair
 from bombus_gateway.call.calls import AnswerHead, Call, Calls, RecordedAnswer
 from bombus_gateway.call.completion import Completion, CompletionDelta, Usage
@@ -19,7 +21,6 @@ from bombus_gateway.call.http import ErrorEncoder, HeaderMap, Responder, hang_up
 from bombus_gateway.call.request import CallRequest, CompletionRequest
 
 RETRY_COUNT = b"x-stainless-retry-count"  # set by the SDKs of OpenAI and of Anthropic
-ROLE_CHARACTERS_MAX = 64
 
 
 class ResponseEncoder(Protocol):
@@ -93,8 +94,8 @@ class _CallRoute:
         claims = self._guard.verify(self._dialect.key(headers), received_ns)
         self._calls.admission.check_episode(claims)
         body = await read_body(headers, receive, self._body_bytes_max)
-        completion, encoder = self._dialect.read(body)
-        parent = headers.get(b"traceparent", b"").decode("latin-1")
+        completion, encoder = await self._calls.workers.run(len(body), partial(self._dialect.read, body))
+        parent = telemetry.traceparent_of(headers.get(b"traceparent", b"").decode("latin-1"))
         with telemetry.span("gateway.call", parent, episode=claims.episode) as span:
             request = CallRequest(
                 claims=claims,
@@ -103,7 +104,7 @@ class _CallRoute:
                 body_bytes=len(body),
                 received_ns=received_ns,
                 retried=headers.get(RETRY_COUNT, b"0") not in (b"0", b""),
-                role=headers.get(b"x-bombus-role", b"").decode("latin-1")[:ROLE_CHARACTERS_MAX],
+                role=headers.get(b"x-bombus-role", b"").decode("latin-1")[: limits.ROLE_CHARACTERS],
                 traceparent=span.traceparent,
             )
             recorded = await self._calls.recorded(request)

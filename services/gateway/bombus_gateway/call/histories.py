@@ -84,8 +84,9 @@ class Histories:
         try:
             calls = await self._calls_of(claims, traceparent)
             missing = [call.ref for call in calls if not conversation.knows(call.ref)]
-            for ref, record in zip(missing, await self.records(missing)):
+            for ref, (record, size) in zip(missing, await self._stored(missing)):
                 conversation.add_stored(ref, record)
+                conversation.stored_bytes += size
         except KeyError as error:
             raise Refused(
                 Code.BUS_DOWN, f"A call of this episode continues one that is not in the log: {error}"
@@ -98,11 +99,15 @@ class Histories:
 
         Raises `Refused` BUS_DOWN: earlier turns are never rendered again, since the tokens could differ.
         """
+        return [record for record, _ in await self._stored(refs)]
+
+    async def _stored(self, refs: Sequence[CallRef]) -> list[tuple[CallRecord, int]]:
+        """Return the records at these places with their sizes in bytes. Raises `Refused` like `records`."""
         if not refs:
             return []
         try:
             stored = await self._bus.get_many(self._bus.subjects.calls_stream, [ref.seq for ref in refs])
-            return [decode_record(found.data, ref) for found, ref in zip(stored, refs)]
+            return [(decode_record(found.data, ref), len(found.data)) for found, ref in zip(stored, refs)]
         except BombusError as error:
             raise _unreadable(error) from error
 

@@ -6,11 +6,9 @@ import msgspec
 
 from bombus.config.template_variables import problem_of
 from bombus.errors import Code, Refused
+from bombus_gateway import limits
 from bombus_gateway.keys import KeyClaims
 from bombus_gateway.text.message import ChatMessage
-
-MESSAGES_MAX = 4096
-CHOICES_MAX = 64
 
 
 class InvalidField(Refused):
@@ -49,10 +47,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
 
     def __post_init__(self) -> None:
-        if len(self.messages) > MESSAGES_MAX:
-            raise Refused(Code.TOO_LARGE, f"{len(self.messages)} messages are over the limit of {MESSAGES_MAX}.")
-        if self.n > CHOICES_MAX:
-            raise Refused(Code.MALFORMED, f"n is {self.n}, and the limit is {CHOICES_MAX}.")
+        if len(self.messages) > limits.MESSAGES:
+            raise Refused(Code.TOO_LARGE, f"{len(self.messages)} messages are over the limit of {limits.MESSAGES}.")
+        if self.n > limits.CHOICES:
+            raise Refused(Code.MALFORMED, f"n is {self.n}, and the limit is {limits.CHOICES}.")
         problem = problem_of(self.chat_template_kwargs)
         if problem:
             raise InvalidField(Code.MALFORMED, "chat_template_kwargs", f"chat_template_kwargs: {problem}.")

@@ -6,7 +6,6 @@ name, never ignored.
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
@@ -14,13 +13,9 @@ from msgspec import Meta
 
 from bombus.errors import Code, Refused
 from bombus.hive.records import TEMPERATURE_MIN
+from bombus_gateway import limits
 from bombus_gateway.call.request import CompletionRequest
 from bombus_gateway.text.message import ChatMessage
-
-STOPS_MAX = 16
-STOP_CHARACTERS_MAX = 256
-TOOLS_MAX = 256
-DEPTH_MAX = 128  # of lists and objects within each other, in tools and in arguments of calls
 
 Unused = Any  # a known name whose value is only checked, or does not matter
 
@@ -46,14 +41,17 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+_Name = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS)]
+
+
 class _Function(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: _Name
     arguments: str = ""
 
 
 class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
     function: _Function
-    id: str | None = None
+    id: _Name | None = None
     type: Literal["function"] = "function"
     index: int | None = None
 
@@ -61,9 +59,9 @@ class _ToolCall(msgspec.Struct, forbid_unknown_fields=True):
 class _Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
-    tool_call_id: str | None = None
+    name: _Name | None = None
+    tool_calls: Annotated[list[_ToolCall], Meta(max_length=limits.CALLS_IN_MESSAGE)] | None = None
+    tool_call_id: _Name | None = None
     refusal: str | None = None
     annotations: list[Unused] | None = None
     audio: Unused = None
@@ -78,7 +76,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class _Common(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    model: str
+    model: _Name
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -277,11 +275,11 @@ def _check_output(found: _ChatBody) -> None:
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > STOPS_MAX or any(not text or len(text) > STOP_CHARACTERS_MAX for text in stops):
+    if len(stops) > limits.STOPS or any(not text or len(text) > limits.STOP_CHARACTERS for text in stops):
         raise BadParameter(
             Code.MALFORMED,
             "stop",
-            f"stop takes up to {STOPS_MAX} texts of 1 to {STOP_CHARACTERS_MAX} characters.",
+            f"stop takes up to {limits.STOPS} texts of 1 to {limits.STOP_CHARACTERS} characters.",
         )
     return stops
 
@@ -355,11 +353,11 @@ def _check_arguments(arguments: str, place: str) -> None:
 
     What is not JSON is rendered as text.
     """
-    if arguments.count("[") + arguments.count("{") <= DEPTH_MAX and not _may_be_surrogate.search(arguments):
+    if arguments.count("[") + arguments.count("{") <= limits.DEPTH and not _may_be_surrogate.search(arguments):
         return
     try:
         value = json.loads(arguments)
-        if _is_deeper(value, DEPTH_MAX):
+        if limits.is_deeper(value):
             raise RecursionError
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -367,29 +365,25 @@ def _check_arguments(arguments: str, place: str) -> None:
     except ValueError:
         return
     except RecursionError:
-        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {DEPTH_MAX}.") from None
-
-
-def _is_deeper(value: Any, depth: int) -> bool:
-    """Whether lists and objects are within each other more than `depth` times."""
-    if not isinstance(value, list | Mapping):
-        return False
-    inner = value.values() if isinstance(value, Mapping) else value
-    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
+        raise BadParameter(Code.MALFORMED, place, f"{place} is nested deeper than {limits.DEPTH}.") from None
 
 
 def _tool(tool: dict[str, Any], index: int) -> dict[str, Any]:
     place = f"tools.{index}"
-    if index >= TOOLS_MAX:
-        raise BadParameter(Code.MALFORMED, "tools", f"More than {TOOLS_MAX} tools.")
+    if index >= limits.TOOLS:
+        raise BadParameter(Code.MALFORMED, "tools", f"More than {limits.TOOLS} tools.")
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
         _unsupported(f"{place}.type", "a tool is a function")
-    if not isinstance(function.get("name"), str) or not function["name"]:
-        raise BadParameter(Code.MALFORMED, f"{place}.function.name", "A tool has a name.")
+    name = function.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= limits.NAME_CHARACTERS:
+        why = f"A tool has a name, of up to {limits.NAME_CHARACTERS} characters."
+        raise BadParameter(Code.MALFORMED, f"{place}.function.name", why)
     kept = {key: value for key, value in function.items() if value is not None}
-    if _is_deeper(kept, DEPTH_MAX):
-        raise BadParameter(Code.MALFORMED, f"{place}.function", f"{place}.function is nested deeper than {DEPTH_MAX}.")
+    if limits.is_deeper(kept):
+        raise BadParameter(
+            Code.MALFORMED, f"{place}.function", f"{place}.function is nested deeper than {limits.DEPTH}."
+        )
     try:
         _packed(kept)
     except OverflowError:

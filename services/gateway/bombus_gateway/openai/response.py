@@ -10,6 +10,7 @@ from bombus_gateway.access import HeaderPair
 from bombus_gateway.call.calls import AnswerHead
 from bombus_gateway.call.completion import Completion, CompletionDelta, TokenLogprob, Usage
 from bombus_gateway.call.request import InvalidField
+from bombus_gateway.limits import in_short
 from bombus_gateway.openai.request import BadParameter, OpenAIRequest
 from bombus_gateway.text.deltas import ReasoningDelta, ToolCallDelta
 
@@ -30,7 +31,8 @@ def error_body(error: Refused) -> bytes:
     """Return OpenAI's body for an error."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
     code = _CODES.get(error.code, str(error.code))
-    return encode({"error": {"message": error.why, "type": kind, "param": _parameter(error), "code": code}})
+    param = in_short(_parameter(error) or "") or None
+    return encode({"error": {"message": in_short(error.why), "type": kind, "param": param, "code": code}})
 
 
 def _parameter(error: Refused) -> str | None:

@@ -5,20 +5,25 @@ Those of the swarm contract ignore unknown fields, for newer clients; our own re
 
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import ClientDisconnect
 
 from bombus.errors import Code, Refused
 from bombus.hive.inbox import EpisodeResult
+from bombus.sdk.types import ThrottlePolicy
+from bombus_gateway import limits
 
-BODY_BYTES_MAX = 4 << 20
-EPISODES_MAX = 1024  # in one request
-REWARDS_MAX = 100_000
-WAIT_S_MAX = 60.0
-
-Identifier = Annotated[str, Field(min_length=1, max_length=128)]
-TaskId = Annotated[str, Field(max_length=512)]
+Identifier = Annotated[str, Field(min_length=1, max_length=limits.ID_CHARACTERS)]
+TaskId = Annotated[str, Field(max_length=limits.TASK_CHARACTERS)]
+Metrics = Annotated[
+    dict[
+        Annotated[str, Field(max_length=limits.NAME_CHARACTERS)],
+        float | Annotated[list[float], Field(max_length=limits.REWARDS)],
+    ],
+    Field(max_length=limits.METRICS),
+]
 EpisodeKindBody = Literal["train", "eval"]
 
 
@@ -38,25 +43,28 @@ class SyncTrainConfig(ContractBody):
 
 
 class ThrottlePolicyBody(ContractBody):
-    """The client throttles itself. The server keeps only the task, to show which one runs."""
+    """Limits one client's share of a batch. The gateway applies it, because its views do not tell clients apart."""
 
+    ratio: Annotated[float, Field(gt=0)] = 1.5
+    expected_batch_size: Annotated[int, Field(ge=0)] = 0
+    expected_num_repeat: Annotated[int, Field(ge=1)] = 1
     current_task_id: TaskId | None = None
 
 
 class ClaimEpisode(ContractBody):
     client_uuid: Identifier
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
     throttle_policy: ThrottlePolicyBody | None = None
 
 
 class WorkflowOutputBody(ContractBody):
     """`reward` is one number, or one for each completed call in order. A metric may be a list: its mean counts."""
 
-    reward: float | Annotated[list[float], Field(max_length=REWARDS_MAX)] | None = None
+    reward: float | Annotated[list[float], Field(max_length=limits.REWARDS)] | None = None
     is_success: bool | None = None
     metadata: dict[str, Any] = {}
-    log_metrics: dict[str, float | list[float]] = {}
+    log_metrics: Metrics = {}
 
 
 class EndEpisode(ContractBody):
@@ -87,7 +95,7 @@ class PushVerboseLog(ContractBody):
 
 
 class ReplayLatestCall(ContractBody):
-    """The episode whose latest call is meant; empty: any of the engine's."""
+    """The episode whose latest call is wanted; empty: any of the engine's, for whoever has the admin key."""
 
     episode_uuid: Annotated[str, Field(max_length=128)] = ""
 
@@ -104,10 +112,10 @@ class ClaimEpisodes(OwnBody):
 
     client_uuid: Identifier
     claim_id: Identifier
-    count: Annotated[int, Field(ge=1, le=EPISODES_MAX)] = 1
+    count: Annotated[int, Field(ge=1, le=limits.EPISODES)] = 1
     episode_type: EpisodeKindBody = "train"
-    discard_episode_timeout: float = 240.0
-    wait_s: Annotated[float, Field(ge=0, le=WAIT_S_MAX)] = 20.0
+    discard_episode_timeout: float | None = None  # None: the server knows how long steps take
+    wait_s: Annotated[float, Field(ge=0, le=limits.WAIT_S)] = 20.0
     # So far, under this claim_id: the longest wait is served first.
     waited_s: Annotated[float, Field(ge=0, le=86_400)] = 0.0
     task_id: TaskId = ""
@@ -127,21 +135,21 @@ class EndEpisodes(OwnBody):
     """Ends all of these episodes, or none."""
 
     client_uuid: Identifier
-    episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=EPISODES_MAX)]
+    episodes: Annotated[list[EpisodeEndBody], Field(min_length=1, max_length=limits.EPISODES)]
 
 
 class AbortEpisodes(OwnBody):
     """Aborts episodes. `infra`: no model is to blame, so they do not count in the statistics of their groups."""
 
     client_uuid: Identifier
-    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=EPISODES_MAX)]
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
     infra: bool = False
     detail: Annotated[str, Field(max_length=1000)] = ""
 
 
 class TouchEpisodes(OwnBody):
     client_uuid: Identifier
-    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=EPISODES_MAX)]
+    episode_uuids: Annotated[list[Identifier], Field(min_length=1, max_length=limits.EPISODES)]
 
 
 # ---- reading them --------------------------------------------------------------------------------------------
@@ -150,15 +158,14 @@ B = TypeVar("B", bound=BaseModel)
 
 
 async def read_raw(request: Request) -> bytes:
-    """Return the request's body. Raises `Refused(TOO_LARGE)` above `BODY_BYTES_MAX`."""
+    """Return the request's body. Raises `Refused(TOO_LARGE)` above `limits.SWARM_BODY_BYTES`."""
     body = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
-            if len(body) > BODY_BYTES_MAX:
-                raise Refused(
-                    Code.TOO_LARGE, f"The body is over the limit of {BODY_BYTES_MAX} bytes: send less at once."
-                )
+            if len(body) > limits.SWARM_BODY_BYTES:
+                why = f"The body is over the limit of {limits.SWARM_BODY_BYTES} bytes: send less at once."
+                raise Refused(Code.TOO_LARGE, why)
     except ClientDisconnect:
         raise Refused(Code.MALFORMED, "The body was cut off.") from None
     return bytes(body)
@@ -179,8 +186,21 @@ def parse(model: type[B], body: bytes) -> B:
     raise Refused(code, "; ".join(places))
 
 
+def throttle_policy(wanted: ThrottlePolicyBody) -> ThrottlePolicy | None:
+    """Return a client's policy; None where it names no task or no size of a batch."""
+    if not wanted.current_task_id or not wanted.expected_batch_size:
+        return None
+    return ThrottlePolicy(
+        ratio=wanted.ratio,
+        expected_batch_size=wanted.expected_batch_size,
+        expected_num_repeat=wanted.expected_num_repeat,
+        current_task_id=wanted.current_task_id,
+    )
+
+
 def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeResult:
-    """Return the end of an episode as the coordinator takes it."""
+    """Return the end of an episode as the coordinator takes it. Raises `Refused` for metadata that is no such thing."""
+    _check_metadata(output.metadata)
     rewards = output.reward if isinstance(output.reward, list) else None
     means = {
         name: sum(value) / len(value) if isinstance(value, list) else value
@@ -196,3 +216,16 @@ def result_of(episode: str, task: str, output: WorkflowOutputBody) -> EpisodeRes
         metadata=output.metadata,
         log_metrics=means,
     )
+
+
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    place = "workflow_output.metadata"
+    if limits.is_deeper(metadata):
+        raise Refused(Code.MALFORMED, f"{place} is nested deeper than {limits.DEPTH}.")
+    try:
+        size = len(msgspec.msgpack.encode(metadata))
+    except (OverflowError, UnicodeError) as error:
+        raise Refused(Code.MALFORMED, f"{place} holds something that cannot be stored: {error}.") from None
+    if size > limits.METADATA_BYTES:
+        why = f"{place} has {size} bytes, and the limit is {limits.METADATA_BYTES}: keep what is large elsewhere."
+        raise Refused(Code.TOO_LARGE, why)

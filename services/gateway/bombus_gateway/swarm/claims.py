@@ -15,9 +15,13 @@ from bombus.hive import inbox
 from bombus.hive.events import EpisodeType
 from bombus.hive.inbox import Granted
 from bombus.hive.records import digest
+from bombus.hive.steps import idle_limit_s
+from bombus.sdk.throttle import should_throttle
+from bombus.sdk.types import PoolInformation
+from bombus_gateway.access import Access, Guard
 from bombus_gateway.call.admission import check_storage
 from bombus_gateway.swarm import bodies, views
-from bombus_gateway.swarm.bodies import parse, read_raw
+from bombus_gateway.swarm.bodies import parse, read_raw, throttle_policy
 from bombus_gateway.swarm.context import EngineContext, JsonResponse
 
 CLAIM_SLICE_S = 2.0
@@ -42,22 +46,26 @@ class Confirmed(JsonResponse):
 class ClaimRoutes:
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        settings = context.gateway.settings
+        self._guard = Guard(Access.CLIENT, settings.keys, settings.public_url)
 
     async def claim_episode(self, request: Request) -> Response:
         """Claim one episode. A claim that fails is a 200 whose `fail_cause` says why."""
         raw = await read_raw(request)
         body = parse(bodies.ClaimEpisode, raw)
-        throttle = body.throttle_policy
+        throttle = body.throttle_policy or bodies.ThrottlePolicyBody()
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
             claim=self._context.command_id(request, "claim", body.client_uuid, raw),
             client=body.client_uuid,
             type=EpisodeType(body.episode_type),
-            discard_timeout_s=body.discard_episode_timeout,
-            task_hint=(throttle.current_task_id or "") if throttle is not None else "",
+            discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
+            task_hint=throttle.current_task_id or "",
         )
-        outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
+        outcome: Granted | Refused | None = self._throttled(claim, throttle)
+        if outcome is None:
+            outcome = await self._claim(request, claim, self._context.gateway.settings.claim_wait_s)
         reply = {
             "success": False,
             "client_uuid": body.client_uuid,
@@ -78,11 +86,11 @@ class ClaimRoutes:
         claim = inbox.Claim(
             id="",
             engine=self._context.engine,
-            claim=f"c-{digest(f'{body.client_uuid}/{body.claim_id}'.encode()).hex()}",
+            claim=self._claim_of(request, body),
             client=body.client_uuid,
             count=body.count,
             type=EpisodeType(body.episode_type),
-            discard_timeout_s=body.discard_episode_timeout,
+            discard_timeout_s=self._idle_limit_s(request, body.discard_episode_timeout),
             task_hint=body.task_id,
         )
         outcome = await self._claim(request, claim, body.wait_s, body.waited_s)
@@ -92,6 +100,30 @@ class ClaimRoutes:
         reply |= {"success": True, "fail_cause": "", "episodes": self._episodes(request, outcome)}
         reply |= self._terms(outcome)
         return Confirmed(reply, request, lambda: self._confirm(claim.claim))
+
+    def _idle_limit_s(self, request: Request, wanted_s: float | None) -> float:
+        """Return the idle limit of a claim: what its client wants, no longer than its key may have."""
+        limit_s = idle_limit_s(self._context.state.steps) if wanted_s is None else wanted_s
+        return min(limit_s, self._guard.holder(request.scope["headers"]).idle_max_s or limit_s)
+
+    def _claim_of(self, request: Request, body: bodies.ClaimEpisodes) -> str:
+        """Return the claim's id on the log. Clients of two keys never have the same one, whatever they choose."""
+        owner = self._guard.holder(request.scope["headers"]).name
+        chosen = f"{body.client_uuid}/{body.claim_id}"
+        return f"c-{digest((f'{owner}//{chosen}' if owner else chosen).encode()).hex()}"
+
+    def _throttled(self, claim: inbox.Claim, wanted: bodies.ThrottlePolicyBody) -> Refused | None:
+        """Return why a client of the swarm contract has to wait by its own policy, in words on which it asks again."""
+        policy = throttle_policy(wanted)
+        if policy is None or claim.type != EpisodeType.TRAIN:
+            return None
+        pool = views.pool_information(self._context.state, time.time_ns(), claim.client)
+        if not should_throttle(policy, PoolInformation.model_validate(pool), claim.client, ()):
+            return None
+        return Refused(
+            Code.NO_EPISODES,
+            "No available episodes to claim. This client works on as many tasks as its throttle_policy allows.",
+        )
 
     async def _claim(
         self, request: Request, claim: inbox.Claim, wait_s: float, waited_s: float = 0.0
@@ -103,7 +135,14 @@ class ClaimRoutes:
         check_storage(self._context.gateway.follower.hive)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        claim = msgspec.structs.replace(claim, first_asked_ns=time.time_ns() - int(waited_s * 1e9))
+        holder = self._guard.holder(request.scope["headers"])
+        claim = msgspec.structs.replace(
+            claim,
+            first_asked_ns=time.time_ns() - int(waited_s * 1e9),
+            owner=holder.name,
+            open_max=holder.open_max,
+            waiting_max=holder.waiting_max,
+        )
         message_id = uuid.uuid4().hex
         for number in itertools.count():
             started = loop.time()
@@ -138,13 +177,13 @@ class ClaimRoutes:
         return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
-        """Return what an agent needs of each episode: its id, its base URL and its key."""
+        """Return the id of each episode, with the claim's secret, and the base URL and key that its agent needs."""
         keys = self._context.gateway.keys
         base_url = self._context.base_url(request)
         expires_ns = self._key_expires_ns(granted)
         return [
             {
-                "episode_uuid": episode,
+                "episode_uuid": keys.claimed_id(episode),
                 "openai_base_url": base_url,
                 "openai_api_key": keys.sign(self._context.engine, granted.run, episode, expires_ns),
             }

@@ -13,13 +13,13 @@ from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive.inbox import AnyAnswer, Message
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState
+from bombus.telemetry import traceparent_of
+from bombus_gateway import limits
 from bombus_gateway.context import Gateway
 
 log = logging.getLogger(__name__)
 
 POSITION_S = 5.0
-KEY_CHARACTERS_MAX = 256
-TRACEPARENT_CHARACTERS_MAX = 100
 
 
 class JsonResponse(Response):
@@ -53,9 +53,7 @@ class EngineContext:
         `wait_s` is how long the command itself may wait; its answer must come within `answer_s` and the bus' timeout
         after that.
         """
-        traceparent = request.headers.get(TRACEPARENT, "")
-        if len(traceparent) > TRACEPARENT_CHARACTERS_MAX or not traceparent.isascii():
-            traceparent = ""
+        traceparent = traceparent_of(request.headers.get(TRACEPARENT, ""))
         try:
             limit_s = wait_s + min(answer_s, self.gateway.settings.bus_timeout_s)
             answer = await self.gateway.bus.inbox.request(command, limit_s, traceparent=traceparent)
@@ -73,8 +71,10 @@ class EngineContext:
         key = request.headers.get("idempotency-key")
         if not key:
             return uuid.uuid4().hex
-        if len(key) > KEY_CHARACTERS_MAX:
-            raise Refused(Code.MALFORMED, f"An Idempotency-Key has at most {KEY_CHARACTERS_MAX} characters.")
+        if len(key) > limits.IDEMPOTENCY_KEY_CHARACTERS:
+            raise Refused(
+                Code.MALFORMED, f"An Idempotency-Key has at most {limits.IDEMPOTENCY_KEY_CHARACTERS} characters."
+            )
         head = msgspec.msgpack.encode((self.engine, kind, client, key))
         return f"k-{digest(head + body).hex()}"
 

@@ -97,8 +97,9 @@ class EngineRoutes:
         return await self._done(request, command)
 
     async def get_pool_information(self, request: Request) -> Response:
-        """Return the progress of the next batch."""
-        return JsonResponse(views.pool_information(self._context.state, time.time_ns()))
+        """Return the progress of the next batch. The client that gives its `client_uuid` finds itself in it."""
+        reader = request.query_params.get("client_uuid", "")
+        return JsonResponse(views.pool_information(self._context.state, time.time_ns(), reader))
 
     async def get_server_experiment_dir(self, request: Request) -> Response:
         """Return the folder in which the trainer keeps this run's weights; null before there are any."""

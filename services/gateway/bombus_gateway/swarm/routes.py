@@ -6,6 +6,7 @@ take whole groups in one request. Reads are answered from the folded state; comm
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -91,16 +92,19 @@ def _documented(body: type[BaseModel]) -> dict[str, Any]:
 
 
 class EpisodeRoutes:
-    """The routes of claimed episodes."""
+    """The routes of claimed episodes, which are named by the ids that their claims returned."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
+        settings = context.gateway.settings
+        self._admin = Guard(Access.CONTROL, settings.keys, settings.public_url)
 
     async def end_episode(self, request: Request) -> Response:
         """End an episode with its reward. The same end again is a success; a different one is a 409."""
         raw = await read_raw(request)
         body = parse(bodies.EndEpisode, raw)
-        results = (result_of(body.episode_uuid, body.task_id, body.workflow_output),)
+        episode = self._context.gateway.keys.episode_of(body.episode_uuid)
+        results = (result_of(episode, body.task_id, body.workflow_output),)
         await self._end(request, raw, body.client_uuid, results, body.declare_client_active)
         return JsonResponse({"success": True})
 
@@ -108,7 +112,8 @@ class EpisodeRoutes:
         """End a whole group, all or none."""
         raw = await read_raw(request)
         body = parse(bodies.EndEpisodes, raw)
-        results = tuple(result_of(end.episode_uuid, end.task_id, end.workflow_output) for end in body.episodes)
+        name = self._context.gateway.keys.episode_of
+        results = tuple(result_of(name(end.episode_uuid), end.task_id, end.workflow_output) for end in body.episodes)
         await self._end(request, raw, body.client_uuid, results)
         return JsonResponse({"success": True})
 
@@ -132,7 +137,7 @@ class EpisodeRoutes:
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
             engine=self._context.engine,
             client=body.client_uuid,
-            episodes=(body.episode_uuid,),
+            episodes=(self._context.gateway.keys.episode_of(body.episode_uuid),),
         )
         await self._context.execute(request, command)
         return JsonResponse({"success": True})
@@ -145,7 +150,7 @@ class EpisodeRoutes:
             id=self._context.command_id(request, "abort", body.client_uuid, raw),
             engine=self._context.engine,
             client=body.client_uuid,
-            episodes=tuple(body.episode_uuids),
+            episodes=tuple(map(self._context.gateway.keys.episode_of, body.episode_uuids)),
             infra=body.infra,
             detail=body.detail,
         )
@@ -155,27 +160,26 @@ class EpisodeRoutes:
     async def can_continue_episode(self, request: Request) -> Response:
         """Return whether the episode is still held by this client, so that it is worth going on."""
         body = parse(bodies.CanContinueEpisode, await read_raw(request))
-        await self._until_known(body.episode_uuid)
-        return JsonResponse({"can_continue": self._is_held(body.client_uuid, body.episode_uuid)})
+        held = await self._held(body.client_uuid, [body.episode_uuid])
+        return JsonResponse({"can_continue": bool(held)})
 
     async def touch_episodes(self, request: Request) -> Response:
         """Send signs of life for episodes whose agents make no calls. The reply says which ones are over."""
         body = parse(bodies.TouchEpisodes, await read_raw(request))
-        await self._until_known(body.episode_uuids[-1])
-        touched = [episode for episode in body.episode_uuids if self._is_held(body.client_uuid, episode)]
-        for episode in touched:
+        held = await self._held(body.client_uuid, body.episode_uuids)
+        for episode in held.values():
             self._context.gateway.heartbeats.touch(self._context.engine, episode)
-        held = set(touched)
-        return JsonResponse({"touched": touched, "over": [one for one in body.episode_uuids if one not in held]})
+        over = [claimed_id for claimed_id in body.episode_uuids if claimed_id not in held]
+        return JsonResponse({"touched": list(held), "over": over})
 
     async def get_episode_buffer(self, request: Request) -> Response:
-        """List the open episodes, without their keys."""
+        """List the open episodes, without their ids and keys."""
         return JsonResponse(views.episode_buffer(self._context.state, self._context.base_url(request)))
 
     async def replay_latest_llm_call(self, request: Request) -> Response:
-        """Return the newest complete call, of one episode or of all: `{input, output}`."""
+        """Return the newest complete call of an episode, or with the admin key of all: `{input, output}`."""
         body = parse(bodies.ReplayLatestCall, await read_raw(request))
-        ref = views.latest_call(self._context.state, body.episode_uuid)
+        ref = views.latest_call(self._context.state, self._replayed(request, body.episode_uuid))
         if ref is None:
             raise Refused(Code.NO_CALLS, "There is no complete call to replay.")
         try:
@@ -194,7 +198,33 @@ class EpisodeRoutes:
         except TimeoutError:
             pass  # then it is not open
 
-    def _is_held(self, client: str, episode: str) -> bool:
+    async def _held(self, client: str, claimed_ids: list[str]) -> dict[str, str]:
+        """Return which of these ids are of open episodes of the client, each with the episode's name on the log."""
+        names: dict[str, str] = {}
+        for claimed_id in claimed_ids:
+            with suppress(Refused):
+                names[claimed_id] = self._context.gateway.keys.episode_of(claimed_id)
+        if names:
+            await self._until_known(list(names.values())[-1])
         state = self._context.state
-        held = state.open.get(episode)
-        return held is not None and held.client == client and state.rolling
+        return {
+            claimed_id: episode
+            for claimed_id, episode in names.items()
+            if state.rolling and episode in state.open and state.open[episode].client == client
+        }
+
+    def _replayed(self, request: Request, claimed_id: str) -> str:
+        """Return the episode whose call is wanted, "" for any.
+
+        Only who has shown the hive's admin key may read the calls of all: where there is none, nobody.
+        """
+        if claimed_id:
+            return self._context.gateway.keys.episode_of(claimed_id)
+        keys = self._context.gateway.settings.keys
+        if keys.admin and self._admin.refusal(request.scope["headers"]) is None:
+            return ""
+        raise Refused(
+            Code.NO_CALLS,
+            "Name the episode whose call you want, by the `episode_uuid` that its claim returned; only the hive's "
+            "admin key reads the calls of all. `bombus replay episode` shows them on the hive's own machine.",
+        )

@@ -1,4 +1,8 @@
-"""The state of an engine in the swarm contract's words: pure functions of the folded log."""
+"""The state of an engine in the swarm contract's words: pure functions of the folded log.
+
+All clients may read these views, so episodes and clients are numbered in them: no view has the id of either, but the
+reader's own.
+"""
 
 import json
 from pathlib import PurePath
@@ -20,6 +24,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> JsonO
         "policy_version": engine.version,
         "run": engine.run,
         "failure": engine.failure,
+        "suspended": engine.suspended,
         "model": model_of(engine),
     }
 
@@ -52,16 +57,16 @@ def job_differences(running: str, wanted: str) -> JsonObject:
 
 
 def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
-    """Return every open episode, without its key: a reader must not be able to act as another client."""
+    """Return every open episode, without its id, its client's id and its key."""
     return {
         "buffer": [
             {
-                "episode_uuid": episode.id,
+                "episode_uuid": _numbered(number),
                 "episode_status": "claimed",
                 "episode_type": episode.type,
                 "openai_base_url": base_url,
                 "openai_api_key": "",
-                "client_uuid": episode.client,
+                "client_uuid": "",
                 "zmq_listen_result_addr": "",
                 "latest_activity_timestamp": _latest_activity_ns(episode) / 1e9,
                 "discard_episode_timeout": episode.discard_timeout_s,
@@ -69,26 +74,39 @@ def episode_buffer(engine: EngineState, base_url: str) -> JsonObject:
                 "debug_log": [],
                 "optional_task_id": episode.task_hint,
             }
-            for episode in engine.open.values()
+            for number, episode in enumerate(engine.open.values(), 1)
         ]
     }
 
 
-def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
+def _numbered(number: int) -> str:
+    return f"episode {number}"
+
+
+def _clients(engine: EngineState, reader: str) -> dict[str, str]:
+    """Return what each client with an open or completed episode is called: a number, and the reader by its own id."""
+    completed = (episode.client for episode in engine.pool.values())
+    clients = dict.fromkeys([*completed, *(episode.client for episode in engine.open.values())])
+    return {client: client if client == reader else f"client {number}" for number, client in enumerate(clients, 1)}
+
+
+def pool_information(engine: EngineState, now_ns: int, reader: str = "") -> JsonObject:
+    """Return the progress of the next batch; `reader` is the id of the client that asks, where it has said so."""
     rules = engine.collection
+    clients = _clients(engine, reader)
     now = progress(engine, now_ns)
     targets = BATCH_METHODS[rules.method].targets(rules)
     pool = {task: [engine.pool[episode] for episode in ids] for task, ids in engine.by_task.items()}
     running = {
-        episode.id: {
+        _numbered(number): {
             "episode_status": "claimed",
             "time_since_last_activity": f"{seconds_between(_latest_activity_ns(episode), now_ns):.1f}s",
             "discard_episode_timeout": str(episode.discard_timeout_s),
             "llm_call_count": str(len(episode.calls)),
-            "client_uuid": episode.client,
+            "client_uuid": clients[episode.client],
             "optional_task_id": episode.task_hint,
         }
-        for episode in engine.open.values()
+        for number, episode in enumerate(engine.open.values(), 1)
     }
     return {
         "sample_collection_method": rules.method,
@@ -99,9 +117,13 @@ def pool_information(engine: EngineState, now_ns: int) -> JsonObject:
         "completed_non_dummy_tasks": now.non_dummy_tasks,
         "completed_non_dummy_task_target": targets.non_dummy_tasks,
         "task_expected_num_repeat": rules.num_repeat,
-        "completed_tasks_details": {task: [done.episode for done in group] for task, group in pool.items()},
+        "completed_tasks_details": {
+            task: [_numbered(number) for number, _ in enumerate(group, 1)] for task, group in pool.items()
+        },
         "completed_tasks_rewards": {task: [done.reward for done in group] for task, group in pool.items()},
-        "completed_tasks_client_uuids": {task: [done.client for done in group] for task, group in pool.items()},
+        "completed_tasks_client_uuids": {
+            task: [clients[done.client] for done in group] for task, group in pool.items()
+        },
         "running_episode_details": running or None,
         "engine_status": engine.phase,
         "global_step": engine.global_step,

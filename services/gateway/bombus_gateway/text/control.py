@@ -11,12 +11,13 @@ import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer as Fast
 
 from bombus.errors import Code, Refused
+from bombus.text.tokenizer import encoded
 
 # These are ideographs: a template that changes case or white space leaves them as they are, and so does `repr`, with
 # which some templates print a list.
@@ -31,32 +32,42 @@ _NO_PLACEHOLDER = (
 class ControlTokens:
     """The control tokens of one model, and its tokenizer without them."""
 
-    def __init__(self, fast: Fast, names: Collection[str], unknown: str = "") -> None:
-        """`unknown` is the name of the token that stands for any text which the tokenizer does not know."""
+    def __init__(
+        self, fast: Fast, names: Collection[str], unknown: str = "", remakers: Sequence[Callable[[str], str]] = ()
+    ) -> None:
+        """`unknown` is the name of the token that stands for any text which the tokenizer does not know.
+
+        `remakers` are what the chat template may do to a text.
+        """
         self.names = frozenset(names)
-        longest_first = sorted(self.names, key=len, reverse=True)
-        self._pattern = _any_of(longest_first)
+        self._pattern = _any_of(self.names)
         self._fast = fast
+        self._remakers = remakers
         counted = self.names - {unknown}  # texts have that one without a word of it
         self._ids = {index: name for name in counted if (index := fast.token_to_id(name)) is not None}
-        lowered = [name.lower() for name in longest_first]
-        self._signs = {name[:2] for name in lowered if _is_signed(name)}
-        plain = [name for name in lowered if not _is_signed(name)]
+        normal = self._normal_names()
+        self._has_normal = bool(normal)
+        folded = {_folded(name) for name in self.names | normal} - {""}
+        self._signs = {name[:2] for name in folded if _is_signed(name)}
+        plain = {name for name in folded if not _is_signed(name)}
         self._plain, self._heads = _any_of(plain), {name[:4] for name in plain}
-        self._starts = frozenset().union(*map(_starts, lowered))
-        self._ends = frozenset().union(*map(_ends, lowered))
-        self._inner = frozenset().union(*map(_inner, lowered))
-        self._longest = max(map(len, lowered), default=0)
-        self._normal = self._normal_pattern()
+        self._starts = frozenset().union(*map(_starts, folded))
+        self._ends = frozenset().union(*map(_ends, folded))
+        self._inner = frozenset().union(*map(_inner, folded))
+        self._longest = max(map(len, folded), default=0)
         # In the tokenizer for conversations that hold names of control tokens, these tokens have names of their own,
         # which nobody can guess: what is left of their usual names is text to it, whatever stands around it.
         nonce = secrets.token_hex(8)
-        self._private = {name: f"\U000f0000{nonce}{index:x}\U000f0001" for index, name in enumerate(longest_first)}
+        self._private = {name: f"\U000f0000{nonce}{index:x}\U000f0001" for index, name in enumerate(sorted(self.names))}
         self._guarded: Fast | None = None
 
-    def find(self, text: str) -> set[str]:
-        """Return the names of control tokens that a text holds."""
-        return set(self._pattern.findall(text))
+    def find(self, text: str) -> list[str]:
+        """Return the names of control tokens that a text holds, in their order."""
+        return self._pattern.findall(text)
+
+    def replaced(self, text: str, words: Mapping[str, str]) -> str:
+        """Return a text with words in place of those of the names that have one."""
+        return self._pattern.sub(lambda found: words.get(found.group(), found.group()), text)
 
     def placeholders(self, names: Iterable[str], texts: Iterable[str]) -> dict[str, str]:
         """Return a character for each name. None of `texts` has it, as it is or as JSON in ASCII has it.
@@ -75,21 +86,33 @@ class ControlTokens:
         """Whether a text holds the name of a control token, or what a template or the tokenizer could make one of.
 
         That is a name in other letters, a text that begins or ends with a part of a name, and, if `inner`, one that is
-        most of a name. Templates put such texts between others, or change their case.
+        most of a name. Templates put such texts between others, change their case, or replace a part of them.
         """
-        lowered = text.lower()
-        if any(sign in lowered for sign in self._signs):
+        return any(self._is_like_a_name(form, inner) for form in self._forms(text))
+
+    def _forms(self, text: str) -> Iterator[str]:
+        """Yield a text in small letters: as it is, as the tokenizer normalizes it, and as the template remakes it.
+
+        A template replaces one thing after another, in an order that its source does not tell. So it is done twice.
+        """
+        yield _folded(text)
+        if self._has_normal:
+            yield _folded(self._normalized(text))
+        for remake in (*self._remakers, *self._remakers):
+            before, text = text, remake(text)
+            if text != before:
+                yield _folded(text)
+
+    def _is_like_a_name(self, folded: str, inner: bool) -> bool:
+        if any(sign in folded for sign in self._signs):
             return True
-        if any(head in lowered for head in self._heads) and self._plain.search(lowered) is not None:
+        if any(head in folded for head in self._heads) and self._plain.search(folded) is not None:
             return True
-        stripped = lowered.strip()
-        if self._begins_or_ends(stripped) or (inner and stripped in self._inner):
-            return True
-        return self._normal is not None and self._normal.search(self._normalized(text)) is not None
+        return self._begins_or_ends(folded) or (inner and folded in self._inner)
 
     def is_suspect_of(self, name: str, text: str) -> bool:
         """Whether a text holds this name, or begins or ends with a part of it."""
-        name, text = name.lower(), text.lower().strip()
+        name, text = _folded(name), _folded(text)
         ends, starts = text.endswith(tuple(_starts(name))), text.startswith(tuple(_ends(name)))
         return bool(name) and (name in text or ends or starts)
 
@@ -110,19 +133,18 @@ class ControlTokens:
 
         `guarded`: texts in it may look like names to the tokenizer, although they are none.
         """
-        if not placeholders and not (guarded and self._normal):
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
-        text = self._pattern.sub(lambda found: self._private[found.group()], text)
-        text = text.translate({ord(character): name for name, character in placeholders.items()})
-        return list(self._tokenizer_without_names().encode(text, add_special_tokens=False).ids)
+        if not placeholders and not (guarded and self._has_normal):
+            return encoded(self._fast, text)
+        text = restored(self.replaced(text, self._private), placeholders)
+        return encoded(self._tokenizer_without_names(), text)
 
-    def _normal_pattern(self) -> re.Pattern[str] | None:
-        """Return what finds the names that the tokenizer looks for only after it has normalized a text."""
+    def _normal_names(self) -> set[str]:
+        """Return the names that the tokenizer looks for only after it has normalized a text, normalized too."""
         if self._fast.normalizer is None:
-            return None
+            return set()
         added = self._fast.get_added_tokens_decoder().values()
         names = {self._normalized(token.content) for token in added if token.normalized and token.content in self.names}
-        return re.compile("|".join(map(re.escape, sorted(names - {""})))) if names - {""} else None
+        return names - {""}
 
     def _normalized(self, text: str) -> str:
         return str(self._fast.normalizer.normalize_str(text))
@@ -134,7 +156,25 @@ class ControlTokens:
 
 
 def _any_of(names: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+    """Return a pattern for any of the names, the longest where several match."""
+    return re.compile(_branches(set(names) - {""}) or r"(?!)")
+
+
+def _branches(names: Collection[str]) -> str:
+    """Return a pattern that reads what names begin with in common only once: some models have a thousand names."""
+    rests: dict[str, set[str]] = {}
+    for name in names:
+        if name:
+            rests.setdefault(name[0], set()).add(name[1:])
+    branches = [re.escape(first) + _branches(rest) for first, rest in sorted(rests.items())]
+    if "" in names:
+        return f"(?:{'|'.join(branches)})?" if branches else ""
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})" if branches else ""
+
+
+def _folded(text: str) -> str:
+    """Return a text in small letters, so that texts which differ in case and outer white space alone become equal."""
+    return text.upper().lower().replace("▁", " ").strip()
 
 
 def _is_signed(name: str) -> bool:
@@ -159,9 +199,20 @@ def _inner(name: str) -> set[str]:
     return {name[start : len(name) - end] for start, end in cut}
 
 
+def restored(text: str, placeholders: Mapping[str, str]) -> str:
+    """Return a text with the names that placeholders stand for."""
+    return text.translate({ord(character): name for name, character in placeholders.items()})
+
+
 def escaped(character: str) -> str:
     """Return a character as JSON in ASCII has it, in which some templates write tools and arguments."""
     return json.dumps(character)[1:-1]
+
+
+def _parts(merge: str | Sequence[str]) -> set[str]:
+    """Return the two tokens that a merge takes, and the one that it makes."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return {left, right, left + right}
 
 
 def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
@@ -169,7 +220,7 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
     described: dict[str, Any] = json.loads(fast.to_str())
     for token in described["added_tokens"]:
         if token["content"] in names:
-            # Only the name itself is the token, wherever it stands.
+            # The token is found by its exact name alone, whatever stands around it.
             token |= {"content": names[token["content"]], "normalized": False, "single_word": False}
     model = described["model"]
     vocabulary = model.get("vocab")
@@ -177,6 +228,8 @@ def _renamed(fast: Fast, names: Mapping[str, str]) -> str:
         model["vocab"] = {names.get(name, name): index for name, index in vocabulary.items()}
     elif isinstance(vocabulary, list):
         model["vocab"] = [[names.get(name, name), score] for name, score in vocabulary]
+    if "merges" in model:  # none makes a name of the parts of a text
+        model["merges"] = [merge for merge in model["merges"] if not names.keys() & _parts(merge)]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     described["post_processor"] = None  # it may name special tokens, and adds none to a part of a conversation

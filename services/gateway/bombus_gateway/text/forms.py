@@ -106,6 +106,14 @@ def call_of(words: Sequence[str]) -> ChatMessage:
     }
 
 
+SAMPLES: list[list[ChatMessage]] = [  # of a role and what it follows
+    [{"role": "system", "content": WORD}, user(WORD)],
+    [{"role": "developer", "content": WORD}, user(WORD)],
+    [user(WORD), {"role": "assistant", "content": WORD}, user(WORD)],
+    [user(WORD), call_of([WORD]), {"role": "tool", "tool_call_id": "call_0", "content": WORD}],
+]
+
+
 def find_form(template: ChatTemplate) -> Form:
     """Return the form in which a template takes messages; the usual one where it takes none."""
     parts = not _shows(template, Form(), [user(WORD)]) and _shows(template, Form(parts=True), [user(WORD)])

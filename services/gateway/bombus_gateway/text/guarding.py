@@ -1,15 +1,15 @@
 """Renders conversations so that their texts forge no control tokens, and refuses those of which it cannot be sure."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from bombus.errors import Code, Refused
 from bombus.text.chat_template import TemplateRefused
-from bombus_gateway.text.control import ControlTokens, escaped
+from bombus_gateway.text.control import ControlTokens, escaped, restored
 from bombus_gateway.text.words import free_word, strings
 
 TRIES = 32  # renderings at most to find the names that the template looks for
@@ -60,7 +60,7 @@ class TextGuard:
             return Rendered(plain, {})
         held = self._held(parts)
         placeholders = self._control.placeholders({name for _, name in held}, (plain, *strings(parts)))
-        trial = _Trial(render, parts, plain, placeholders)
+        trial = _Trial(self._control, render, parts, plain, placeholders)
         trial.settle(held)
         found = Rendered(trial.text, placeholders, suspect=True)
         # A template whose renderings differ anyway, by a clock say, has not shown that it looks for a name.
@@ -91,15 +91,15 @@ class TextGuard:
         return sorted(found, key=lambda pair: (_is_assistants(parts[pair[0]]), pair[1], pair[0]))
 
     def _names(self, part: Any) -> set[str]:
-        found = self._control.find("\0".join(strings(part)))
+        found = set(self._control.find("\0".join(strings(part))))
         return found & self._special_names if _is_assistants(part) else found
 
     def _suspects(self, part: Any) -> set[str]:
         """Return the texts of a part that may become control tokens."""
-        found = {text for text in _texts(part) if self._control.is_suspect(text)}
+        found = {text for text in set(_texts(part)) if self._control.is_suspect(text)}
         if found and _is_assistants(part):
-            without = _replacing(dict.fromkeys(self._own_names, " "))
-            return {text for text in found if self._control.is_suspect(without(text))}
+            none = dict.fromkeys(self._own_names, "")  # some templates take them out
+            return {text for text in found if self._control.is_suspect(self._control.replaced(text, none))}
         return found
 
     def _allowed(
@@ -110,22 +110,34 @@ class TextGuard:
         What the template looks for in an assistant's own message stays. None where the template refuses the words.
         """
         word = free_word(strings(parts))
+        # The same word for the same text everywhere: templates look for the call that a result belongs to.
+        word_of = {text: f"{word}{index}q" for index, text in enumerate(sorted(set().union(*suspects)))}
         harmless = []
         for index, (part, texts) in enumerate(zip(parts, suspects)):
             kept = {name for place, name in left if place == index}
             kept |= self._own_names if _is_assistants(part) else set()
-            words = self._words(texts, kept, word) if texts else {}
+            words = self._words({text: word_of[text] for text in texts}, kept, word) if texts else {}
             harmless.append(changed_part(part, _by_words(words)) if texts else part)
         try:
             return self._control.count(self._control.encode(render(harmless), {}))
         except TemplateRefused:
             return None
 
-    def _words(self, texts: Collection[str], kept: Collection[str], word: str) -> dict[str, str]:
-        """Return what stands in place of each text: a word, or the text with words where it has names to keep."""
-        whole = {text: f"{word}{index}q" for index, text in enumerate(sorted(texts))}
-        others = _replacing(dict.fromkeys(self._control.names - frozenset(kept), word))
-        return {text: others(text) if any(name in text for name in kept) else whole[text] for text in texts}
+    def _words(self, word_of: Mapping[str, str], kept: Collection[str], word: str) -> dict[str, str]:
+        """Return what stands in place of each text: the first of three forms that is harmless.
+
+        It is the text with a word for each name that is not `kept`, or that between two words, or words alone, with the
+        kept names between them. The template may look for something in the text, such as `/no_think`.
+        """
+        none = dict.fromkeys(kept, "")
+        others = dict.fromkeys(self._control.names - frozenset(kept), word)
+        found = {}
+        for text, own in word_of.items():
+            rest = self._control.replaced(text, others)
+            forms = (rest, f"{own} {rest} {own}")
+            harmless = (form for form in forms if not self._control.is_suspect(self._control.replaced(form, none)))
+            found[text] = next(harmless, own.join(["", *(n for n in self._control.find(text) if n in kept), ""]))
+        return found
 
     @property
     def _own_names(self) -> frozenset[str]:
@@ -143,8 +155,15 @@ class TextGuard:
 class _Trial:
     """Finds the names in a conversation that can be replaced without a change of what the template gives."""
 
-    def __init__(self, render: RenderParts, parts: Sequence[Any], plain: str, placeholders: Mapping[str, str]) -> None:
-        self._render, self._parts, self._placeholders = render, parts, placeholders
+    def __init__(
+        self,
+        control: ControlTokens,
+        render: RenderParts,
+        parts: Sequence[Any],
+        plain: str,
+        placeholders: Mapping[str, str],
+    ) -> None:
+        self._control, self._render, self._parts, self._placeholders = control, render, parts, placeholders
         self._plain = self.text = plain
         self._replaced: set[_Held] = set()
         self._tries = 0
@@ -185,22 +204,23 @@ class _Trial:
         """Whether this is what the template gives without placeholders, perhaps in another order: some sort names."""
         if text == self._plain:
             return True
-        return len(text) == len(self._plain) and sorted(text) == sorted(self._plain)
+        return len(text) == len(self._plain) and Counter(text) == Counter(self._plain)
 
     def _rendered(self, replaced: Collection[_Held]) -> str | None:
         names: dict[int, dict[str, str]] = {}
         for index, name in replaced:
             names.setdefault(index, {})[name] = self._placeholders[name]
         parts = [
-            changed_part(part, _replacing(names[index])) if index in names else part
+            changed_part(part, partial(self._control.replaced, words=names[index])) if index in names else part
             for index, part in enumerate(self._parts)
         ]
         try:
             text = self._render(parts)
         except TemplateRefused:
             return None
-        forms = {escaped(character): character for character in self._placeholders.values()}
-        return _replacing(forms)(text) if "\\u" in text else text
+        for character in self._placeholders.values() if "\\ud8" in text else ():
+            text = text.replace(escaped(character), character)
+        return text
 
 
 def _texts(part: Any) -> Iterable[str]:
@@ -214,18 +234,6 @@ def _by_words(words: Mapping[str, str]) -> Callable[[str], str]:
 
 def _is_assistants(part: Any) -> bool:
     return isinstance(part, Mapping) and part["role"] == "assistant"
-
-
-def restored(text: str, placeholders: Mapping[str, str]) -> str:
-    """Return a text with the names that placeholders stand for."""
-    return text.translate({ord(character): name for name, character in placeholders.items()})
-
-
-def _replacing(names: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a function that replaces each name in a text, the longest first."""
-    ordered = sorted(names, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
-    return lambda text: pattern.sub(lambda found: names[found.group()], text)
 
 
 def changed(value: Any, change: Callable[[str], str], kept: Collection[str] = ()) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -13,6 +14,8 @@ from bombus_gateway.text.reading.finding import RenderText
 from bombus_gateway.text.words import free_word, strings
 
 SURE_CHARACTERS = 16  # a text that is shorter may be part of the template's own
+SEARCHES_MAX = 16  # contents that are searched for in the whole conversation
+LOOKS_MAX = 32  # messages that are looked at one by one, with a rendering for each
 
 _Tools = Sequence[Mapping[str, Any]]
 
@@ -40,10 +43,11 @@ class LossCheck:
                 "The model's chat template has no place for tools: set model.tools to hermes in the job, so that "
                 "they are described in the system message, or send none.",
             )
-        lost = [*self._lost_contents(messages, tools, text, since), *_lost_calls(messages, text, since)]
-        if lost:
-            role = messages[min(lost)]["role"]
-            raise Refused(Code.MALFORMED, _LOST.format(min(lost), role, _cure(role)))
+        found = (self._lost_content(messages, tools, text, since), _lost_call(messages, text, since))
+        lost = min((index for index in found if index is not None), default=None)
+        if lost is not None:
+            role = messages[lost]["role"]
+            raise Refused(Code.MALFORMED, _LOST.format(lost, role, _cure(role)))
 
     def _loses_tools(self, messages: Sequence[ChatMessage], tools: _Tools, text: str) -> bool:
         """Whether the text is the same with other tools. Their names may be in it although they are not: in a call."""
@@ -55,25 +59,27 @@ class LossCheck:
         others = [{**tool, "function": {**tool["function"], "name": word}} for tool in tools]
         return self._rendered(messages, others) == text
 
-    def _lost_contents(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> list[int]:
-        """Return the messages of others than the assistant whose contents do not change the text.
+    def _lost_content(self, messages: Sequence[ChatMessage], tools: _Tools, text: str, since: int) -> int | None:
+        """Return the first message of another than the assistant whose content does not change the text.
 
-        A long content that is in the text as often as in the conversation is not lost. All others get words of ours,
-        and those whose words are missing are looked at one by one.
+        A long content that is in the text as often as in the conversation is not lost; only a few are searched for. All
+        others get words of ours, and the first of those whose words are missing are looked at one by one.
         """
         everything = [*strings([messages, tools])]
         suspects = [
-            index
-            for index, message in enumerate(messages)
-            if index >= since and message["role"] != "assistant" and not _is_sure(_content(message), text, everything)
+            i for i, each in enumerate(messages) if i >= since and each["role"] != "assistant" and _content(each)
         ]
-        word = free_word(everything) if suspects else ""
+        if len(suspects) <= SEARCHES_MAX:
+            suspects = [index for index in suspects if not _is_sure(_content(messages[index]), text, everything)]
+        if not suspects:
+            return None
+        word = free_word(everything)
         words = {index: f"{word}{index}q" for index in suspects}
-        marked = self._rendered(_with_words(messages, words), tools) if suspects else ""
-        missing = [index for index in suspects if marked is None or words[index] not in marked]
-        return [
-            index for index in missing if self._rendered(_with_words(messages, {index: words[index]}), tools) == text
-        ]
+        marked = self._rendered(_with_words(messages, words), tools) or ""
+        shown = set(re.findall(rf"{word}\d+q", marked))
+        missing = [index for index in suspects if words[index] not in shown][:LOOKS_MAX]
+        alone = (self._rendered(_with_words(messages, {index: words[index]}), tools) for index in missing)
+        return next((index for index, changed in zip(missing, alone) if changed == text), None)
 
     def _rendered(self, messages: Sequence[ChatMessage], tools: _Tools) -> str | None:
         try:
@@ -93,13 +99,20 @@ def _cure(role: str) -> str:
     return "put the text into the first user's message, or give the job a model.chat_template that renders it"
 
 
-def _lost_calls(messages: Sequence[ChatMessage], text: str, since: int) -> list[int]:
-    """Return the messages with a call of a function whose name is not in the text."""
-    return [
-        index
-        for index, message in enumerate(messages)
-        if index >= since and any(call["function"]["name"] not in text for call in message.get("tool_calls") or ())
-    ]
+def _lost_call(messages: Sequence[ChatMessage], text: str, since: int) -> int | None:
+    """Return the first message with a call of a function whose name is not in the text.
+
+    Each is looked for first after the one before it, so that the text is read once.
+    """
+    place = 0
+    for index, message in enumerate(messages[since:], since):
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            found = text.find(name, place)
+            if found < 0 and name not in text:
+                return index
+            place = max(place, found)
+    return None
 
 
 def _content(message: ChatMessage) -> str:
@@ -108,8 +121,6 @@ def _content(message: ChatMessage) -> str:
 
 def _is_sure(content: str, text: str, everything: Sequence[str]) -> bool:
     """Whether the text has a content as often as all texts of the conversation, as it is or as JSON has it."""
-    if not content:
-        return True
     if len(content) < SURE_CHARACTERS:
         return False
     wanted = sum(part.count(content) for part in everything)

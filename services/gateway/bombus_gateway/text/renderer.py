@@ -14,7 +14,7 @@ from bombus.text.chat_template import ChatTemplate, TemplateRefused
 from bombus.text.tokenizer import Tokenizer
 from bombus_gateway.text.control import ControlTokens
 from bombus_gateway.text.deltas import DeltaReader, ReasoningDelta
-from bombus_gateway.text.forms import find_form
+from bombus_gateway.text.forms import SAMPLES, TOOL, find_form
 from bombus_gateway.text.guarding import Rendered, TextGuard
 from bombus_gateway.text.losses import LossCheck
 from bombus_gateway.text.message import ChatMessage
@@ -55,14 +55,15 @@ class TemplateRenderer:
         self._history = history
         self.form = find_form(template)
         self.reading = find_reading(self._text, self._switched())
-        names = _control_names(tokenizer, template, self.reading.markers)
-        self._control = ControlTokens(tokenizer.fast, names, tokenizer.named.get("unk_token", ""))
+        names = _control_names(tokenizer, self._written(), self.reading.markers)
+        self._control = ControlTokens(tokenizer.fast, names, tokenizer.unknown, template.remakers())
         self._guard = TextGuard(self._control, tokenizer.specials.values())
         self._losses = LossCheck(self._text)
         self.stop_token_ids = find_stops(self._text, tokenizer)
         if not self.stop_token_ids:
             log.warning("the model has no token that ends a completion: each one goes on to its limit of tokens")
-        self._stops = frozenset(self.stop_token_ids)
+        # Some files name a token that ends completions and that no template writes, such as one of plain text.
+        self._stops = {stop: tokenizer.added[stop] for stop in self.stop_token_ids if stop in tokenizer.added}
 
     def given(self, variables: Mapping[str, Any]) -> Self:
         """Return this renderer with further variables for its template, or other values of those that it has.
@@ -94,6 +95,19 @@ class TemplateRenderer:
                 made = copy.copy(self)
                 made._template = self._template.given({name: value})
                 yield made._text
+
+    def _written(self) -> str:
+        """Return what the template writes: the texts in its source, and those that it makes of roles, as in `<|user|>`.
+
+        There is NUL between them.
+        """
+        texts = [self._template.literals()]
+        for turns in SAMPLES:
+            try:
+                texts.append(self._text(turns, [TOOL] if turns[-1]["role"] == "tool" else [], True))
+            except TemplateRefused:
+                continue
+        return "\0".join(texts)
 
     # ---- prompts ----
 
@@ -160,8 +174,10 @@ class TemplateRenderer:
             return None
         self._losses.refuse_losses(probe.messages, tools, rendered.plain(), count)
         after = rendered.text.partition(probe.last)[2]
-        ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self._stops else None
-        if ended is not None and self._ends_later(probe, tools, after, self._tokenizer.added[ended]):
+        ended = tokens[-1] if len(tokens) > completion_at and tokens[-1] in self.stop_token_ids else None
+        if ended is not None and (
+            ended not in self._stops or self._ends_later(probe, tools, after, self._stops[ended])
+        ):
             return None
         return self._after_completion(after, ended, bool(messages[count - 1].get("tool_calls")), rendered)
 
@@ -248,13 +264,13 @@ class TemplateRenderer:
 
     def _after_completion(self, after: str, ended: int | None, called: bool, rendered: Rendered) -> list[int] | None:
         """Encode what follows a completion. `after` follows its last word; `ended` is the token that ended it."""
-        names = self._tokenizer.added
+        names = self._stops
         if ended is not None and names[ended] in after:
             tokens = self._encode(after[after.index(names[ended]) :], rendered)
             return tokens[1:]
         if ended is not None and self._history != "keep":
             return None  # the template ends such a message otherwise
-        places = sorted((place, stop) for stop in self._stops if (place := after.find(names.get(stop, "\0"))) >= 0)
+        places = sorted((place, stop) for stop, name in names.items() if (place := after.find(name)) >= 0)
         if ended is not None:
             place = places[0][0] + len(names[places[0][1]]) if places else 0
         elif called:
@@ -264,7 +280,7 @@ class TemplateRenderer:
         else:
             place = 0
         # Encoded after a control token, so that a tokenizer that marks the beginning of a text marks nothing here.
-        context = names[self.stop_token_ids[0]] if self.stop_token_ids else ""
+        context = next(iter(names.values()), "")
         tokens = self._encode(context + after[place:], rendered)
         return tokens[1:] if context else tokens
 
@@ -302,15 +318,14 @@ class TemplateRenderer:
         return self._tokenizer.decode(prompt[-PROMPT_END_TOKENS:], with_specials=True)
 
 
-def _control_names(tokenizer: Tokenizer, template: ChatTemplate, markers: Collection[str]) -> set[str]:
+def _control_names(tokenizer: Tokenizer, written: str, markers: Collection[str]) -> set[str]:
     """Return the special tokens, and other added tokens that the template writes or that mark calls and reasoning.
 
-    White space is none, unless it is special. Nor is a single character, such as the full stop that is some tokenizer's
-    token for what it does not know: texts have it.
+    White space is none, nor is a word of letters alone, unless they are special. Nor is a single character, such as the
+    full stop that is some tokenizer's token for what it does not know: texts have it.
     """
-    written = template.literals()
     known = {name for name in tokenizer.added.values() if name in written or name in markers}
-    added = {name for name in known if not name.isspace()}
+    added = {name for name in known if not name.isspace() and not name.isalnum()}
     return added | {name for name in tokenizer.specials.values() if len(name) > 1}
 
 

@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from bombus.hive.episodes import without_secret
 from bombus.replay.episode.html import page
 from bombus.replay.episode.story import read_story
 from bombus.replay.episode.text import text
@@ -43,7 +44,9 @@ async def _show(source: Source, arguments: argparse.Namespace) -> None:
         raise BadUsage("--tokens must be at least 0")
     if arguments.prompt and arguments.html is not None:
         raise BadUsage("--prompt is for the terminal: the page has the text of each prompt's tokens already")
-    transcript = await read_transcript(source, await read_story(source, arguments.episode), arguments.prompt)
+    transcript = await read_transcript(
+        source, await read_story(source, without_secret(arguments.episode)), arguments.prompt
+    )
     if arguments.html is not None:
         arguments.html.write_text(page(transcript, source.title), encoding="utf-8")
         say(f"{arguments.html}: {len(transcript.turns)} calls")

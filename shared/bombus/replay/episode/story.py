@@ -7,7 +7,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, NotedCall, Outcome
 from bombus.hive.records import CallRef
-from bombus.hive.state import Episode, Hive, evolve
+from bombus.hive.state import Episode, Hive, as_folded, evolve
 from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 
@@ -76,7 +76,7 @@ class _StoryReader:
         self._note(story, event)
         engine = self._hive.engines[event.engine]
         if was_in_pool and self._id not in engine.pool:
-            _left_the_pool(story, event, entry.seq)
+            _left_the_pool(story, as_folded(self._hive, event), entry.seq)
 
     def story(self) -> EpisodeStory:
         if self._story is None:

@@ -39,8 +39,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 TRIAL_CACHE_BYTES = 64 << 20  # for small models that are tried and never served
 COUNTERS = ("steps", "prefill_tokens", "decode_tokens", "cached_tokens", "preemptions", "swaps")
-ALL_ALIKE: Mapping[str, torch.dtype] = {}
 GAUGES = ("running", "waiting", "blocks", "blocks_held")
+ALL_ALIKE: Mapping[str, torch.dtype] = {}  # no tensor has another type than the engine
 
 
 class TorchBackend:
@@ -59,7 +59,7 @@ class TorchBackend:
         self.thread = EngineThread(deliver)
         self._settings = settings
         self._run_settings = settings  # with the precision of this run
-        self._dtypes: Mapping[str, torch.dtype] = {}
+        self._dtypes = ALL_ALIKE
         self._base: Path | None = None  # the folder of the model that the engine has without its adapter
 
     @property

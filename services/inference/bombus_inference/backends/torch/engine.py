@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bombus.architectures.logits import LogitsForm
@@ -187,10 +187,11 @@ class Engine:
         for name, tensor in own.items():
             if state[name].shape != tensor.shape:
                 raise EngineFault(f"{name} is {list(state[name].shape)}, the model wants {list(tensor.shape)}")
-        for name, parameter in self._model.named_parameters():
-            parameter.data = state[name].to(device=parameter.device, dtype=parameter.dtype)
-        for name, buffer in persistent_buffers(self._model).items():
-            buffer.copy_(state[name])
+        for name, tensor in own.items():
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = state[name].to(device=tensor.device, dtype=tensor.dtype)
+            else:
+                tensor.copy_(state[name])
 
     def patch_weights(self, patches: Mapping[str, TensorPatch], version: int, run: int) -> None:
         """Like `swap_weights`, for the elements in `patches` alone. Raises `EngineFault`, having changed nothing."""

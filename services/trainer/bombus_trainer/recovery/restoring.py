@@ -1,0 +1,39 @@
+"""From which checkpoint a run goes on: the newest that can be read, if the steps after it can be made again (R11)."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from bombus.errors import EngineFault
+from bombus.hive.state import EngineState
+from bombus.hive.steps import checkpoints, steps_after
+from bombus_trainer.backend import TrainerBackend
+from bombus_trainer.publish.checkpoint import CheckpointLost
+
+log = logging.getLogger(__name__)
+
+
+def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
+    """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
+
+    The steps after it have to be kept, to be made again. Without any checkpoint it is the model as loaded, at step 0,
+    unless the run began at a checkpoint of an earlier one.
+    Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
+    """
+    executor, newest = load(), engine.step_done
+    if newest is None:
+        return executor, 0
+    lost: CheckpointLost | None = None
+    older = [newest] if newest.checkpoint else []  # an older snapshot has only the newest step
+    for done in checkpoints(engine.steps) or older:
+        if done is not newest and steps_after(engine.steps, done.step, newest.step) is None:
+            continue
+        try:
+            executor.restore(Path(done.checkpoint), done.checkpoint_digest)
+            return executor, done.step
+        except CheckpointLost as error:
+            log.warning("%s: going back further", error)
+            lost = lost or error
+    if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
+        raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
+    return executor, 0

@@ -1,0 +1,52 @@
+"""What `bombus stop` and `bombus resume` share: they send one command to an engine, and print what came of it."""
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from bombus.bus import Bus
+from bombus.cli import add_hive_arguments, hint_at_bus
+from bombus.commands.status import fold
+from bombus.config.flags import name_of
+from bombus.errors import BombusError, Code, Refused
+from bombus.hive.state import EngineState
+from bombus.terminal import complain, say
+
+Act = Callable[[Bus, EngineState], Awaitable[str]]
+"""Sends what is needed to an engine in this state, and returns what to print."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument(
+        "--engine",
+        type=name_of("engine"),
+        default="main",
+        metavar="NAME",
+        help=f"the engine to {what} (default: %(default)s)",
+    )
+    add_hive_arguments(parser)
+
+
+def run(what: str, arguments: argparse.Namespace, act: Act) -> int:
+    """Run a command and return its exit code. Raises `Refused` when the hive has no such engine, or refuses."""
+    try:
+        say(asyncio.run(_run(what, arguments, act)))
+    except Refused:
+        raise
+    except (BombusError, ValueError, TimeoutError) as error:
+        complain(f"bombus {what}: {error or 'the hive did not reply in time'}", *hint_at_bus(arguments))
+        return 1
+    return 0
+
+
+async def _run(what: str, arguments: argparse.Namespace, act: Act) -> str:
+    async with await Bus.connect(arguments.nats, arguments.hive, name=what) as bus:
+        hive = await fold(bus)
+        state = hive.engines.get(arguments.engine)
+        if state is None:
+            names = ", ".join(hive.engines) or "none"
+            raise Refused(
+                Code.UNKNOWN_ENGINE,
+                f"hive {arguments.hive} has no engine {arguments.engine}; its engines are: {names}",
+            )
+        return await act(bus, state)

@@ -1,0 +1,88 @@
+"""The streams of a hive as its operator sets them: how many servers keep each of them, and at what size it is full."""
+
+import argparse
+import re
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from bombus.config.flags import Flag
+from bombus.config.parts import Part
+
+STREAM_BYTES_MIN = 4096
+PAYLOAD_BYTES = 8 << 20  # the largest message that our own server takes, its headers included: its `max_payload`
+_TAKES = "a size of at least 4KiB, such as 512MB or 4GiB"
+_SIZE = re.compile(r"^(\d+(?:\.\d+)?) ?([kMGT]?)(i?)B?\Z")
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+
+
+def byte_count(text: str) -> int:
+    """Return the bytes in a size such as `512MB`, `4GiB` or `4294967296`. Raises `ValueError` for any other text."""
+    found = _SIZE.match(text.strip().replace("Ki", "ki"))
+    if found is None:
+        raise ValueError(f"{text!r} is refused: it takes {_TAKES}")
+    number, prefix, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWERS[prefix])
+
+
+def _from_text(value: object) -> object:
+    return byte_count(value) if isinstance(value, str) else value
+
+
+def _typed(text: str) -> int:
+    try:
+        return byte_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size_flag(stream: str, new: str) -> Flag:
+    help = f"the size at which {stream} is full, such as 512MB or 4GiB"
+    return Flag(metavar="SIZE", read=_typed, help=help, default=f"as it is; {new} for a new stream")
+
+
+Size = Annotated[int, BeforeValidator(_from_text), Field(ge=STREAM_BYTES_MIN, le=1 << 50)]
+
+
+class StreamLimits(Part):
+    """How many servers keep each stream, and the size at which it is full and takes no more. Each server reserves that
+    size on its disk.
+
+    What is not given stays as it is. A new stream gets 1 replica and 256MiB for `inbox` (messages that are not decided
+    yet), 1GiB for `events` (the log), 4GiB for `calls` (the records of model calls), 2GiB for `blobs` (snapshots,
+    tokenizers, and weights that go by objects). Existing streams are changed when the hive starts. More than one
+    replica needs a cluster of as many NATS servers, at `nats`.
+    """
+
+    replicas: Annotated[
+        int | None,
+        Flag(
+            name="--stream-replicas",
+            metavar="N",
+            help="how many servers of a NATS cluster keep each stream: 1, 3 or 5",
+            default="as they are; 1 for new streams",
+        ),
+    ] = Field(default=None, description="1, 3 or 5")
+    inbox_bytes_max: Annotated[Size | None, _size_flag("the stream of messages to the coordinator", "256MiB")] = Field(
+        default=None, description=_TAKES
+    )
+    events_bytes_max: Annotated[Size | None, _size_flag("the log", "1GiB")] = Field(default=None, description=_TAKES)
+    calls_bytes_max: Annotated[Size | None, _size_flag("the stream of recorded calls", "4GiB")] = Field(
+        default=None, description=_TAKES
+    )
+    blobs_bytes_max: Annotated[Size | None, _size_flag("the stream of large objects", "2GiB")] = Field(
+        default=None, description=_TAKES
+    )
+
+    @field_validator("replicas")
+    @classmethod
+    def _an_odd_number_of_servers(cls, replicas: int | None) -> int | None:
+        if replicas not in (None, 1, 3, 5):
+            raise ValueError("it takes 1, 3 or 5")
+        return replicas
+
+
+AS_THEY_ARE = StreamLimits()
+NEW_STREAMS = StreamLimits(
+    replicas=1, inbox_bytes_max=256 << 20, events_bytes_max=1 << 30, calls_bytes_max=4 << 30, blobs_bytes_max=2 << 30
+)

@@ -1,0 +1,119 @@
+"""Checks the NATS servers of a hive and its streams: the size of messages, the room on disks, limits and replicas."""
+
+import asyncio
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+import msgspec
+
+from bombus.cli import URL_FILE
+from bombus.config.cluster import Cluster
+from bombus.config.streams import NEW_STREAMS, PAYLOAD_BYTES, StreamLimits
+from bombus.errors import BombusError
+from bombus.hive.status import byte_size
+from bombus.host.doctor import Finding, State, check
+
+if TYPE_CHECKING:
+    from bombus.bus import StreamState
+
+CONNECT_S = 3.0
+NATS_PORT = 4222
+INFO_BYTES_MAX = 64 << 10
+STREAMS = ("inbox", "events", "calls", "blobs")
+NEARLY_FULL = 0.9
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What a NATS server says about itself to everybody who connects."""
+
+    max_payload: int = 0
+    jetstream: bool = False
+
+
+def examine_streams(cluster: Cluster) -> Iterator[Finding]:
+    """Check the NATS servers that the hive uses or that run here, and its streams; without any, what is planned."""
+    url_file = Path(cluster.data_dir) / URL_FILE.name
+    urls = cluster.nats or (url_file.read_text().strip() if url_file.is_file() else "")
+    if not urls:
+        yield from _planned(cluster)
+        return
+    findings = [_server(url.strip()) for url in urls.split(",")]
+    yield from findings
+    if all(finding.state == State.MISSING for finding in findings):
+        return
+    try:
+        from bombus.bus import Bus
+    except ModuleNotFoundError:
+        yield check("streams", False, "not looked at: nats-py is not installed", "pip install 'bombus[bus]'", False)
+        return
+
+    async def states() -> "dict[str, StreamState]":
+        async with await Bus.connect(urls, cluster.hive, name="doctor", timeout_s=CONNECT_S) as bus:
+            return await bus.limited_states()
+
+    try:
+        found = asyncio.run(states())
+    except BombusError as error:
+        detail = f"hive {cluster.hive} has none yet: {error}"
+        yield check("streams", False, detail, "`bombus up` makes them, or `bombus coordinator`", False)
+        return
+    for name, state in found.items():
+        yield _stream(name, state, cluster.streams)
+
+
+def _server(url: str) -> Finding:
+    parsed = urlparse(url if "//" in url else f"nats://{url}")
+    address = f"{parsed.hostname}:{parsed.port or NATS_PORT}"
+    try:
+        info = _server_info(parsed.hostname or "", parsed.port or NATS_PORT)
+    except (OSError, ValueError) as error:
+        return check("nats", False, f"{address} does not answer: {error}", "start it, or correct its URL")
+    if not info.jetstream:
+        return check("nats", False, f"{address} answers without JetStream", "switch it on: `jetstream {}` or -js")
+    todo = f"set max_payload: {PAYLOAD_BYTES} in its configuration; until then larger calls and batches are refused"
+    detail = f"{address} answers and takes messages of up to {byte_size(info.max_payload)}"
+    return check("nats", info.max_payload >= PAYLOAD_BYTES, detail, todo, needed=False)
+
+
+def _server_info(host: str, port: int) -> ServerInfo:
+    """Return the first line that a server sends. Raises `OSError`, and `ValueError` when it is not NATS."""
+    with socket.create_connection((host, port), timeout=CONNECT_S) as connection, connection.makefile("rb") as lines:
+        line = lines.readline(INFO_BYTES_MAX)
+    if not line.startswith(b"INFO "):
+        raise ValueError("it is not a NATS server")
+    return msgspec.json.decode(line.removeprefix(b"INFO "), type=ServerInfo)
+
+
+def _stream(name: str, state: "StreamState", wanted: StreamLimits) -> Finding:
+    from bombus.bus.streams import limit_flag, stream_text
+
+    limit = getattr(wanted, f"{name}_bytes_max")
+    becomes = [byte_size(limit)] if limit not in (None, state.max_bytes) else []
+    becomes += [f"{wanted.replicas} replicas"] if wanted.replicas not in (None, state.replicas) else []
+    detail = stream_text(state) + (f"; at the next start {' and '.join(becomes)}" if becomes else "")
+    if limit is not None and limit < state.bytes:
+        return check(f"stream {name}", False, detail, f"{limit_flag(name)} has to be at least what the stream holds")
+    if state.fill > NEARLY_FULL:
+        return check(f"stream {name}", False, f"nearly full: {detail}", f"raise {limit_flag(name)}", needed=False)
+    todo = "start the missing server again, or one of the same server_name with an empty folder"
+    return check(f"stream {name}", not state.late, detail, todo, needed=False)
+
+
+def _planned(cluster: Cluster) -> Iterator[Finding]:
+    """Check that the disk has room for new streams. The server lets them have three quarters of what is free."""
+    limits = {f"{name}_bytes_max": getattr(cluster.streams, f"{name}_bytes_max") for name in STREAMS}
+    sizes = {name: given or getattr(NEW_STREAMS, name) for name, given in limits.items()}
+    folder = Path(cluster.data_dir).absolute()
+    if (folder / "nats" / "jetstream").exists():
+        yield Finding("streams", State.OK, f"those of {folder} are kept; `bombus status` shows them while they run")
+        return
+    place = next(place for place in (folder, *folder.parents) if place.exists())
+    room = shutil.disk_usage(place).free * 3 // 4
+    total = sum(sizes.values())
+    detail = f"1 replica; {byte_size(total)} are reserved, of {byte_size(room)} (three quarters of what is free)"
+    todo = "lower --calls-bytes-max, --blobs-bytes-max or --events-bytes-max, or give another --data-dir"
+    yield check("streams", total <= room, detail, todo)

@@ -1,0 +1,191 @@
+"""What a client may take of an HTTP server before its request is there: bytes, time and connections.
+
+uvicorn has no limits for these with httptools: it keeps a head of any length, and waits for the rest of a request for
+ever. What a request may hold is for the application to limit.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from bombus.errors import Code
+
+LINGER_S = 2.0  # for a client to read why it was refused while it still sends
+TICK_S = 1.0
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """The limits of one server.
+
+    `head_bytes` are for the URL and the headers together, and as many again for what a body has beside its content:
+    sizes of chunks, and trailers. `head_s` and `body_s` are for a client to send the one and then the other.
+    """
+
+    head_bytes: int = 64 << 10
+    head_s: float = 10.0
+    body_s: float = 60.0
+    connections: int = 8192
+
+
+DEFAULTS = HttpLimits()
+
+
+class Awaited(Enum):
+    """What a connection waits for its client to send."""
+
+    NOTHING = auto()
+    HEAD = auto()
+    BODY = auto()
+    END = auto()  # of a connection whose request was refused
+
+
+class Patience:
+    """The connections of one server that wait for their clients, and how long each of them may.
+
+    Time is counted in ticks of `run`, so that a process that stood still has not used up the time of its clients.
+    """
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._now = 0.0
+        self._until: dict[LimitedProtocol, float] = {}  # in the order in which they began to wait
+
+    def begin(self, connection: "LimitedProtocol", limit_s: float) -> None:
+        """Let a connection wait for `limit_s` seconds from now."""
+        self._until.pop(connection, None)
+        self._until[connection] = self._now + limit_s
+
+    def end(self, connection: "LimitedProtocol") -> None:
+        self._until.pop(connection, None)
+
+    def drop_oldest(self, but: "LimitedProtocol") -> bool:
+        """Close the connection that has waited longest, to make room for another. Return whether there was one."""
+        oldest = next((each for each in self._until if each is not but), None)
+        if oldest is None:
+            return False
+        self.end(oldest)
+        oldest.transport.abort()
+        return True
+
+    async def run(self) -> None:
+        """Close the connections whose clients take too long, until cancelled."""
+        tick_s = min(TICK_S, self.limits.head_s / 4, self.limits.body_s / 4)
+        while True:
+            await asyncio.sleep(tick_s)
+            self._now += tick_s
+            for connection in [each for each, until in self._until.items() if until < self._now]:
+                connection.time_is_up()
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol within `HttpLimits`."""
+
+    def __init__(self, patience: Patience, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._patience = patience
+        self._limits = patience.limits
+        self._awaited = Awaited.NOTHING
+        self._received = 0  # bytes of the message that is being read
+        self._content = 0  # of these, the bytes of its body
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await(Awaited.HEAD, self._limits.head_s)
+        if len(self.connections) > self._limits.connections and not self._patience.drop_oldest(but=self):
+            why = f"There are {self._limits.connections} connections here, the limit; try again in a moment."
+            self._refuse(503, Code.OVERLOADED, why)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._patience.end(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._awaited is Awaited.END or self.transport.is_closing():
+            return
+        if self._awaited is Awaited.NOTHING:
+            self._await(Awaited.HEAD, self._limits.head_s)
+        self._received += len(data)
+        super().data_received(data)
+        if self._received - self._content > self._limits.head_bytes + self._content:
+            self._refuse_bytes()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP, or a head that a callback of the parser refused."""
+        if self._awaited is not Awaited.END:
+            super().send_400_response(msg)
+
+    # ---- called by the parser ----
+
+    def on_headers_complete(self) -> None:
+        if self._received > self._limits.head_bytes:  # with what came after the head
+            head = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if head > self._limits.head_bytes:
+                self._refuse_bytes()
+                raise ValueError("the head is too long")  # stops the parser
+        super().on_headers_complete()
+        self._await(Awaited.BODY, self._limits.body_s)
+
+    def on_body(self, body: bytes) -> None:
+        self._content += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._received = self._content = 0
+        self._awaited = Awaited.NOTHING
+        self._patience.end(self)
+        super().on_message_complete()
+
+    # ---- called by `Patience` ----
+
+    def time_is_up(self) -> None:
+        """Close the connection, and say why where that is possible, unless it is not the client that it waits for."""
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self._awaited is Awaited.HEAD and answering:
+            self._await(Awaited.HEAD, self._limits.head_s)  # of a request that comes before the last answer
+        elif self._awaited is Awaited.BODY and self.flow.read_paused:
+            self._await(Awaited.BODY, self._limits.body_s)  # the application does not read
+        elif self._awaited is Awaited.END:
+            self._patience.end(self)
+            self.transport.abort()
+        else:
+            part, limit_s = (
+                ("body", self._limits.body_s) if self._awaited is Awaited.BODY else ("head", self._limits.head_s)
+            )
+            self._refuse(408, Code.TIMEOUT, f"The {part} of this request took longer than the limit of {limit_s:g} s.")
+
+    def _await(self, what: Awaited, limit_s: float) -> None:
+        self._awaited = what
+        self._patience.begin(self, limit_s)
+
+    def _refuse_bytes(self) -> None:
+        limit = self._limits.head_bytes
+        self._refuse(
+            431, Code.TOO_LARGE, f"The URL and the headers are over the limit of {limit} bytes for them together."
+        )
+
+    def _refuse(self, status: int, code: Code, why: str) -> None:
+        """Answer with an error unless an answer has begun, and close the connection when the client has read it."""
+        if self._awaited is Awaited.END:
+            return
+        cycle = self.cycle
+        begun = cycle is not None and not cycle.response_complete
+        if begun and (self._awaited is Awaited.HEAD or cycle.response_started):
+            self._patience.end(self)
+            self.transport.abort()
+            return
+        if begun:
+            cycle.disconnected = True  # the application is told that nothing more comes
+            cycle.message_event.set()
+        self._await(Awaited.END, LINGER_S)
+        self._unset_keepalive_if_required()
+        body = json.dumps({"detail": why, "code": code}).encode()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n" % len(body)
+        again = b"retry-after: 1\r\n" if status == 503 else b""
+        self.transport.write(STATUS_LINE[status] + head + again + b"\r\n" + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()

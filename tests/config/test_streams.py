@@ -1,0 +1,78 @@
+"""The limits of streams as flags and as keys of a cluster file: what they take, where they arrive, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bombus.cli import main
+from bombus.config.streams import byte_count
+from tests.config.test_cluster import dry_run, refused_up
+from tests.config.test_cluster import planned as planned_by
+from tests.config.test_cluster import refusal as refusal_of
+
+
+def tree(streams: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"engines": {"main": {}}, "streams": streams, **more}
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("512MB", 512_000_000), ("4 GiB", 4 << 30), ("1.5GB", 1_500_000_000), ("64KiB", 1 << 16)],
+)
+def test_a_size_is_a_number_of_bytes_or_has_a_unit(text: str, size: int) -> None:
+    assert byte_count(text) == size
+
+
+def test_limits_of_a_cluster_file_reach_the_coordinators() -> None:
+    streams = {"replicas": 3, "events_bytes_max": "2GiB", "calls_bytes_max": 5_000_000_000}
+    coordinator = str(planned_by(tree(streams, nats="nats://a,nats://b,nats://c"))[0])
+    assert coordinator.endswith("--stream-replicas 3 --events-bytes-max 2147483648 --calls-bytes-max 5000000000")
+    assert "bytes-max" not in str(planned_by(tree({}))[0])
+
+
+def test_flags_win_over_the_file_and_the_file_keeps_what_they_do_not_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(tree({"events_bytes_max": "2GB", "blobs_bytes_max": "3GB"})))
+    lines = dry_run(capsys, "--config", str(file), "--events-bytes-max", "8GB", "--inbox-bytes-max", "1GB")
+    flags = "--inbox-bytes-max 1000000000 --events-bytes-max 8000000000 --blobs-bytes-max 3000000000"
+    assert next(line for line in lines if " coordinator " in line).endswith(flags)
+
+
+@pytest.mark.parametrize(
+    ("streams", "why"),
+    [
+        ({"replicas": 2}, "streams.replicas: it takes 1, 3 or 5"),
+        (
+            {"events_bytes_max": 10},
+            "streams.events_bytes_max = 10 is refused: it takes a size of at least 4KiB, such as",
+        ),
+        (
+            {"calls_bytes_max": "4 gigs"},
+            "streams.calls_bytes_max: '4 gigs' is refused: it takes a size of at least 4KiB",
+        ),
+        ({"event_bytes_max": 10}, "streams.event_bytes_max is unknown; did you mean events_bytes_max?"),
+        ({"replicas": 3}, "streams.replicas 3 (--stream-replicas) is refused: bombus' own NATS server is one; give"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused_in_one_sentence(streams: dict[str, Any], why: str) -> None:
+    assert refusal_of(tree(streams)).startswith(why)
+
+
+def test_a_mistake_on_the_command_line_names_the_flag(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused_up(capsys, "--events-bytes-max", "10") == (
+        "bombus up: --events-bytes-max 10 is refused: it takes a size of at least 4KiB, such as 512MB or 4GiB"
+    )
+    assert "give the URLs of a cluster as nats (--nats)" in refused_up(capsys, "--stream-replicas", "3")
+    assert main(["coordinator", "--stream-replicas", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "bombus coordinator: --stream-replicas 2 is refused: it takes 1, 3 or 5"
+    with pytest.raises(SystemExit):
+        main(["up", "--calls-bytes-max", "much"])
+    assert "--calls-bytes-max: 'much' is refused: it takes a size" in capsys.readouterr().err

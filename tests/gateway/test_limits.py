@@ -1,0 +1,353 @@
+"""What one request can do to a gateway, sent to a real one: it is refused in the dialect's words, and others go on."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from bombus.bus import Bus
+from bombus_gateway.keys import Keys
+from bombus_gateway.limits import QUOTED_CHARACTERS
+from tests.gateway.openai_hive import FILES, MODEL, SECRET, GatewayHive, gateway_hive, gateway_of
+
+ROLLOUT = {"max_prompt_length": 500_000, "max_response_length": 1500, "max_response_length_in_one_turn": 64}
+LONG_JOB: dict[str, Any] = {
+    "bombus": {"model": {"path": MODEL, "tools": "hermes"}, "rollout": {**ROLLOUT, "max_model_len": 600_000}}
+}
+LONG_FILES = {**FILES, "config.json": json.dumps({"max_position_embeddings": 1 << 20, "vocab_size": 420}).encode()}
+USER = '{"role": "user", "content": "hi"}'
+TRACE = f"00-{1:032x}-{2:016x}-01"
+
+
+@pytest_asyncio.fixture
+async def served(bus: Bus) -> AsyncIterator[GatewayHive]:
+    async with gateway_hive(bus) as hive:
+        yield hive
+
+
+class Agent:
+    """An agent with the key of one episode, and raw bodies."""
+
+    def __init__(self, hive: GatewayHive, episode: str, key: str) -> None:
+        self.hive, self.episode = hive, episode
+        self.url = hive.base_url
+        self._http = httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+    async def __aenter__(self) -> "Agent":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def post(self, path: str, content: bytes, **headers: str) -> httpx.Response:
+        return await self._http.post(self.url + path, content=content, headers=headers)
+
+    async def chat(self, content: bytes, **headers: str) -> httpx.Response:
+        return await self.post("/v1/chat/completions", content, **headers)
+
+    async def say(self, text: str, **more: Any) -> httpx.Response:
+        return await self.chat(body([{"role": "user", "content": text, **more}]))
+
+
+async def agent(hive: GatewayHive) -> Agent:
+    return Agent(hive, *await hive.claim())
+
+
+def body(messages: list[dict[str, Any]], **more: Any) -> bytes:
+    return json.dumps({"model": MODEL, "messages": messages, **more}).encode()
+
+
+def raw(messages: str = USER, more: str = "") -> bytes:
+    return ('{"model": "m", "messages": [' + messages + "]" + more + "}").encode()
+
+
+# ---- values that some library cannot hold ----
+
+ODD = {
+    "5,000 digits": "9" * 5000,
+    "4,200 digits": "-" + "9" * 4200,
+    "a float of 5,000 digits": "9" * 5000 + ".5",
+    "infinity": "1e400",
+    "3,000 brackets": "[" * 3000 + "]" * 3000,
+    "200 brackets": "[" * 200 + "]" * 200,
+    "200 objects": '{"a":' * 200 + "1" + "}" * 200,
+    "half a character": '"\\ud800"',
+    "100,000 characters": '"' + "x" * 100_000 + '"',
+}
+FIELDS = (
+    "metadata",
+    "response_format",
+    "tool_choice",
+    "logit_bias",
+    "seed",
+    "max_tokens",
+    "top_k",
+    "n",
+    "stop",
+    "model",
+)
+MESSAGE_FIELDS = (
+    "name",
+    "refusal",
+    "annotations",
+    "function_call",
+    "reasoning_content",
+    "tool_call_id",
+    "role",
+    "content",
+)
+
+
+def calling(id: str = '"c"', name: str = '"f"', arguments: str = '"{}"', index: str = "0") -> str:
+    call = f'"id": {id}, "type": "function", "index": {index}, "function": {{"name": {name}, "arguments": {arguments}}}'
+    assistant = f'{{"role": "assistant", "content": null, "tool_calls": [{{{call}}}]}}'
+    return f'{USER}, {assistant}, {{"role": "tool", "tool_call_id": "c", "content": "x"}}'
+
+
+# Each place of a call that takes any value, or a text; @ stands for the value.
+CHATS = [
+    *(raw(more=f', "{field}": @') for field in FIELDS),
+    *(raw(more=f', "{field}": {{"type": @}}') for field in FIELDS),
+    *(raw(f'{{"role": "assistant", "content": "x", "{field}": @}}, {USER}') for field in MESSAGE_FIELDS),
+    raw('{"role": "user", "content": [{"type": @, "text": "x"}]}'),
+    raw('{"role": "user", "content": [{"type": "text", "text": @}]}'),
+    raw('{"role": "user", "content": [{"type": "text", "text": "x", "z": @}]}'),
+    raw(more=', "tools": [{"type": "function", "function": {"name": "f", "parameters": @}}]'),
+    raw(more=', "tools": [{"type": "function", "function": {"name": "f", "description": @}}]'),
+    raw(more=', "tools": [{"type": "function", "function": {"name": @}}]'),
+    raw(more=', "tools": [{"type": @, "function": {"name": "f"}}]'),
+    raw(more=', "chat_template_kwargs": {"a": @}'),
+    raw(calling(id="@")),
+    raw(calling(name="@")),
+    raw(calling(index="@")),
+]
+OUTPUTS = ['"metadata": {"a": @}', '"log_metrics": {"a": @}', '"log_metrics": {"a": [@]}', '"z": @']
+
+
+def chats(value: str) -> Iterator[bytes]:
+    """Yield calls with a value at each place."""
+    yield from (chat.replace(b"@", value.encode()) for chat in CHATS)
+    yield raw(calling(arguments=json.dumps(value)))
+    yield raw(calling(arguments=json.dumps(f'{{"a": {value}}}')))
+    name = value.replace('"', "").replace("\\", "\\\\")
+    yield raw(more=f', "{name}": 1')
+
+
+def ends(episode: str, value: str) -> Iterator[tuple[str, str]]:
+    """Yield routes that end an episode, and bodies with a value at each place."""
+    for output in OUTPUTS:
+        given = output.replace("@", value)
+        end = f'"episode_uuid": "{episode}", "task_id": "t", "workflow_output": {{"reward": null, {given}}}'
+        yield "/end_episode", f'{{"client_uuid": "c1", {end}}}'
+        yield "/end_episodes", f'{{"client_uuid": "c1", "episodes": [{{{end}}}]}}'
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_no_value_at_any_place_of_a_call_is_a_500(served: GatewayHive, name: str) -> None:
+    async with await agent(served) as one:
+        for content in chats(ODD[name]):
+            answer = await one.chat(content)
+            assert answer.status_code in (200, 400), content[:200]
+            if answer.status_code == 400:
+                error = answer.json()["error"]
+                assert set(error) == {"message", "type", "param", "code"}
+                assert len(answer.content) < 3 * QUOTED_CHARACTERS
+            await served.alive("replica-1", served.replica)
+        for prompt in (ODD[name], f"[{ODD[name]}]"):
+            answer = await one.post("/v1/completions", b'{"model": "m", "prompt": %s}' % prompt.encode())
+            assert answer.status_code in (200, 400), prompt[:200]
+
+
+@pytest.mark.parametrize("name", ODD)
+async def test_no_value_at_any_place_of_an_end_is_a_500(served: GatewayHive, name: str) -> None:
+    episode = Keys(SECRET).claimed_id((await served.claim())[0])
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
+        for route, content in ends(episode, ODD[name]):
+            answer = await client.post(route, content=content)
+            assert answer.status_code in (200, 400, 409, 413), content[:200]
+            assert len(answer.content) < 3 * QUOTED_CHARACTERS
+
+
+@pytest.mark.parametrize("place", [b"hi", b"user", b"model", b"messages"])
+async def test_a_body_that_is_not_utf_8_is_a_400(served: GatewayHive, place: bytes) -> None:
+    async with await agent(served) as one:
+        answer = await one.chat(raw().replace(place, b"\xff\xfe"))
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] in ("malformed", "unknown_field")
+
+
+NUMBERS = [
+    "0x" + "f" * 5000,
+    "1" + ":59" * 5000,
+    "1" + ":59" * 5000 + ".5",
+    "9" * 4200,
+    "[" * 3000,
+    "&a 1",
+    "{<<: {a: 1}}",
+]
+
+
+JOBS = [
+    "bombus:\n  trainer:\n    lr: @\n",
+    "bombus:\n  model:\n    path: @\n",
+    "bombus:\n  model:\n    path: x\n    chat_template_kwargs:\n      a: @\n",
+    "ajet:\n  data:\n    train_batch_size: @\n",
+    '{"bombus": {"model": {"path": "x", "chat_template_kwargs": {"a": @}}}}',
+]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=[number[:12] for number in NUMBERS])
+async def test_no_value_of_a_job_is_a_500(served: GatewayHive, value: str) -> None:
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
+        for job in JOBS:
+            text = job.replace("@", value)
+            began = time.monotonic()
+            answer = await client.post("/sync_train_config", content=json.dumps({"yaml_as_string": text}))
+            assert answer.status_code == 400, job[:100]
+            assert len(answer.content) < 3 * QUOTED_CHARACTERS
+            assert time.monotonic() - began < 5
+
+
+# ---- lengths ----
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (body([{"role": "user", "content": "hi", "name": "n" * 257}]), "messages[0].name"),
+        (body([{"role": "tool", "content": "hi", "tool_call_id": "n" * 257}]), "messages[0].tool_call_id"),
+        (raw(calling(id=json.dumps("n" * 257))), "messages[1].tool_calls[0].id"),
+        (raw(calling(name=json.dumps("n" * 257))), "messages[1].tool_calls[0].function.name"),
+        (body([{"role": "user", "content": "hi"}], tools=[{"function": {"name": "n" * 257}}]), "tools.0.function.name"),
+        (raw().replace(b'"m"', json.dumps("n" * 257).encode()), "model"),
+    ],
+)
+async def test_a_name_or_an_id_that_is_too_long_is_refused_with_the_limit(
+    served: GatewayHive, content: bytes, param: str
+) -> None:
+    async with await agent(served) as one:
+        answer = await one.chat(content)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert "256" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "a" * 7_000_000},
+        {"role": "assistant", "content": "a", "reasoning_content": "r" * 7_000_000},
+        {"role": "user", "content": "a b " * 20_000},
+    ],
+    ids=["text", "reasoning", "just over"],
+)
+async def test_more_text_than_the_model_can_read_is_refused_before_it_is_encoded(
+    served: GatewayHive, message: dict[str, Any]
+) -> None:
+    async with await agent(served) as one:
+        await one.say("hello")
+        content = body([message, {"role": "user", "content": "hi"}])
+        began = time.process_time()
+        answer = await one.chat(content)
+        assert time.process_time() - began < 2
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "up to 32000 characters" in answer.json()["error"]["message"]
+
+
+async def test_other_requests_go_on_while_a_long_conversation_is_read(bus: Bus) -> None:
+    async with gateway_hive(bus, LONG_JOB, LONG_FILES) as hive, await agent(hive) as one, await agent(hive) as other:
+        await one.say("hello")
+        began = time.monotonic()
+        long = asyncio.create_task(one.say("the quick brown fox jumps over " * 20_000))
+        waits: list[float] = []
+        while not long.done():
+            asked = time.monotonic()
+            assert (await other.say("hello")).status_code == 200
+            waits.append(time.monotonic() - asked)
+            await hive.alive("replica-1", hive.replica)
+        assert (await long).status_code == 200
+        assert len(waits) > 5
+        assert max(waits) < (time.monotonic() - began) / 2
+
+
+async def test_a_large_conversation_is_rendered_as_a_small_one_is(bus: Bus) -> None:
+    async with gateway_hive(bus, LONG_JOB, LONG_FILES) as hive, await agent(hive) as one:
+        text = "what is the weather in Paris? " * 2000
+        assert (await one.say(text)).status_code == 200
+        record, *_ = await hive.records(one.episode, 1)
+        tokens = hive.replica.requests[0].prompt
+        assert record.prompt_tail == tokens
+        model = (await hive_model(hive)).tokenizer
+        assert text in model.decode([*memoryview(tokens).cast("i")])
+
+
+async def hive_model(hive: GatewayHive) -> Any:
+    from bombus_gateway.call.models import EngineModels
+
+    return await EngineModels(hive.bus).text_model(hive.engine)
+
+
+async def test_metadata_that_is_too_large_or_too_deep_is_refused_with_the_limit(served: GatewayHive) -> None:
+    episode = Keys(SECRET).claimed_id((await served.claim())[0])
+    end = {"client_uuid": "c1", "episode_uuid": episode, "task_id": "t"}
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
+
+        async def ended(**output: Any) -> httpx.Response:
+            return await client.post("/end_episode", json={**end, "workflow_output": {"reward": 1.0, **output}})
+
+        large = await ended(metadata={"a": "x" * 70_000})
+        assert (large.status_code, large.json()["code"]) == (413, "too_large")
+        assert "65536" in large.json()["detail"]
+        deep = await ended(metadata={"a": json.loads("[" * 150 + "]" * 150)})
+        assert (deep.status_code, deep.json()["code"]) == (400, "malformed")
+        assert "128" in deep.json()["detail"]
+        assert (await ended(log_metrics={"m" * 300: 1.0})).status_code == 400
+        assert (await ended(log_metrics={str(index): 1.0 for index in range(2000)})).status_code == 400
+        assert (await ended(metadata={"a": "x" * 60_000})).status_code == 200
+
+
+async def test_the_calls_of_one_episode_have_a_limit_of_bytes_in_the_log(bus: Bus) -> None:
+    async with gateway_hive(bus, LONG_JOB, LONG_FILES, episode_mb_max=1) as hive, await agent(hive) as one:
+        hidden = "r" * 600_000  # the template drops it, the record has it
+        assistant = {"role": "assistant", "content": "x", "reasoning_content": hidden}
+        statuses = []
+        for turn in range(4):
+            content = body([{"role": "user", "content": f"{turn}"}, assistant, {"role": "user", "content": "?"}])
+            answer = await one.chat(content)
+            statuses.append(answer.status_code)
+        assert statuses == [200, 200, 413, 413]
+        assert "the limit is 1048576" in answer.json()["error"]["message"]
+        async with await agent(hive) as another:
+            assert (await another.say("hello")).status_code == 200
+        async with gateway_of(bus, episode_mb_max=1) as (_, url):
+            one.url = url
+            assert (await one.chat(content)).status_code == 200  # for this one reads the log
+            assert (await one.chat(content)).status_code == 413
+
+
+# ---- headers ----
+
+
+async def test_a_trace_goes_into_the_record_and_what_is_not_one_does_not(served: GatewayHive) -> None:
+    async with await agent(served) as one:
+        for trace in (TRACE, "x" * 60_000, "00-zz", TRACE * 2):
+            assert (await one.chat(raw(), traceparent=trace)).status_code == 200
+        records = await served.records(one.episode, 4)
+        assert [record.trace for record in records] == [TRACE, "", "", ""]
+
+
+async def test_a_header_over_the_limit_is_a_431_at_a_gateway_too(served: GatewayHive) -> None:
+    async with await agent(served) as one:
+        try:
+            answer = await one.chat(raw(), traceparent="x" * 5_000_000)
+        except httpx.TransportError:  # the client noticed only that it could not send on
+            pass
+        else:
+            assert answer.status_code == 431
+        assert (await one.say("hello")).status_code == 200
