@@ -22,12 +22,15 @@ help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 # Only files whose hashes are in locks/ are installed: `python -m tests.lock` writes them from constraints.txt. What comes
-# as source is built by locks/build.txt. torch is the build for CPUs, where an index of this machine has that, or PyPI's.
-$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/cpu.txt locks/cuda.txt
+# as source is built by locks/build.txt. torch is the build for CPUs where an index of this machine has that, else PyPI's,
+# which needs the libraries in locks/cuda.txt.
+$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/torch.txt locks/cuda.txt
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) -r locks/build.txt
 	$(LOCKED) --no-build-isolation -r locks/all.txt
-	$(LOCKED) -r locks/cpu.txt 2>/dev/null || $(LOCKED) -r locks/cuda.txt
+	$(LOCKED) -r locks/torch.txt
+	case $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))') in \
+	  *+cpu) ;; *) $(LOCKED) -r locks/cuda.txt ;; esac
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 

