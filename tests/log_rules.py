@@ -12,11 +12,12 @@ PAGE = TESTS.parent / "docs" / "log.md"
 MARK = "<!-- rules -->\n"
 RULES = range(1, 21)
 
+WHOLE = "the whole rule"
 NOT_BUILT = {
     13: "sets of episodes over several engines",
     15: "pinned versions, NCCL",
-    16: "the whole rule",
-    17: "the whole rule",
+    16: WHOLE,
+    17: WHOLE,
 }
 
 
