@@ -351,3 +351,29 @@ async def test_a_header_over_the_limit_is_a_431_at_a_gateway_too(served: Gateway
         else:
             assert answer.status_code == 431
         assert (await one.say("hello")).status_code == 200
+
+
+async def test_bodies_that_are_half_sent_take_no_more_memory_than_they_may_together(bus: Bus) -> None:
+    async with gateway_hive(bus, bodies_mb_max=4) as hive, await agent(hive) as honest:
+        large = b"{" + b" " * 500_000
+        assert (await honest.post("/end_episode", large)).status_code == 400
+        writers = [await half_sent(hive.base_url, (2 << 20) - 1000) for _ in range(2)]
+        while (answer := await honest.post("/end_episode", large)).status_code == 400:
+            await asyncio.sleep(0.05)  # until the server has read what was sent
+        assert (answer.status_code, answer.json()["code"]) == (503, "overloaded")
+        assert "hold 4 MiB, the limit" in answer.text
+        assert (await honest.say("hello")).status_code == 200
+        for writer in writers:
+            writer.close()
+        while (answer := await honest.post("/end_episode", large)).status_code == 503:
+            await asyncio.sleep(0.05)
+        assert answer.status_code == 400
+
+
+async def half_sent(url: str, size: int) -> asyncio.StreamWriter:
+    """Send so many bytes of a body, and leave the connection open."""
+    host, port = url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST /end_episode HTTP/1.1\r\nhost: {host}\r\ncontent-length: {size + 1}\r\n\r\n"
+    writer.write(head.encode() + b" " * size)
+    return writer

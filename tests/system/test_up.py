@@ -202,6 +202,8 @@ async def newest_run(up: Up) -> list[ev.AnyEvent]:
 def test_the_weights_of_a_step_load_with_transformers(up: Up) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    example(up, "arithmetic_agent.py", "--model", "tiny", "--steps", "1")
+    stop(up)
     newest = max((up.folder / "data/engines").rglob("model.safetensors"), key=lambda path: path.stat().st_mtime)
     model = AutoModelForCausalLM.from_pretrained(newest.parent)
     tokens = AutoTokenizer.from_pretrained(newest.parent)("a=", return_tensors="pt")

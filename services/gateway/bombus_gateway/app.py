@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from bombus.errors import STATUS, BusUnavailable, Code, EngineFault, Refused
 from bombus_gateway.access import PATH_KEY, without_path_key
+from bombus_gateway.bodies import BodyMemory
 from bombus_gateway.call.calls import Calls
 from bombus_gateway.context import Gateway
 from bombus_gateway.docs_page import HEADERS, docs_page
@@ -29,18 +30,23 @@ class GatewayApp(FastAPI):
     """
 
     calls: Calls
+    bodies: BodyMemory
     hot: dict[str, ASGIApp]
     prefixes: list[str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        door = self.hot.get(scope["path"]) if scope["type"] == "http" else None
-        if door is None and scope["type"] == "http" and scope["path"].startswith(PATH_KEY):
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        with self.bodies.counted(receive) as counting:
+            await self._answer(scope, counting, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        door = self.hot.get(scope["path"])
+        if door is None and scope["path"].startswith(PATH_KEY):
             scope = without_path_key(scope)
             door = self.hot.get(scope["path"])
-        if door is not None:
-            await door(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        await (door or super().__call__)(scope, receive, send)
 
     def openapi(self) -> dict[str, Any]:
         if self.openapi_schema is None:
@@ -59,6 +65,7 @@ def create_app(gateway: Gateway) -> GatewayApp:
         redoc_url=None,
     )
     app.calls = calls = Calls(gateway)
+    app.bodies = BodyMemory(gateway.settings.bodies_mb_max << 20)
     app.hot = {}
     app.prefixes = []
     _add_error_handlers(app)

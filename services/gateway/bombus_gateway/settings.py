@@ -64,6 +64,12 @@ class GatewaySettings(BaseModel):
     body_mb_max: Annotated[int, Flag(name="--body-mb", metavar="MB")] = Field(
         default=8, ge=1, le=1024, description="the largest body of a model call, in MiB"
     )
+    bodies_mb_max: Annotated[int, Flag(name="--bodies-mb", metavar="MB")] = Field(
+        default=1024,
+        ge=1,
+        le=1 << 20,
+        description="memory for the bodies of all requests in progress, in MiB; more are answered 503",
+    )
     episode_mb_max: Annotated[int, Flag(name="--episode-mb", metavar="MB")] = Field(
         default=256, ge=1, le=1 << 20, description="what the calls of one episode may take in the log, in MiB"
     )
