@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 LOCKED := $(PIP) --require-hashes --no-deps
+TORCH ?= $(if $(wildcard /dev/nvidiactl),cuda,cpu)
 TEMPLATES_VENV := .venv-templates
 TEMPLATES_STAMP := $(TEMPLATES_VENV)/.installed
 TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -16,21 +17,18 @@ MODEL ?=
 
 .PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos clean
 
-setup: $(STAMP)  ## make .venv, with bombus and all that it needs
+setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
 help:  ## list these targets
 	@sed -n 's/^\([a-z-]*\):.*##  */\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
 # Only files whose hashes are in locks/ are installed: `python -m tests.lock` writes them from constraints.txt. What comes
-# as source is built by locks/build.txt. torch is the build for CPUs where an index of this machine has that, else PyPI's,
-# which needs the libraries in locks/cuda.txt.
-$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/torch.txt locks/cuda.txt
+# as source is built by locks/build.txt. torch is the build for CPUs, or PyPI's with its libraries of CUDA.
+$(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/$(TORCH).txt
 	$(PYTHON) -m venv $(VENV)
 	$(LOCKED) -r locks/build.txt
 	$(LOCKED) --no-build-isolation -r locks/all.txt
-	$(LOCKED) -r locks/torch.txt
-	case $$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))') in \
-	  *+cpu) ;; *) $(LOCKED) -r locks/cuda.txt ;; esac
+	$(LOCKED) -r locks/$(TORCH).txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 

