@@ -1,6 +1,7 @@
 """Commands per second through the coordinator: inbox, decision, event, answer, on a real log.
 
-Two processes, as in production: the coordinator in its own, the clients in this one.
+Two processes, as in production: the coordinator in its own, the clients in this one. The second table has other claims
+waiting in the queue, for room that is not there: each command asks for the next claim.
 """
 
 import argparse
@@ -20,7 +21,10 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, Weights
 from bombus.hive.state import Phase
 
-HIVE, ENGINE = "bench", "main"
+HIVE, ENGINE, FULL = "bench", "main", "full"
+OPEN, WORKERS = 1_000, 32  # episodes that the full engine may have open, and those of them that change hands
+QUEUES = (0, 2_000, 8_000)  # claims that wait
+WAIT_S = 60.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -30,21 +34,23 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-async def boot(bus: Bus, follower: Follower) -> None:
+async def boot(bus: Bus, follower: Follower, engine: str, open_max: int) -> None:
+    """Let an engine roll that may have so many open episodes."""
     # No batch is ever complete: the pool is cleared before.
-    rules = Collection(batch_size=1_000, num_repeat=32, max_open_claims=100_000, max_pool_episodes=30_000)
+    rules = Collection(batch_size=1_000, num_repeat=32, max_open_claims=open_max, max_pool_episodes=30_000)
     await bus.inbox.request(
-        inbox.Configure(id="c", engine=ENGINE, config="{}", config_digest="d", collection=rules, model="m"), 60
+        inbox.Configure(id=f"c{engine}", engine=engine, config="{}", config_digest="d", collection=rules, model="m"), 60
     )
-    await bus.inbox.request(inbox.Start(id="s", engine=ENGINE))
-    await bus.inbox.send(inbox.ReplicaAlive(id="a", engine=ENGINE, replica="r", url="http://r"))
-    opened = await bus.inbox.request(inbox.TrainerOpens(id="o", engine=ENGINE, run=1, trainer="t"))
+    await bus.inbox.request(inbox.Start(id=f"s{engine}", engine=engine))
+    await bus.inbox.send(inbox.ReplicaAlive(id=f"a{engine}", engine=engine, replica="r", url="http://r"))
+    opened = await bus.inbox.request(inbox.TrainerOpens(id=f"o{engine}", engine=engine, run=1, trainer="t"))
     assert isinstance(opened, inbox.Done)
-    weights = Weights(where="/w")
-    saved = inbox.WeightsSaved(id="w", engine=ENGINE, run=1, step=0, trainer_epoch=opened.epoch, weights=weights)
+    saved = inbox.WeightsSaved(
+        id=f"w{engine}", engine=engine, run=1, step=0, trainer_epoch=opened.epoch, weights=Weights(where="/w")
+    )
     await bus.inbox.send(saved)
-    await bus.inbox.send(inbox.WeightsLoadedFact(id="l", engine=ENGINE, run=1, version=0, replica="r"))
-    await follower.wait_for(lambda hive: hive.engine(ENGINE).phase == Phase.ROLLING, 30)
+    await bus.inbox.send(inbox.WeightsLoadedFact(id=f"l{engine}", engine=engine, run=1, version=0, replica="r"))
+    await follower.wait_for(lambda hive: hive.engine(engine).phase == Phase.ROLLING, 30)
 
 
 async def episode(bus: Bus, name: str) -> None:
@@ -80,6 +86,53 @@ async def measure(bus: Bus, waiting: int, seconds: float, pid: int, label: str) 
     return rate
 
 
+async def claimed(bus: Bus, claim: str, client: str, count: int = 1) -> str:
+    """Claim episodes in the full engine, and return the first of them once there is room."""
+    message = inbox.Claim(
+        id=claim, engine=FULL, claim=claim, client=client, count=count, wait_s=WAIT_S, discard_timeout_s=3600.0
+    )
+    granted = await bus.inbox.request(message, WAIT_S)
+    assert isinstance(granted, inbox.Granted)
+    await bus.inbox.send(inbox.Touch(id=f"t{claim}", engine=FULL, confirmed=(claim,)))
+    return granted.episodes[0]
+
+
+async def queue(bus: Bus, first: int, end: int) -> None:
+    """Let more claims of another client wait."""
+    for name in (f"q{index}" for index in range(first, end)):
+        await bus.inbox.send(inbox.Claim(id=name, engine=FULL, claim=name, client="greedy", wait_s=WAIT_S))
+
+
+async def measure_beside(bus: Bus, held: list[str], waiting: int, seconds: float, pid: int) -> float:
+    """Measure workers that claim and end in an engine that is full, while so many claims of another client wait.
+
+    A worker claims its next episode before it ends the one in `held`. That claim is the first of those that wait,
+    because the other client has more open episodes.
+    """
+    count = 0
+
+    async def worker(number: int) -> None:
+        nonlocal count
+        index = 0
+        while time.perf_counter() < until:
+            index += 1
+            name = f"w{waiting}-{number}-{index}"
+            following = asyncio.create_task(claimed(bus, name, "workers"))
+            await asyncio.sleep(0)  # so that the claim leaves first
+            result = inbox.EpisodeResult(episode=held[number], task=name, reward=1.0)
+            await bus.inbox.request(inbox.End(id=f"e{name}", engine=FULL, client="workers", results=(result,)), WAIT_S)
+            held[number] = await following
+            count += 3  # claim, end, and the touch that confirms the claim
+
+    began, before = time.perf_counter(), cpu_s(pid)
+    until = began + seconds
+    await asyncio.gather(*(worker(number) for number in range(WORKERS)))
+    rate = count / (time.perf_counter() - began)
+    spent = (cpu_s(pid) - before) / count * 1e6
+    print(f"{waiting:>5} claims wait {rate:9.0f}/s  coordinator CPU {spent:5.0f} us a command")
+    return rate
+
+
 async def run(seconds: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = EmbeddedServer(Path(folder))
@@ -91,9 +144,17 @@ async def run(seconds: float) -> None:
                 await bus.ensure_streams()
                 follower = Follower(bus)
                 following = asyncio.create_task(follower.run())
-                await boot(bus, follower)
+                await boot(bus, follower, ENGINE, 100_000)
                 rates = [await measure(bus, n, seconds, coordinator.pid, f"{n} waiting") for n in (1, 32, 256)]
                 print("ratios to one at a time: " + ", ".join(f"{rate / rates[0]:.1f}" for rate in rates))
+                await boot(bus, follower, FULL, OPEN)
+                held = [await claimed(bus, f"w{number}", "workers") for number in range(WORKERS)]
+                await claimed(bus, "greedy", "greedy", OPEN - WORKERS)
+                rates = []
+                for waited, waiting in zip((0, *QUEUES), QUEUES):
+                    await queue(bus, waited, waiting)
+                    rates.append(await measure_beside(bus, held, waiting, seconds, coordinator.pid))
+                print("ratios to an empty queue: " + ", ".join(f"{rate / rates[0]:.2f}" for rate in rates))
                 following.cancel()
                 await asyncio.gather(following, return_exceptions=True)
         finally:
