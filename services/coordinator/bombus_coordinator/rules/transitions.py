@@ -12,13 +12,14 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisio
 from bombus_coordinator.rules.engines import fail
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.replicas import look_after
 
 
 def _all_loaded(engine: EngineState, live: Live) -> bool:
-    """Return whether all replicas serve the newest weights, or at least one does and `sync_s` has passed (R15)."""
+    """Return whether all usable replicas serve the newest weights, or one does and `sync_s` has passed (R15)."""
     if not engine.loaded or engine.weights is None:
         return False
-    if engine.loaded >= set(engine.replicas):
+    if engine.loaded >= set(engine.usable):
         return True
     return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
 
@@ -169,6 +170,7 @@ def settle(engine: EngineState, live: Live) -> Decisions:
     Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
     of them needs an atomic batch, which would cost the server a sync of its disk.
     """
+    yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:
         moved = False
         for decision in rule(engine, live):
