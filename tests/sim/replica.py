@@ -8,6 +8,7 @@ from tests.sim.fold import RETRY_S, Follower
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, Referee
+from tests.sim.variants import Variant
 
 ALIVE_S = 2.0
 LOAD_ATTEMPTS = 3
@@ -18,8 +19,9 @@ class Replica(Process):
     link: Link
     follower: Follower
 
-    def __init__(self, name: str, net: Net, referee: Referee, keeps_name: bool) -> None:
+    def __init__(self, name: str, net: Net, referee: Referee, keeps_name: bool, variant: Variant | None) -> None:
         super().__init__(net.loop, name)
+        self._variant = variant
         self._net = net
         self._referee = referee
         self._keeps_name = keeps_name
@@ -71,6 +73,8 @@ class Replica(Process):
             if failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports):
                 reports += 1
                 await self._report_broken(ready, reports)
+                if self._variant == Variant.GAVE_UP:
+                    await self.follower.wait_for(lambda: self._wanted() is not ready)
             if await self._is_released(ready, RETRY_S * 2.0 ** max(failures - LOAD_ATTEMPTS, 0)):
                 failures = 0
 

@@ -50,7 +50,7 @@ class World:
         self.gateways = [Gateway(f"g{n}", net, variant, reports=seed % REPORTING == 0) for n in range(2)]
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
-        self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]
+        self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
         self.clients = [Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")]
         self.operator = Operator(self.gateways, self.mood, pick)
         self._kinds: list[list[Process]] = [
