@@ -99,6 +99,26 @@ def test_a_replica_that_cannot_load_does_not_hold_up_the_boot() -> None:
     assert harness.phase() == Phase.ROLLING
 
 
+def test_a_replica_that_joins_while_others_load_is_not_waited_for() -> None:
+    """One that dies in each load and is started again held up every boot and every sync."""
+    harness = CoreHarness()
+    harness.configure(ev.Collection(batch_size=1, num_repeat=2))
+    harness.send(inbox.Start(id="s", engine=ENGINE))
+    alive(harness, "r1")
+    harness.open_trainer()
+    harness.save_weights(0)
+    harness.tick()
+    alive(harness, "dies")
+    harness.load(0)
+    assert harness.phase() == Phase.ROLLING
+    train(harness)
+    harness.send(inbox.ReplicaLeaves(id="killed", engine=ENGINE, replica="dies"))
+    harness.tick()
+    alive(harness, "dies")
+    harness.load(1)
+    assert harness.phase() == Phase.ROLLING
+
+
 def test_the_last_report_that_a_sync_waits_for_ends_it() -> None:
     harness = rolling()
     train(harness)

@@ -15,17 +15,19 @@ from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.replicas import look_after
 
 
-def _all_loaded(engine: EngineState, live: Live) -> bool:
-    """Return whether all usable replicas serve the newest weights, or one does and `sync_s` has passed (R15)."""
+def _all_loaded(engine: EngineState) -> bool:
+    """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
+
+    Those are the ones that were there when the weights were ready, less those in quarantine.
+    """
     if not engine.loaded or engine.weights is None:
         return False
-    if engine.loaded >= set(engine.usable):
-        return True
-    return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
+    ready_ns = engine.weights.at_ns
+    return all(name in engine.loaded or replica.joined_ns > ready_ns for name, replica in engine.usable.items())
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
-    if _all_loaded(engine, live):
+    if _all_loaded(engine):
         if engine.stage != BOOTED:
             yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         yield _roll(engine, live)
@@ -143,7 +145,7 @@ def _roll(engine: EngineState, live: Live) -> Decision:
 
 
 def _syncing(engine: EngineState, live: Live) -> Decisions:
-    if engine.version < engine.step or not _all_loaded(engine, live):
+    if engine.version < engine.step or not _all_loaded(engine):
         return
     rules = engine.collection
     is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement
