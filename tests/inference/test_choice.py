@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from bombus.errors import Refused
-from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
+from bombus.errors import EngineFault, Refused
+from bombus.hive.inbox import LoadBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.weights.models import build_tiny
 from bombus_inference import cli, service
 from bombus_inference.backends.protocol import Policy, with_precision
@@ -23,6 +23,8 @@ from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_service import COMPUTE, FakeCoordinator, ask, coordinator, ready, started, weights
 
 __all__ = ["coordinator"]
+
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 @asynccontextmanager
@@ -43,19 +45,18 @@ async def replica(**settings: object) -> AsyncIterator[None]:
             await running
 
 
-async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
+async def test_a_replica_without_its_environment_reports_the_command_that_makes_it(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
     await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
-        broke = await coordinator.receive(EngineBroke)
-        assert broke.run == 1
-        assert broke.reason.startswith("replica r1 cannot load version 0: ")
+        broke = await coordinator.receive(LoadBroke)
+        assert (broke.run, broke.version, broke.replica) == (1, 0, "r1")
         assert "run `bombus install vllm` first" in broke.reason
 
 
-async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
+async def test_a_replica_whose_server_lacks_token_ids_reports_that_sentence(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
@@ -65,7 +66,7 @@ async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
     async with serving(ExternalCompletions(model, lacks=frozenset({"ids"}))) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            broke = await coordinator.receive(EngineBroke)
+            broke = await coordinator.receive(LoadBroke)
             assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
             assert (await coordinator.receive(ReplicaAlive)).version == -1
 
@@ -119,6 +120,22 @@ async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: P
         finally:
             await backend.stop()
     assert 0 < abs(made[0] - made[1]) < 0.1
+
+
+@pytest.mark.skipif(OVERCOMMIT.read_text().strip() == "1", reason="this system grants any memory that is asked for")
+async def test_want_of_memory_is_a_fault_of_the_load_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    """It ended the process, which was started again and ended again until the boot took too long."""
+    llama().save_pretrained(tmp_path)
+    four_tebibytes = ComputeSettings(kv_cache_bytes=4 << 40)
+    client = BackendClient()
+    backend = TorchBackend(four_tebibytes, client.deliver)
+    try:
+        with pytest.raises(EngineFault, match=r"version 0 cannot be loaded: .*can't allocate memory"):
+            await backend.load(Policy(tmp_path, 1, 0, 64), ignore_stage)
+        assert backend.version == -1
+        assert not backend.failed.done()
+    finally:
+        await backend.stop()
 
 
 def test_the_openai_backend_needs_a_url() -> None:
