@@ -350,6 +350,21 @@ def test_an_engine_that_is_offline_is_configured_and_started() -> None:
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"ajet": {"model": {"path": "tiny"}}}
 
 
+def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_another_client() -> None:
+    why = "This experiment has begun, and the checkpoint of version 2 of run 1 is another job's"
+    refused = ok({"success": False, "error": why, "code": "bad_config"})
+    driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
+    with pytest.raises(BadConfig, match=why):
+        driver.run(driver.core.auto_start({}))
+
+
+def test_a_client_is_told_where_the_run_that_it_started_begins(caplog: pytest.LogCaptureFixture) -> None:
+    started = ok({"success": True, "run": 2, "begun": "at the checkpoint of step 3 of run 1"})
+    driver = Driver([started, status("ENGINE.ROLLING")])
+    driver.run(driver.core.start_engine())
+    assert "run 2 begins at the checkpoint of step 3 of run 1" in caplog.text
+
+
 def test_a_client_that_comes_second_waits_for_the_engine_and_learns_which_job_it_runs() -> None:
     refused = no(400, "wrong_phase", "ENGINE.BOOTING")
     first = [status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")]

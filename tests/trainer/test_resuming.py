@@ -9,7 +9,10 @@ from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import WeightsReady
 from bombus.hive.state import Phase
+from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
+
+LOADED = "which begins with the model as loaded"
 
 
 @pytest.fixture
@@ -55,7 +58,7 @@ async def test_a_run_begins_with_another_learning_rate_where_the_last_one_was_st
     await stage.start(stage.job(checkpoint_every=2))
     await play(stage, 1, 3)
     await stop(stage)
-    await stage.start(stage.job(checkpoint_every=2, resume="auto", lr=0.0))
+    await stage.start(stage.job(checkpoint_every=2, lr=0.0))
     await stage.until(Phase.ROLLING, version=2)
     assert published(stage, run=2)[2] == published(stage, run=1)[2], "step 3 left no checkpoint"
     await play(stage, 3, 3)
@@ -68,10 +71,27 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     await play(stage, 1, 1)
     await stop(stage)
     (checkpoints := stage.options.folder / "checkpoints").rename(stage.folder / "unmounted")
-    await stage.start(stage.job(resume="auto"))
+    await stage.start(stage.job())
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
     assert "cannot be read: No such file" in stage.engine.suspended
+    assert stage.engine.suspended.endswith("bring it back, or stop the run and set trainer.resume to never, " + LOADED)
     (stage.folder / "unmounted").rename(checkpoints)
     await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
     await stage.until(Phase.ROLLING, version=1)
     assert published(stage, run=2)[1] == published(stage, run=1)[1]
+
+
+async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_says_how_to_begin_anew(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job())
+    await play(stage, 1, 1)
+    await stop(stage)
+    tiny_model_folder(stage.folder / "model", hidden_size=16)
+    await stage.restart()
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert "the checkpoint is of another model" in stage.engine.failure
+    assert stage.engine.failure.endswith(LOADED)
+    await stage.start(stage.job(resume="never"))
+    await stage.until(Phase.ROLLING, version=0)

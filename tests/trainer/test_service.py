@@ -271,9 +271,9 @@ async def test_r14_of_an_asynchronous_run_no_episode_over_the_bound_is_trained_w
     assert all(metrics["seconds_waited"] > 0 for metrics in completed)
 
 
-async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:
+async def test_a_second_run_that_resumes_nothing_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:
     stage.train()
-    await stage.start(stage.job(lora_rank=2))
+    await stage.start(stage.job(lora_rank=2, resume="never"))
     await stage.until(Phase.ROLLING, version=0)
     await stage.play_batch()
     await stage.until(Phase.ROLLING, version=1)

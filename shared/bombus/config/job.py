@@ -12,6 +12,7 @@ from bombus.config.algorithms import Overlong
 from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
 from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
+from bombus.hive.checkpoints import UNNAMED
 from bombus.hive.events import Collection, Method
 from bombus.hive.records import TEMPERATURE_MIN, digest
 
@@ -137,7 +138,7 @@ class ExperimentConfig(ConfigGroup):
     """`dir` is the folder for checkpoints; `auto` leaves it to the trainer's settings."""
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
-    experiment_name: str = Field(default="read_yaml_name", min_length=1, max_length=256)
+    experiment_name: str = Field(default=UNNAMED, min_length=1, max_length=256)
     dir: str = Field(default="auto", min_length=1, max_length=4096)
 
 

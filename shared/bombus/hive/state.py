@@ -12,9 +12,10 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
+from bombus.hive.checkpoints import LeftRun, keep, leave
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.steps import SealedStep, checkpoints, complete, lacking
+from bombus.hive.steps import SealedStep, complete, lacking
 
 FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
@@ -23,7 +24,6 @@ EVALS_KEPT = 256
 ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
-LEFT_KEPT = 8  # checkpoints of earlier runs that are remembered
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -90,13 +90,6 @@ class Replica(msgspec.Struct, kw_only=True):
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
 
 
-class LeftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of a run that is over, and the job of that run."""
-
-    done: ev.StepCompleted
-    config: str
-
-
 class EvalStats(msgspec.Struct):
     """Evaluation episodes that ran on one policy version."""
 
@@ -137,8 +130,10 @@ class EngineState(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
     step: int = 0  # the step of the newest sealed batch
+    started: ev.EngineStarted | None = None  # the run's beginning
     begun: int = 0  # the step at which the run began
-    left: list[LeftCheckpoint] = []  # of earlier runs, oldest first
+    left: list[LeftRun] = []  # checkpoints of earlier runs, oldest first
+    kept: list[ev.StepCompleted] = []  # checkpoints of this run that are not removed, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
@@ -191,11 +186,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     def global_step(self) -> int:
         return max(self.version, 0)
 
-    def checkpoints_left(self) -> list[LeftCheckpoint]:
-        """Return the newest checkpoints of earlier runs and of this one, oldest first."""
-        ours = [done for done in reversed(checkpoints(self.steps)) if done.run == self.run]
-        config = "" if self.active is None else self.active.config
-        return [*self.left, *(LeftCheckpoint(done=done, config=config) for done in ours)][-LEFT_KEPT:]
+    def checkpoints_left(self) -> list[LeftRun]:
+        """Return the runs that have left checkpoints, oldest first, with this one."""
+        return leave(self.left, "" if self.active is None else self.active.config, self.kept)
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this way of reading the model is news.
@@ -311,6 +304,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         configured=engine.configured,
         active=engine.configured,
         run=event.run,
+        started=event,
         replicas=engine.replicas,
         commands=engine.commands,
         refused=engine.refused,
@@ -599,6 +593,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     engine.step_done = event
     complete(engine.steps, event)
+    engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None
     engine.step_failures = 0
 

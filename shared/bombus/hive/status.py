@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import ConversationFormat, EpisodeType, Method
 from bombus.hive.pacing import Pace, last_chances, pace
@@ -84,6 +85,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     model: str
     run: int
+    begun: str = ""  # where the run began, "" where it had no checkpoint to begin at
     global_step: int
     version: int
     method: Method
@@ -241,6 +243,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         suspended=engine.suspended,
         model=source.model if source else "",
         run=engine.run,
+        begun="" if engine.started is None else where_begun(engine.started),
         global_step=engine.global_step,
         version=engine.version,
         method=engine.collection.method,
@@ -355,6 +358,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append("  once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
+    if status.begun:
+        lines.append(f"  begun {one_line(status.begun)}")
     if status.disagreement:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:

@@ -19,6 +19,7 @@ from bombus.errors import Code
 from bombus.hive.episodes import without_secret
 from bombus.hive.steps import IDLE_S
 from bombus.sdk.errors import (
+    BadConfig,
     EngineOffline,
     NoEpisode,
     OtherModel,
@@ -324,10 +325,16 @@ class ClientCore:
         yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
 
     def start_engine(self, timeout_s: float = 3600.0) -> ClientOperation[None]:
-        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
+        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason.
+
+        Raises `BadConfig` when the job cannot go on at the checkpoints that its experiment has left.
+        """
         reply = yield from self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
-            raise WrongPhase(str(reply.get("error", "the engine did not start")), str(reply.get("code", "")), 200)
+            why, code = str(reply.get("error", "the engine did not start")), str(reply.get("code", ""))
+            raise BadConfig(why, code, 200) if code == Code.BAD_CONFIG else WrongPhase(why, code, 200)
+        if reply.get("begun"):
+            log.warning("run %s begins %s", reply.get("run"), reply["begun"])
         yield from self.wait_for_status(ROLLING, timeout_s)
 
     def stop_engine(self) -> ClientOperation[None]:
