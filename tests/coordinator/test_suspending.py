@@ -89,7 +89,10 @@ def test_a_claim_of_a_suspended_run_waits_and_is_then_refused_in_the_contracts_w
     assert waiting.id not in harness.answers
     harness.tick(after_s=3)
     why = refused(harness.answers[waiting.id], Code.NO_EPISODES)
-    assert why == f"No available episodes to claim. The run is suspended until its operator resumes it: {REASON}"
+    assert why == (
+        "No available episodes to claim. The run is suspended until its operator resumes it (`bombus resume` or "
+        f"client.resume_engine()): {REASON}"
+    )
 
 
 def test_a_claim_that_waits_is_granted_when_the_run_is_resumed() -> None:

@@ -21,7 +21,10 @@ def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     if not engine.suspended:
         return refused
     why = NONE_AVAILABLE if engine.phase == Phase.ROLLING else refused.why
-    return Refused(refused.code, f"{why} The run is suspended until its operator resumes it: {engine.suspended}")
+    ways = "`bombus resume` or client.resume_engine()"
+    return Refused(
+        refused.code, f"{why} The run is suspended until its operator resumes it ({ways}): {engine.suspended}"
+    )
 
 
 def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:

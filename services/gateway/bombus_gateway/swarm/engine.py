@@ -88,6 +88,11 @@ class EngineRoutes:
         command = inbox.Stop(id=self._context.command_id(request, "stop", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
+    async def resume_engine(self, request: Request) -> Response:
+        """Let a suspended run try again. One that goes on anyway is left alone."""
+        command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
+        return await self._done(request, command)
+
     async def agree_sync_weight(self, request: Request) -> Response:
         """Vote to train now: this client has sampled enough. For the collection methods that wait for votes."""
         raw = await read_raw(request)
@@ -129,7 +134,7 @@ class EngineRoutes:
         log.info("a client says", extra=fields)
         return JsonResponse({"success": True})
 
-    async def _done(self, request: Request, command: inbox.Stop | inbox.AgreeSync) -> Response:
+    async def _done(self, request: Request, command: inbox.Stop | inbox.Resume | inbox.AgreeSync) -> Response:
         try:
             await self._context.execute(request, command)
         except Refused as error:
