@@ -621,6 +621,13 @@ def test_the_document_that_a_job_sends_is_read_as_the_run_that_it_has(
     assert parse_job(job.config.to_dict()) == job.run
 
 
+def test_verls_name_for_how_many_checkpoints_are_kept() -> None:
+    def kept(number: int | None) -> int:
+        return parse_job({"ajet": {"trainer_common": {"max_actor_ckpt_to_keep": number}}}).trainer.checkpoints_kept
+
+    assert [kept(number) for number in (None, 1, 5)] == [2, 1, 5]
+
+
 def test_agentjets_names_for_where_a_run_begins_and_how_often_it_is_saved() -> None:
     def trainer(**keys: object) -> tuple[str, int]:
         config = parse_job({"ajet": {"trainer_common": keys}})
@@ -630,5 +637,6 @@ def test_agentjets_names_for_where_a_run_begins_and_how_often_it_is_saved() -> N
     assert trainer() == ("auto", 1)
     assert trainer(resume_mode="auto", save_freq=20) == ("auto", 20)
     assert trainer(resume_mode="disable", save_freq=-1) == ("never", 1)
+    assert trainer(save_freq=500) == ("auto", 500)
     with pytest.raises(Refused, match=r"ajet\.trainer_common\.resume_mode"):
         trainer(resume_mode="resume_path")

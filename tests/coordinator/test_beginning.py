@@ -3,11 +3,12 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.checkpoints import RUNS_KEPT, UNNAMED
+from bombus.hive.checkpoints import KEPT_MIN, RUNS_KEPT, UNNAMED
 from bombus.hive.describe import line_of
 from bombus.hive.events import Collection
 from bombus.hive.state import Phase
@@ -20,12 +21,13 @@ TRAINER = {"lr": 1e-5, "lora_rank": 8}
 def job(resume: str, model: dict[str, Any] = MODEL, experiment: str = "", **trainer: Any) -> inbox.Configure:
     named = {"project_name": "ajet_default_project", "experiment_name": experiment or UNNAMED}
     groups = {"model": model, "trainer": {**TRAINER, "resume": resume, **trainer}, "experiment": named}
+    kept = trainer.get("checkpoints_kept", KEPT_MIN)
     return inbox.Configure(
         id="",
         engine=ENGINE,
         config=msgspec.json.encode(groups).decode(),
         config_digest="d",
-        collection=Collection(batch_size=1, num_repeat=2, resume=resume),
+        collection=Collection(batch_size=1, num_repeat=2, resume=resume, checkpoints_kept=kept),
         model=str(model["path"]),
     )
 
@@ -57,10 +59,10 @@ def step(harness: CoreHarness, saved: bool = True) -> None:
     harness.train(saved)
 
 
-def stopped(steps: int = 2, experiment: str = "") -> CoreHarness:
+def stopped(steps: int = 2, experiment: str = "", **trainer: Any) -> CoreHarness:
     """Return an engine whose first run was stopped after so many steps."""
     harness = CoreHarness()
-    start(harness, job("never", experiment=experiment))
+    start(harness, job("never", experiment=experiment, **trainer))
     roll(harness, 0)
     for _ in range(steps):
         step(harness)
@@ -152,6 +154,14 @@ def test_a_version_that_is_named_is_the_beginning_and_one_that_is_not_left_is_re
     )
     assert start(harness, job("from 2")) == inbox.Done(run=2)
     assert harness.engine.begun == 2
+
+
+@pytest.mark.parametrize(("kept", "left"), [(1, [5, 6]), (3, [4, 5, 6]), (100, [1, 2, 3, 4, 5, 6])])
+def test_as_many_checkpoints_as_the_job_says_can_be_begun_at_and_two_at_least(kept: int, left: list[int]) -> None:
+    for version in range(1, 7):
+        harness = stopped(steps=6, checkpoints_kept=kept)
+        answer = start(harness, job(f"from {version}"))
+        assert (answer == inbox.Done(run=2)) == (version in left)
 
 
 def test_a_version_of_another_job_is_refused_in_words() -> None:

@@ -95,3 +95,17 @@ async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_s
     assert stage.engine.failure.endswith(LOADED)
     await stage.start(stage.job(resume="never"))
     await stage.until(Phase.ROLLING, version=0)
+
+
+@pytest.mark.parametrize(("kept", "left"), [(1, [3, 4]), (3, [2, 3, 4])])
+async def test_as_many_checkpoints_stay_on_disk_as_the_job_says_and_two_at_least(
+    stage: Stage, kept: int, left: list[int]
+) -> None:
+    stage.train()
+    await stage.start(stage.job(checkpoints_kept=kept))
+    await play(stage, 1, 4)
+    await stop(stage)
+    found = stage.options.folder.glob("checkpoints/*/main/run-1/step-*")
+    assert sorted(int(place.name.split("-")[1]) for place in found) == left
+    await stage.start(stage.job(checkpoints_kept=kept, resume=f"from {left[0]}"))
+    await stage.until(Phase.ROLLING, version=left[0])

@@ -18,7 +18,7 @@ from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, WeightsReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.steps import checkpoints, steps_after
+from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
@@ -301,7 +301,7 @@ class Trainer:
         with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
             metrics = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
-            due = batch.step % executor.settings.config.checkpoint_every == 0
+            due = is_due(ownership.engine.steps, batch.step, executor.settings.config.checkpoint_every)
             saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
                 id=ownership.id(f"step-{batch.step}-{self._attempt}"),
@@ -318,7 +318,8 @@ class Trainer:
             await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
             self._made_again = {}
-            named = [done.checkpoint for done in checkpoints(ownership.engine.steps)]
+            engine = ownership.engine
+            named = [done.checkpoint for done in (*engine.kept, *checkpoints(engine.steps))]
             await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])

@@ -180,6 +180,7 @@ class RunConfig(ConfigGroup):
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
             resume=self.trainer.resume,
+            checkpoints_kept=self.trainer.checkpoints_kept,
         )
 
     def to_yaml_mapping(self) -> Tree:

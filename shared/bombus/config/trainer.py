@@ -85,7 +85,8 @@ class TrainerConfig(ConfigGroup):
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
     update the run ends. Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest
-    one are made again from the log.
+    one are made again from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is
+    another one in any case. The newest `checkpoints_kept` of a run stay on disk, two at least.
 
     With `resume: auto` a run goes on where the last one of its job was stopped: at the newest checkpoint that was left
     on this engine, with its optimizer and version. The same job has the same project and experiment, model, tokenizer,
@@ -139,7 +140,8 @@ class TrainerConfig(ConfigGroup):
     enable_packing: bool = True
     share_prefixes: bool = True
     gradient_checkpointing: bool = False
-    checkpoint_every: int = Field(default=1, ge=1, le=100)
+    checkpoint_every: int = Field(default=1, ge=1, le=1_000_000)
+    checkpoints_kept: int = Field(default=2, ge=1, le=100)
     resume: str = Field(default="auto", pattern=r"^(never|auto|from [0-9]{1,9})$")
     save_debug_rollout_data: str = Field(
         default="",
