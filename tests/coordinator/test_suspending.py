@@ -156,7 +156,7 @@ def test_the_deadlines_of_a_phase_start_again_when_the_run_is_resumed() -> None:
     assert harness.tick(after_s=3600) == []
     resume(harness)
     assert harness.tick(after_s=50) == []
-    assert isinstance(harness.tick(after_s=10)[-1], ev.EngineFailed)
+    assert isinstance(harness.tick(after_s=10)[-1], ev.EngineSuspended)
 
 
 def test_no_open_episode_is_superseded_by_the_time_that_its_run_was_suspended() -> None:

@@ -84,9 +84,11 @@ class TrainerConfig(ConfigGroup):
     by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
-    update the run ends. Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest
-    one are made again from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is
-    another one in any case. The newest `checkpoints_kept` of a run stay on disk, two at least.
+    update the run is suspended.
+
+    Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest one are made again
+    from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is another one in any
+    case. The newest `checkpoints_kept` of a run stay on disk, two at least.
 
     With `resume: auto` a run goes on where the last one of its job was stopped: at the newest checkpoint that was left
     on this engine, with its optimizer and version. The same job has the same project and experiment, model, tokenizer,

@@ -125,6 +125,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     failure: str = ""  # why the last run ended, "" when it did not fail
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     suspensions: int = 0  # of this run, over or not
+    resumed_ns: int = 0  # when the run was resumed last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -376,6 +377,7 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
 def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
     engine.suspended = ""
+    engine.resumed_ns = event.at_ns
     engine.step_failures = 0
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
