@@ -4,11 +4,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import WeightsReady
 from bombus.hive.state import Phase
+from bombus.weights.models import resolve_model
 from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
@@ -109,3 +112,30 @@ async def test_as_many_checkpoints_stay_on_disk_as_the_job_says_and_two_at_least
     assert sorted(int(place.name.split("-")[1]) for place in found) == left
     await stage.start(stage.job(checkpoints_kept=kept, resume=f"from {left[0]}"))
     await stage.until(Phase.ROLLING, version=left[0])
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+async def test_the_folder_of_a_lora_run_is_the_model_of_another(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, by_run: bool
+) -> None:
+    monkeypatch.setenv("BOMBUS_CACHE", str(stage.folder / "cache"))
+    stage.train(options=stage.options.model_copy(update={"weights_lora": "adapter"}))
+    await stage.start(stage.job(lora_rank=4))
+    await play(stage, 1, 2)
+    await stop(stage)
+    newest = stage.engine.weights
+    assert newest is not None
+    version = Path(newest.weights.where)
+    job = stage.job(lora_rank=2)
+    named = job.model.model_copy(update={"path": str(version.parent if by_run else version)})
+    await stage.start(job.model_copy(update={"model": named}))
+    await stage.until(Phase.ROLLING, version=0)
+    ready = stage.engine.weights
+    assert ready is not None
+    assert ready.weights.adapter_of is not None
+    merged = load_file(resolve_model(str(version)) / "model.safetensors")
+    served = load_file(Path(ready.weights.adapter_of.where) / "model.safetensors")
+    assert all(torch.equal(value, merged[name]) for name, value in served.items())
+    original = load_file(stage.folder / "model" / "model.safetensors")
+    assert not all(torch.equal(value, original[name]) for name, value in served.items())
+    await play(stage, 1, 1)

@@ -39,6 +39,10 @@ class ModelConfig(ConfigGroup):
     """`path` is `tiny`, `smollm2`, a folder or a name on the hub. `tokenizer` is the same, and is needed only where the
     model's folder has none.
 
+    The folder of a LoRA run (an export, another adapter of peft, a version that a trainer has published, or the run's
+    folder of versions) stands for its base with the adapter merged into it, in the base's precision unless `dtype` is
+    `float32`.
+
     `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
     or a file on the trainer's machine; `none` is for jobs of plain completions alone, which need no template.
 
