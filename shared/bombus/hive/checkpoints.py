@@ -2,7 +2,7 @@
 
 import msgspec
 
-from bombus.hive.events import EngineStarted, StepCompleted
+from bombus.hive.events import Beginning, EngineStarted, StepCompleted
 
 KEPT_MIN = 2  # which recovery needs: the newest, and the one before where it is damaged
 RUNS_KEPT = 32  # earlier runs whose checkpoints are remembered
@@ -28,6 +28,18 @@ def leave(left: list[LeftRun], config: str, kept: list[StepCompleted]) -> list[L
     if not kept:
         return left
     return [*left, LeftRun(config=config, checkpoints=tuple(kept))][-RUNS_KEPT:]
+
+
+def step_of(engine: str, begins: Beginning) -> StepCompleted:
+    """Return the step at which a run begins, as if it had made that itself."""
+    return StepCompleted(
+        engine=engine,
+        run=begins.run,
+        step=begins.step,
+        trainer_epoch=0,
+        checkpoint=begins.checkpoint,
+        checkpoint_digest=begins.checkpoint_digest,
+    )
 
 
 def where_begun(started: EngineStarted) -> str:

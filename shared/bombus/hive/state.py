@@ -12,7 +12,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.checkpoints import LeftRun, keep, leave
+from bombus.hive.checkpoints import LeftRun, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
@@ -327,14 +327,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
 def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
     """Let a run begin as if it had made the step of that checkpoint itself. Its batch is not needed again."""
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
-    done = ev.StepCompleted(
-        engine=engine.name,
-        run=begins.run,
-        step=begins.step,
-        trainer_epoch=0,
-        checkpoint=begins.checkpoint,
-        checkpoint_digest=begins.checkpoint_digest,
-    )
+    done = step_of(engine.name, begins)
     engine.step = engine.begun = begins.step
     engine.step_done = done
     engine.steps = [SealedStep(batch=batch, done=done)]
