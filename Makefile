@@ -14,6 +14,7 @@ SEEDS ?= 10000
 KILLS ?= 200
 TEMPLATES ?=
 MODEL ?=
+OUT ?=
 
 .PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos clean
 
@@ -32,11 +33,11 @@ $(STAMP): pyproject.toml locks/build.txt locks/all.txt locks/$(TORCH).txt
 	$(PIP) --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
-demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model)
-	$(BIN)/bombus demo --seed $(SEED) $(if $(MODEL),--model "$(MODEL)")
+demo: $(STAMP)  ## SmolLM2-135M learns a task in 5 minutes of training (SEED=0, MODEL=folder of another model, OUT=folder: one that was stopped goes on)
+	$(BIN)/bombus demo --seed $(SEED) $(if $(MODEL),--model "$(MODEL)") $(if $(OUT),--out "$(OUT)")
 
-demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0)
-	$(BIN)/bombus demo --tiny --seed $(SEED)
+demo-tiny: $(STAMP)  ## a model of 0.4 M parameters learns two tasks in 1 to 3 minutes (SEED=0, OUT=folder)
+	$(BIN)/bombus demo --tiny --seed $(SEED) $(if $(OUT),--out "$(OUT)")
 
 test: $(STAMP)  ## all tests that need no environment of their own, in random order on all cores
 	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder

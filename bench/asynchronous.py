@@ -83,7 +83,7 @@ def job_of(max_staleness: int) -> Job:
         bombus={
             "rollout": {"max_env_worker": 1024},
             "collection": {"max_staleness": max_staleness},
-            "trainer": {"weight_decay": 0.0, "loss_aggregation": "token"},
+            "trainer": {"weight_decay": 0.0, "loss_aggregation": "token", "resume": "never"},
         },
     )
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from bombus import Job
 from bombus.errors import BombusError
@@ -22,7 +23,10 @@ def arguments(about: str, model: str = "tiny") -> argparse.Namespace:
 def job(model: str, batch_size: int = 4, num_repeat: int = 8) -> Job:
     """Return a job in which `batch_size` tasks with `num_repeat` episodes each make one optimizer step."""
     tuning = TINY if model == "tiny" else LORA
-    return Job(model=model, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **tuning)
+    name = f"{Path(sys.argv[0]).stem}-{model}"  # run again, an example goes on where it was stopped
+    return Job(
+        model=model, experiment_name=name, batch_size=batch_size, num_repeat=num_repeat, max_model_len=2048, **tuning
+    )
 
 
 def run(main: Callable[[], None]) -> None:

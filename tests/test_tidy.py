@@ -326,6 +326,7 @@ LAZY_IMPORTS = {
     ("bombus.config.documents", "bombus.config.plain_yaml"): "needs the extra `yaml`",
     ("bombus.export.writing", "bombus.weights.merging"): "needs torch",
     ("bombus.host.doctor_streams", "bombus.bus"): "needs nats-py",
+    ("bombus.weights.lora_folders", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.cli", "bombus_inference.service"): "needs torch",
     ("bombus_inference.fetching", "bombus.weights.merging"): "needs torch",
     ("bombus_inference.service", "bombus_inference.backends"): "each backend needs packages of its own",

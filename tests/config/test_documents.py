@@ -348,8 +348,8 @@ def test_the_coordinators_rules_come_from_the_job() -> None:
     rules = parse_job(
         {"bombus": {"collection": {"batch_size": 3, "drain_s": 7}, "rollout": {"num_repeat": 5}}}
     ).to_collection()
-    assert rules == Collection(batch_size=3, num_repeat=5, drain_s=7.0)
-    assert parse_job({}).to_collection() == Collection()
+    assert rules == Collection(batch_size=3, num_repeat=5, drain_s=7.0, resume="auto")
+    assert parse_job({}).to_collection() == Collection(resume="auto")
 
 
 @given(
@@ -621,14 +621,22 @@ def test_the_document_that_a_job_sends_is_read_as_the_run_that_it_has(
     assert parse_job(job.config.to_dict()) == job.run
 
 
+def test_verls_name_for_how_many_checkpoints_are_kept() -> None:
+    def kept(number: int | None) -> int:
+        return parse_job({"ajet": {"trainer_common": {"max_actor_ckpt_to_keep": number}}}).trainer.checkpoints_kept
+
+    assert [kept(number) for number in (None, 1, 5)] == [2, 1, 5]
+
+
 def test_agentjets_names_for_where_a_run_begins_and_how_often_it_is_saved() -> None:
     def trainer(**keys: object) -> tuple[str, int]:
         config = parse_job({"ajet": {"trainer_common": keys}})
         assert config.ignored == ()
         return config.trainer.resume, config.trainer.checkpoint_every
 
-    assert trainer() == ("never", 1)
+    assert trainer() == ("auto", 1)
     assert trainer(resume_mode="auto", save_freq=20) == ("auto", 20)
     assert trainer(resume_mode="disable", save_freq=-1) == ("never", 1)
+    assert trainer(save_freq=500) == ("auto", 500)
     with pytest.raises(Refused, match=r"ajet\.trainer_common\.resume_mode"):
         trainer(resume_mode="resume_path")

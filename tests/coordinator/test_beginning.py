@@ -3,27 +3,31 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from bombus.errors import Code
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.checkpoints import KEPT_MIN, RUNS_KEPT, UNNAMED
 from bombus.hive.describe import line_of
 from bombus.hive.events import Collection
-from bombus.hive.state import LEFT_KEPT, Phase
+from bombus.hive.state import Phase
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 MODEL = {"path": "smollm2", "seed": 0}
 TRAINER = {"lr": 1e-5, "lora_rank": 8}
 
 
-def job(resume: str, model: dict[str, Any] = MODEL, **trainer: Any) -> inbox.Configure:
-    groups = {"model": model, "trainer": {**TRAINER, "resume": resume, **trainer}}
+def job(resume: str, model: dict[str, Any] = MODEL, experiment: str = "", **trainer: Any) -> inbox.Configure:
+    named = {"project_name": "ajet_default_project", "experiment_name": experiment or UNNAMED}
+    groups = {"model": model, "trainer": {**TRAINER, "resume": resume, **trainer}, "experiment": named}
+    kept = trainer.get("checkpoints_kept", KEPT_MIN)
     return inbox.Configure(
         id="",
         engine=ENGINE,
         config=msgspec.json.encode(groups).decode(),
         config_digest="d",
-        collection=Collection(batch_size=1, num_repeat=2, resume=resume),
+        collection=Collection(batch_size=1, num_repeat=2, resume=resume, checkpoints_kept=kept),
         model=str(model["path"]),
     )
 
@@ -55,10 +59,10 @@ def step(harness: CoreHarness, saved: bool = True) -> None:
     harness.train(saved)
 
 
-def stopped(steps: int = 2, **trainer: Any) -> CoreHarness:
+def stopped(steps: int = 2, experiment: str = "", **trainer: Any) -> CoreHarness:
     """Return an engine whose first run was stopped after so many steps."""
     harness = CoreHarness()
-    start(harness, job("never", **trainer))
+    start(harness, job("never", experiment=experiment, **trainer))
     roll(harness, 0)
     for _ in range(steps):
         step(harness)
@@ -93,12 +97,40 @@ def test_a_run_begins_again_at_the_model_as_loaded_where_the_job_does_not_ask_fo
     assert harness.phase() == Phase.ROLLING
 
 
-def test_another_model_or_adapter_begins_at_the_model_as_loaded_and_the_first_one_finds_its_checkpoint_again() -> None:
+def test_another_model_of_a_named_experiment_is_refused_in_words_with_both_ways_out() -> None:
+    harness = stopped(experiment="bees")
+    refused = start(harness, job("auto", model={"path": "tiny", "seed": 0}, experiment="bees"))
+    assert isinstance(refused, inbox.Refusal)
+    assert refused.code == Code.BAD_CONFIG
+    assert refused.why == (
+        "This experiment has begun, and the checkpoint of version 2 of run 1 is another job's (model.path 'smollm2' -> "
+        "'tiny'). Set trainer.resume to never to begin anew, or give another experiment.experiment_name; to go on, set "
+        "these settings to what they were."
+    )
+    assert harness.phase() == Phase.OFFLINE
+    assert start(harness, job("never", model={"path": "tiny", "seed": 0}, experiment="bees")) == inbox.Done(run=2)
+
+
+def test_another_experiment_begins_at_the_model_as_loaded() -> None:
+    harness = stopped(experiment="bees")
+    start(harness, job("auto", model={"path": "tiny", "seed": 0}, experiment="wasps"))
+    assert (harness.engine.run, harness.engine.begun) == (2, 0)
+    assert line_of(harness.log[-1]) == "run 2 started with configuration d"
+
+
+def test_another_job_without_a_name_begins_anew_which_is_told_and_the_first_one_finds_its_checkpoint_again() -> None:
     harness = stopped()
     for other in (job("auto", model={"path": "tiny", "seed": 0}), job("auto", lora_rank=16)):
         start(harness, other)
         assert (harness.engine.step, harness.engine.begun) == (0, 0)
         stop(harness)
+    told = [line_of(event) for event in harness.log if isinstance(event, ev.EngineStarted)]
+    assert told[1:] == [
+        "run 2 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 is another "
+        "job's (model.path 'smollm2' -> 'tiny')",
+        "run 3 started with configuration d, at the model as loaded: the checkpoint of version 2 of run 1 is another "
+        "job's (trainer.lora_rank 8 -> 16)",
+    ]
     start(harness, job("auto"))
     assert harness.engine.begun == 2
 
@@ -108,8 +140,7 @@ def test_a_learning_rate_may_change_and_the_log_says_so() -> None:
     start(harness, job("auto", lr=2e-5))
     assert harness.engine.begun == 2
     assert line_of(harness.log[-1]) == (
-        "run 2 started with configuration d, at the checkpoint of step 2 of run 1, with trainer.lr 1e-05 -> 2e-05, "
-        "trainer.resume 'never' -> 'auto'"
+        "run 2 started with configuration d, at the checkpoint of step 2 of run 1, with trainer.lr 1e-05 -> 2e-05"
     )
 
 
@@ -123,6 +154,14 @@ def test_a_version_that_is_named_is_the_beginning_and_one_that_is_not_left_is_re
     )
     assert start(harness, job("from 2")) == inbox.Done(run=2)
     assert harness.engine.begun == 2
+
+
+@pytest.mark.parametrize(("kept", "left"), [(1, [5, 6]), (3, [4, 5, 6]), (100, [1, 2, 3, 4, 5, 6])])
+def test_as_many_checkpoints_as_the_job_says_can_be_begun_at_and_two_at_least(kept: int, left: list[int]) -> None:
+    for version in range(1, 7):
+        harness = stopped(steps=6, checkpoints_kept=kept)
+        answer = start(harness, job(f"from {version}"))
+        assert (answer == inbox.Done(run=2)) == (version in left)
 
 
 def test_a_version_of_another_job_is_refused_in_words() -> None:
@@ -154,13 +193,13 @@ def test_steps_since_the_beginning_are_kept_to_be_made_again() -> None:
     assert [each.batch.step for each in harness.engine.steps] == [5, 6]
 
 
-def test_few_checkpoints_of_earlier_runs_are_remembered() -> None:
+def test_the_checkpoints_of_few_earlier_runs_are_remembered() -> None:
     harness = stopped(steps=2)
-    for _ in range(2 * LEFT_KEPT):
+    for _ in range(RUNS_KEPT + 3):
         start(harness, job("auto"))
         roll(harness, harness.engine.begun)
         step(harness)
         stop(harness)
-    assert len(harness.engine.left) == LEFT_KEPT
     start(harness, job("auto"))
-    assert harness.engine.begun == 2 + 2 * LEFT_KEPT
+    assert len(harness.engine.left) == RUNS_KEPT
+    assert harness.engine.begun == 2 + RUNS_KEPT + 3

@@ -121,17 +121,17 @@ def test_a_trainers_opening_repeated_under_another_leader_does_not_supersede_any
     assert harness.engine.trainer == "t2"
 
 
-def test_booting_names_its_stage_and_fails_when_it_takes_too_long() -> None:
+def test_booting_names_its_stage_and_suspends_the_run_when_it_takes_too_long() -> None:
     harness = CoreHarness()
     harness.configure(Collection(boot_s=60))
     harness.send(inbox.Start(id="s", engine=ENGINE))
     assert "trainer" in harness.engine.stage
     harness.send(inbox.StageReached(id="x", engine=ENGINE, run=1, stage="loading the model"))
     assert harness.engine.stage == "loading the model"
-    failed = only(harness.tick(after_s=61), ev.EngineFailed)
-    assert isinstance(failed, ev.EngineFailed)
-    assert "loading the model" in failed.reason
-    assert harness.phase() == Phase.OFFLINE
+    suspended = only(harness.tick(after_s=61), ev.EngineSuspended)
+    assert isinstance(suspended, ev.EngineSuspended)
+    assert suspended.reason == "booting took longer than 60 s; it was still 'loading the model'"
+    assert harness.phase() == Phase.BOOTING
 
 
 def test_stopping_aborts_open_episodes_in_the_same_decision(harness: CoreHarness) -> None:

@@ -89,7 +89,10 @@ def test_a_claim_of_a_suspended_run_waits_and_is_then_refused_in_the_contracts_w
     assert waiting.id not in harness.answers
     harness.tick(after_s=3)
     why = refused(harness.answers[waiting.id], Code.NO_EPISODES)
-    assert why == f"No available episodes to claim. The run is suspended until its operator resumes it: {REASON}"
+    assert why == (
+        "No available episodes to claim. The run is suspended until its operator resumes it (`bombus resume` or "
+        f"client.resume_engine()): {REASON}"
+    )
 
 
 def test_a_claim_that_waits_is_granted_when_the_run_is_resumed() -> None:
@@ -153,7 +156,7 @@ def test_the_deadlines_of_a_phase_start_again_when_the_run_is_resumed() -> None:
     assert harness.tick(after_s=3600) == []
     resume(harness)
     assert harness.tick(after_s=50) == []
-    assert isinstance(harness.tick(after_s=10)[-1], ev.EngineFailed)
+    assert isinstance(harness.tick(after_s=10)[-1], ev.EngineSuspended)
 
 
 def test_no_open_episode_is_superseded_by_the_time_that_its_run_was_suspended() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from bombus.demo.folder import DemoOf, open_folder
+from bombus.demo.hive import free_port
 from tests import smollm2_wheel
 from tests.small_models import small_llama
 
@@ -62,6 +66,75 @@ def test_the_demo_trains_a_folder_of_any_name_with_its_own_template(folder: Path
     assert "⟦<|begin_of_text|>⟧⟦<|start_header_id|>⟧system⟦<|end_header_id|>⟧" in shown.stdout, shown.stderr
     assert AutoModelForCausalLM.from_pretrained(home / "run" / "model").config.vocab_size > 49_152
     assert AutoTokenizer.from_pretrained(home / "run" / "model").chat_template == TEMPLATE
+
+
+class Running:
+    """A command of bombus that runs, and prints lines."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "bombus", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True
+        )
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def until(self, wanted: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if re.search(wanted, line):
+                return line
+        raise AssertionError(f"it ended without {wanted}")
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C, and return the exit code."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.communicate(timeout=120)
+        return self.process.returncode
+
+
+def versions(folder: Path) -> list[int]:
+    curve = json.loads((folder / "run/tiny-1/curve.json").read_text())
+    return [step["version"] for step in curve["steps"]]
+
+
+def test_a_demo_that_is_cut_in_two_goes_on_by_up_and_its_client_alone_and_reaches_what_a_whole_one_does(
+    tmp_path: Path,
+) -> None:
+    demo = ["demo", "--tiny", "--turns", "1", "--minutes", "10", "--out", "run"]
+    with Running(tmp_path, *demo) as first:
+        first.until(r"step +10 ")
+        assert first.interrupt() == 130
+    before = versions(tmp_path)
+    assert before == list(range(len(before)))
+    port = str(free_port())
+    with Running(tmp_path, "up", "--port", port, "--threads", "1", "--data-dir", "run/tiny-1/hive") as up:
+        second = bombus(tmp_path, *demo, "--url", up.until(r"^ready ").split()[1])
+        up.interrupt()
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "run has an earlier demo, which goes on where it was" in second.stdout
+    assert re.search(r"reward 0.9: +[0-9.]+ s from the start", second.stdout), "what the whole demo reaches"
+    after = versions(tmp_path)
+    assert after == list(range(len(after)))
+    assert len(after) > len(before), "it goes on"
+
+
+def test_a_folder_of_another_demo_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("precious")
+    assert "mine has something else in it than a demo" in bombus(tmp_path, "demo", "--tiny", "--out", "mine").stderr
+    open_folder(tmp_path / "run", DemoOf("tiny", 0))
+    refused = bombus(tmp_path, "demo", "--tiny", "--seed", "1", "--out", "run")
+    assert refused.returncode == 2
+    assert (
+        "run has a demo of the model tiny with seed 0, and this is one of the model tiny with seed 1" in refused.stderr
+    )
+    alone = bombus(tmp_path, "demo", "--tiny", "--url", "http://127.0.0.1:1")
+    assert "--url with --tiny needs --turns" in alone.stderr
 
 
 def test_a_folder_without_a_model_is_refused_before_anything_runs(tmp_path: Path) -> None:

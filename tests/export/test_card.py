@@ -46,6 +46,14 @@ def test_the_facts_are_those_of_the_steps_up_to_the_version(golden: LoggedRun) -
     assert golden.weights[2].sha256 not in first
 
 
+def test_a_run_that_went_on_from_an_earlier_one_says_where_it_began(golden: LoggedRun) -> None:
+    begun = "at the checkpoint of step 1 of run 1, with trainer.lr 1e-05 -> 2e-05"
+    run = msgspec.structs.replace(golden, begun=begun, first=1, steps={2: golden.steps[2]})
+    text = card("main", run, 2, MODEL, "tiny")
+    assert f"| run begun | {begun} |" in text
+    assert "| trained on | 4 episodes in 2 groups; steps 1 to 1 were made in earlier runs |" in text
+
+
 def test_version_0_has_no_steps_and_no_rewards(golden: LoggedRun) -> None:
     text = card("main", golden, 0, MODEL, "tiny")
     assert "after 0 optimizer steps." in text

@@ -22,6 +22,7 @@ from bombus.hive.state import Phase
 from bombus.replay.running import BadUsage
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, FULL_FORMAT, file_sha256
+from bombus.weights.models import resolve_model
 from tests.conftest import SMALL_STREAMS
 from tests.system.test_weights_end_to_end import trained_model
 from tests.trainer.trainer_hive import staged
@@ -152,6 +153,13 @@ def test_peft_loads_an_adapter_on_the_model_that_was_trained(adapters: Trained, 
     assert file_sha256(out / ADAPTER_FILE) == adapters.newest.sha256
     assert not (out / "config.json").exists()
     assert AutoTokenizer.from_pretrained(out).chat_template == "{{ messages }}"
+
+
+def test_an_exported_adapter_is_the_model_of_another_job(adapters: Trained, out: Path, tmp_path: Path) -> None:
+    adapters.exported(out)
+    folder = resolve_model(str(out), cache=tmp_path / "cache", dtype="float32")
+    assert worst(AutoModelForCausalLM.from_pretrained(folder), adapters.model) < 1e-5
+    assert AutoTokenizer.from_pretrained(folder).chat_template == "{{ messages }}"
 
 
 def test_an_adapter_is_merged_into_its_model_when_that_is_asked_for(adapters: Trained, out: Path) -> None:

@@ -30,7 +30,7 @@ BOTH = HiveKeys(admin=ADMIN, client=CLIENT)
 
 OPEN = {"/health", "/docs", "/openapi.json"}
 CALL = {"/v1/chat/completions", "/v1/completions"}  # these need an episode's key
-CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/sync_train_code"}
+CONTROL = {"/sync_train_config", "/start_engine", "/stop_engine", "/resume_engine", "/sync_train_code"}
 CLIENTS = {
     "/get_engine_status",
     "/compare_train_config",

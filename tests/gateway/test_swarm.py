@@ -125,7 +125,15 @@ async def test_a_suspended_run_keeps_its_phase_and_says_why_in_the_detail(rollin
     assert (status["engine_status"], status["suspended"]) == ("ENGINE.ROLLING", reason)
     assert status["engine_status_detail"] == f"suspended: {reason}"
     refused = await rolling.claim()
-    assert refused["fail_cause"].startswith("No available episodes to claim. The run is suspended until its operator")
+    assert refused["fail_cause"] == (
+        "No available episodes to claim. The run is suspended until its operator resumes it (`bombus resume` or "
+        f"client.resume_engine()): {reason}"
+    )
+    assert refused["suspended"] == reason
+    for _ in range(2):
+        assert (await rolling.post("/resume_engine")).json() == {"success": True, "failure_reason": ""}
+    await rolling.gateway.follower.wait_for(lambda _: not rolling.engine.suspended, 10.0)
+    assert (await rolling.claim())["success"] is True
 
 
 async def test_the_folder_of_the_runs_weights_is_reported(played: PlayedHive) -> None:
@@ -133,6 +141,12 @@ async def test_the_folder_of_the_runs_weights_is_reported(played: PlayedHive) ->
     assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": None}
     await played.start()
     assert (await played.http.get("/get_server_experiment_dir")).json() == {"server_experiment_dir": "/run-1"}
+
+
+async def test_an_engine_without_a_run_has_nothing_to_resume(played: PlayedHive) -> None:
+    reply = (await played.post("/resume_engine")).json()
+    assert (reply["success"], reply["code"]) == (False, "wrong_phase")
+    assert "It has no run to resume; start one." in reply["failure_reason"]
 
 
 async def test_code_that_a_client_sends_is_refused(played: PlayedHive) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from bombus.hive.events import BatchReady, StepCompleted
 from bombus.hive.state import EngineState, Hive, evolve
-from bombus.hive.steps import STEPS_KEPT, checkpoints, steps_after
+from bombus.hive.steps import STEPS_KEPT, SealedStep, checkpoints, complete, is_due, steps_after
 
 
 def engine_after(steps: int, every: int, outstanding: bool = False) -> EngineState:
@@ -46,3 +46,23 @@ def test_the_steps_after_a_checkpoint_are_found_only_if_all_of_them_are_kept() -
     assert [step.batch.step for step in found] == [7, 8]
     assert steps_after(engine.steps, 8, 8) == []
     assert steps_after(engine.steps, 1, 8) is None
+
+
+def test_r11_steps_far_apart_leave_checkpoints_in_between_so_that_what_both_lack_is_kept() -> None:
+    steps: list[SealedStep] = []
+    saved: list[int] = []
+    for step in range(1, 601):
+        steps.append(SealedStep(batch=BatchReady(engine="main", run=1, step=step, groups=(), config_digest="")))
+        where = f"step-{step}" if is_due(steps, step, 250) else ""
+        saved += [step] if where else []
+        complete(
+            steps,
+            StepCompleted(engine="main", run=1, step=step, trainer_epoch=1, checkpoint=where, checkpoint_digest=""),
+        )
+        older = saved[-2] if len(saved) > 1 else 0
+        assert steps_after(steps, older, step) is not None
+    assert saved == [100, 200, 250, 350, 450, 500, 600]
+
+
+def test_every_step_that_is_due_leaves_a_checkpoint() -> None:
+    assert [is_due([], step, 2) for step in (1, 2, 3, 4)] == [False, True, False, True]

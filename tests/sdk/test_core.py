@@ -350,6 +350,47 @@ def test_an_engine_that_is_offline_is_configured_and_started() -> None:
     assert json.loads(driver.body(1)["yaml_as_string"]) == {"ajet": {"model": {"path": "tiny"}}}
 
 
+def test_a_start_that_the_job_is_refused_for_is_not_taken_for_the_start_of_another_client() -> None:
+    why = "This experiment has begun, and the checkpoint of version 2 of run 1 is another job's"
+    refused = ok({"success": False, "error": why, "code": "bad_config"})
+    driver = Driver([status("ENGINE.OFFLINE"), ok({"success": True}), refused])
+    with pytest.raises(BadConfig, match=why):
+        driver.run(driver.core.auto_start({}))
+
+
+def test_a_client_is_told_where_the_run_that_it_started_begins(caplog: pytest.LogCaptureFixture) -> None:
+    started = ok({"success": True, "run": 2, "begun": "at the checkpoint of step 3 of run 1"})
+    driver = Driver([started, status("ENGINE.ROLLING")])
+    driver.run(driver.core.start_engine())
+    assert "run 2 begins at the checkpoint of step 3 of run 1" in caplog.text
+
+
+def test_a_client_that_waits_for_a_suspended_run_is_told_once_why_and_how_it_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    booting, why = "ENGINE.BOOTING", "the model could not be loaded 9 times: CUDA out of memory"
+    driver = Driver([*[status(booting, suspended=why)] * 2, status(booting, suspended=""), status("ENGINE.ROLLING")])
+    driver.run(driver.core.wait_for_status("ENGINE.ROLLING"))
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the run is suspended: {why}",
+        "once the cause is gone, client.resume_engine() or `bombus resume` lets it go on",
+    ]
+
+
+def test_a_client_that_claims_of_a_suspended_run_is_told_and_goes_on_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    none = ok({"success": False, "fail_cause": "No available episodes to claim.", "suspended": "a full disk"})
+    driver = Driver([none, none, ok(GRANTED)])
+    driver.run(driver.core.begin_episode())
+    assert caplog.text.count("the run is suspended: a full disk") == 1
+
+
+def test_resuming_an_engine_that_runs_no_job_is_refused() -> None:
+    driver = Driver([ok({"success": False, "failure_reason": "It has no run to resume; start one."})])
+    with pytest.raises(WrongPhase, match="no run to resume"):
+        driver.run(driver.core.resume_engine())
+    assert driver.sent[0].path == "/resume_engine"
+
+
 def test_a_client_that_comes_second_waits_for_the_engine_and_learns_which_job_it_runs() -> None:
     refused = no(400, "wrong_phase", "ENGINE.BOOTING")
     first = [status("ENGINE.OFFLINE"), refused, status("ENGINE.BOOTING"), status("ENGINE.ROLLING")]

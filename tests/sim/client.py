@@ -15,7 +15,7 @@ from bombus.hive.state import Phase
 from tests.sim.faults import Fault, Faults
 from tests.sim.gateway import Gateway, GatewayFault, Hangup
 from tests.sim.loop import Process
-from tests.sim.referee import ENGINE, JobConfig, Referee
+from tests.sim.referee import ENGINE, JobConfig, Referee, TrainerPart
 
 T = TypeVar("T")
 Request = Callable[[Gateway], Coroutine[Any, Any, T]]
@@ -223,14 +223,15 @@ class Operator(Caller):
         await self.request_until_answered(command.id, lambda gateway: gateway.command(command))
 
     def _configure(self) -> inbox.Configure:
-        job = JobConfig(checkpoint_every=self._pick.choice((1, 1, 2, 3)))
+        path = self._pick.choice(("tiny", "tiny", "other"))
+        job = JobConfig(trainer=TrainerPart(self._pick.choice((1, 1, 2, 3))), model={"path": path})
         return inbox.Configure(
             id=self.fresh("configure"),
             engine=ENGINE,
             config=msgspec.json.encode(job).decode(),
             config_digest="d",
             collection=self._rules(),
-            model="tiny",
+            model=path,
         )
 
     def _rules(self) -> Collection:
@@ -255,6 +256,8 @@ class Operator(Caller):
             agreed_sync_s=pick.choice((0.0, 3.0)),
             max_carry_staleness=pick.choice((0, 1)),
             replay_steps=pick.choice((1, 3, 1000)),
+            resume=pick.choice(("never", "auto", "auto")),
+            checkpoints_kept=pick.choice((1, 2, 5)),
         )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from bombus.bus.headers import EPOCH, INBOX
 from bombus.hive import events as ev
 from bombus.hive import inbox
+from bombus.hive.checkpoints import step_of
 from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
@@ -26,10 +27,15 @@ SURE = (inbox.Configure, inbox.Start, inbox.Stop, inbox.Resume, inbox.End, inbox
 LOADED = b"loaded"  # the model at step 0
 
 
-class JobConfig(msgspec.Struct, frozen=True):
-    """The part of a job's configuration that the simulated trainer reads."""
-
+class TrainerPart(msgspec.Struct, frozen=True):
     checkpoint_every: int
+
+
+class JobConfig(msgspec.Struct, frozen=True):
+    """The part of a job's configuration that the simulated trainer and the coordinator read."""
+
+    trainer: TrainerPart
+    model: dict[str, str]
 
 
 class Published(msgspec.Struct, frozen=True):
@@ -162,6 +168,9 @@ class Referee:
                 self.gone |= set(engine.pool)
                 self.models[event.run, 0] = LOADED
                 self.saved, self.lacking = [], []
+                if event.begins is not None:
+                    self._check_beginning(event, event.begins)
+                self.seen["begun anew beside another job"] += bool(event.anew)
             case ev.ModelRead():
                 check_read(event, engine)
             case ev.TrainerOpened():
@@ -169,16 +178,28 @@ class Referee:
             case ev.StepCompleted():
                 self._check_step(event, engine)
             case ev.WeightsReady():
-                assert event.version == engine.version + 1, "versions increase by one"
+                first = engine.begun if engine.version < 0 else engine.version + 1
+                assert event.version == first, "versions increase by one, from that of the run's beginning"
                 model = self.models.get((event.run, event.version))
                 assert model is not None, "only a completed step has weights"
                 published = self.weights.get(event.weights.where)
                 assert published == Published(event.run, event.version, model), "weights are durable, and the step's"
 
+    def _check_beginning(self, event: ev.EngineStarted, begins: ev.Beginning) -> None:
+        """Check that a run begins where an earlier one was. Whoever starts it has the files brought back."""
+        saved = self.disk[begins.checkpoint]
+        assert (saved.run, saved.step, saved.digest) == (begins.run, begins.step, begins.checkpoint_digest)
+        assert saved.model == self.models[begins.run, begins.step]
+        self.disk[begins.checkpoint] = msgspec.structs.replace(saved, damaged=False)
+        self.models[event.run, begins.step] = saved.model
+        self.saved = [step_of(ENGINE, begins)]
+        self.seen["begun at a checkpoint"] += 1
+
     def _check_files(self, engine: EngineState) -> None:
         """Check that the files that the log names are on disk."""
         weights = engine.weights
-        for done in self.saved:
+        left = [done for run in engine.left for done in run.checkpoints]
+        for done in (*self.saved, *engine.kept, *left):
             assert done.checkpoint in self.disk, f"checkpoint {done.checkpoint} is gone"
         assert weights is None or weights.weights.where in self.weights, f"weights {weights.weights.where} are gone"
 
@@ -264,6 +285,8 @@ class Referee:
         named = [(done.checkpoint, self.disk[done.checkpoint]) for done in self.saved]
         if not named or any(saved.damaged for _, saved in named):
             return ""
+        if len(named) == 1 and named[0][1].run != self.hive.engine(ENGINE).run:
+            return ""  # at which the run began
         newest, saved = named[-1]
         self.disk[newest] = msgspec.structs.replace(saved, damaged=True)
         return newest
@@ -353,4 +376,4 @@ def trained(model: bytes, batch: ev.BatchReady) -> bytes:
 def checkpoint_every(engine: EngineState) -> int:
     """Return how many steps of the running job lie between two checkpoints."""
     assert engine.active is not None
-    return msgspec.json.decode(engine.active.config, type=JobConfig).checkpoint_every
+    return msgspec.json.decode(engine.active.config, type=JobConfig).trainer.checkpoint_every

@@ -7,7 +7,7 @@ from bombus.hive import inbox
 from bombus.hive.events import BatchReady, Weights
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.steps import checkpoints, steps_after
+from bombus.hive.steps import checkpoints, is_due, steps_after
 from tests.sim.faults import Fault
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.gateway import read_record
@@ -219,7 +219,7 @@ class Trainer(Process):
             raise RunOver
         if self._net.faults.strikes(Fault.BROKEN_STEP):
             raise StepBroken
-        due = batch.step % checkpoint_every(self._engine) == 0
+        due = is_due(self._engine.steps, batch.step, checkpoint_every(self._engine))
         path = f"checkpoints/{self._run}/step-{batch.step}-epoch-{epoch}-attempt-{self._attempt}"
         saved = Checkpoint(self._run, batch.step, epoch, model, digest(path.encode() + model).hex())
         done = inbox.StepDone(
@@ -239,7 +239,7 @@ class Trainer(Process):
             await self.sleep(self._net.pick.random() * 0.1)
         await self._send(done)
         await self._wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
-        kept = {done.checkpoint for done in checkpoints(self._engine.steps)}
+        kept = {done.checkpoint for done in (*self._engine.kept, *checkpoints(self._engine.steps))}
         for other, checkpoint in list(self._referee.disk.items()):
             ours = checkpoint.trainer_epoch <= epoch or self._variant == Variant.SWEPT_ALL
             if other not in kept and checkpoint.run == self._run and ours:

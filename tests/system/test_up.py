@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -103,7 +104,7 @@ def stop(up: Up) -> None:
 def test_a_hive_trains_a_model_through_every_service_and_serves_the_new_weights(up: Up) -> None:
     with SwarmClient(up.url) as client:
         assert client.get_engine_status()[0] == "ENGINE.OFFLINE"
-        job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus={"rollout": LENGTHS})
+        job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus=FRESH)
         client.auto_sync_train_config_and_start_engine(job)
         tasks = [Task(task_id="a", main_query="a="), Task(task_id="b", main_query="b=")]
 
@@ -138,10 +139,11 @@ LENGTHS = {
     "max_response_length_in_one_turn": 64,
     "max_model_len": 512,
 }
+FRESH: dict[str, dict[str, Any]] = {"rollout": LENGTHS, "trainer": {"resume": "never"}}
 
 
 def test_an_asynchronous_run_samples_while_it_trains_and_no_sample_is_too_stale(up: Up) -> None:
-    bombus = {"rollout": LENGTHS, "collection": {"max_staleness": 1}}
+    bombus = {**FRESH, "collection": {"max_staleness": 1}}
     job = Job(model="tiny", batch_size=2, num_repeat=4, lr=1e-3, bombus=bombus)
     numbers = itertools.count()
 
@@ -238,7 +240,8 @@ def test_two_clients_share_an_engine_in_the_cocktail_and_add_to_the_steps_of_oth
 
 def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
     program = (ROOT / "examples/readme.py").read_text()
-    for written, here in {"http://127.0.0.1:10086": up.url, "range(20)": "range(8)"}.items():
+    fresh = 'Job(experiment_name="readme", '
+    for written, here in {"http://127.0.0.1:10086": up.url, "range(20)": "range(8)", "Job(": fresh}.items():
         assert written in program
         program = program.replace(written, here)
     (tmp_path / "readme.py").write_text(program)
@@ -252,7 +255,7 @@ def test_the_readmes_program_runs(up: Up, tmp_path: Path) -> None:
 
 def test_a_program_for_another_model_is_told_the_difference_and_how_to_stop_the_job(up: Up) -> None:
     with SwarmClient(up.url) as client:
-        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus=FRESH))
     command = [sys.executable, "debug_client.py", "--url", up.url, "--model", "smollm2"]
     refused = subprocess.run(command, cwd=ROOT / "examples", capture_output=True, text=True, timeout=EXAMPLE_S)
     assert refused.returncode == 1
@@ -308,7 +311,7 @@ def test_services_that_die_are_restarted_and_the_hive_continues(up: Up) -> None:
 
 def test_an_unmodified_sdk_with_one_base_url_survives_the_death_of_the_gateway_that_serves_it(up: Up) -> None:
     with SwarmClient(up.url) as client:
-        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus={"rollout": LENGTHS}))
+        client.auto_sync_train_config_and_start_engine(Job(model="tiny", bombus=FRESH))
         episode, credentials = client.begin_episode()
         model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key, max_retries=5)
         messages = [{"role": "user", "content": "a="}]

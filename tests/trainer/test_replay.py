@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from bombus.bus import Bus
 from bombus.config.documents import parse_job
+from bombus.hive import inbox
 from bombus.hive.state import Phase
 from bombus.replay.archive import FileSource
 from bombus.replay.export import export
@@ -79,6 +81,45 @@ def finished(nats_url: str, tmp_path_factory: pytest.TempPathFactory, request: p
 @pytest.fixture(scope="module")
 def finished_lora(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return asyncio.run(train(nats_url, "replay-lora", tmp_path_factory.mktemp("lora"), "bfloat16", lora=True))
+
+
+@pytest.fixture(scope="module")
+def resumed(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Make two steps in one run, and two in the next, which goes on from there."""
+
+    async def train_twice(folder: Path) -> Finished:
+        async with await Bus.connect(nats_url, "replay-resumed", name="test") as bus:
+            await bus.ensure_streams(SMALL_STREAMS)
+            async with staged(bus, folder) as stage:
+                stage.train()
+                await stage.start(stage.job())
+                for version in range(STEPS):
+                    await stage.until(Phase.ROLLING, version)
+                    await stage.play_batch(shift=version)
+                    if version == 1:
+                        await stage.until(Phase.ROLLING, 2)
+                        await bus.inbox.request(inbox.Stop(id=stage.id(), engine=ENGINE))
+                        await stage.restart()
+                await stage.until(Phase.ROLLING, STEPS)
+                assert stage.engine.run == 2
+            finished = Finished(folder, "replay-resumed", [])
+            await export(BusSource(bus, "the bus"), finished.log)
+            return finished
+
+    return asyncio.run(train_twice(tmp_path_factory.mktemp("resumed")))
+
+
+def test_the_first_step_of_a_run_that_went_on_from_an_earlier_one_is_repeated_from_where_it_began(
+    resumed: Finished, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resumed.run("train", "--step", "3") == 0
+    assert "starting from the checkpoint of step 2" in capsys.readouterr().out
+    shutil.rmtree(resumed.engines / "checkpoints" / "replay-resumed" / ENGINE / "run-1")
+    assert resumed.run("train", "--step", "3") == 1
+    said = capsys.readouterr().err
+    assert "run 2 began at the checkpoint of step 2 of run 1, and no checkpoint of it up to step 2 is left" in said
+    assert resumed.run("train", "--step", "2") == 1
+    assert "run 2 of engine main has no batch for step 2 on this log; it has 3 to 4" in capsys.readouterr().err
 
 
 @contextmanager

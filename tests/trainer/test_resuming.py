@@ -4,12 +4,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import WeightsReady
 from bombus.hive.state import Phase
+from bombus.weights.models import resolve_model
+from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
+
+LOADED = "which begins with the model as loaded"
 
 
 @pytest.fixture
@@ -55,7 +61,7 @@ async def test_a_run_begins_with_another_learning_rate_where_the_last_one_was_st
     await stage.start(stage.job(checkpoint_every=2))
     await play(stage, 1, 3)
     await stop(stage)
-    await stage.start(stage.job(checkpoint_every=2, resume="auto", lr=0.0))
+    await stage.start(stage.job(checkpoint_every=2, lr=0.0))
     await stage.until(Phase.ROLLING, version=2)
     assert published(stage, run=2)[2] == published(stage, run=1)[2], "step 3 left no checkpoint"
     await play(stage, 3, 3)
@@ -68,10 +74,68 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     await play(stage, 1, 1)
     await stop(stage)
     (checkpoints := stage.options.folder / "checkpoints").rename(stage.folder / "unmounted")
-    await stage.start(stage.job(resume="auto"))
+    await stage.start(stage.job())
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
     assert "cannot be read: No such file" in stage.engine.suspended
+    assert stage.engine.suspended.endswith("bring it back, or stop the run and set trainer.resume to never, " + LOADED)
     (stage.folder / "unmounted").rename(checkpoints)
     await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
     await stage.until(Phase.ROLLING, version=1)
     assert published(stage, run=2)[1] == published(stage, run=1)[1]
+
+
+async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_says_how_to_begin_anew(
+    stage: Stage,
+) -> None:
+    stage.train()
+    await stage.start(stage.job())
+    await play(stage, 1, 1)
+    await stop(stage)
+    tiny_model_folder(stage.folder / "model", hidden_size=16)
+    await stage.restart()
+    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
+    assert "the checkpoint is of another model" in stage.engine.failure
+    assert stage.engine.failure.endswith(LOADED)
+    await stage.start(stage.job(resume="never"))
+    await stage.until(Phase.ROLLING, version=0)
+
+
+@pytest.mark.parametrize(("kept", "left"), [(1, [3, 4]), (3, [2, 3, 4])])
+async def test_as_many_checkpoints_stay_on_disk_as_the_job_says_and_two_at_least(
+    stage: Stage, kept: int, left: list[int]
+) -> None:
+    stage.train()
+    await stage.start(stage.job(checkpoints_kept=kept))
+    await play(stage, 1, 4)
+    await stop(stage)
+    found = stage.options.folder.glob("checkpoints/*/main/run-1/step-*")
+    assert sorted(int(place.name.split("-")[1]) for place in found) == left
+    await stage.start(stage.job(checkpoints_kept=kept, resume=f"from {left[0]}"))
+    await stage.until(Phase.ROLLING, version=left[0])
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+async def test_the_folder_of_a_lora_run_is_the_model_of_another(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, by_run: bool
+) -> None:
+    monkeypatch.setenv("BOMBUS_CACHE", str(stage.folder / "cache"))
+    stage.train(options=stage.options.model_copy(update={"weights_lora": "adapter"}))
+    await stage.start(stage.job(lora_rank=4))
+    await play(stage, 1, 2)
+    await stop(stage)
+    newest = stage.engine.weights
+    assert newest is not None
+    version = Path(newest.weights.where)
+    job = stage.job(lora_rank=2)
+    named = job.model.model_copy(update={"path": str(version.parent if by_run else version)})
+    await stage.start(job.model_copy(update={"model": named}))
+    await stage.until(Phase.ROLLING, version=0)
+    ready = stage.engine.weights
+    assert ready is not None
+    assert ready.weights.adapter_of is not None
+    merged = load_file(resolve_model(str(version)) / "model.safetensors")
+    served = load_file(Path(ready.weights.adapter_of.where) / "model.safetensors")
+    assert all(torch.equal(value, merged[name]) for name, value in served.items())
+    original = load_file(stage.folder / "model" / "model.safetensors")
+    assert not all(torch.equal(value, original[name]) for name, value in served.items())
+    await play(stage, 1, 1)

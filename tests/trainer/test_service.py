@@ -218,7 +218,7 @@ async def test_a_model_that_cannot_be_loaded_ends_the_run_with_one_sentence(stag
     assert stage.engine.failure == "there is no model at /nowhere/at/all: a model's folder has a config.json"
 
 
-async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_end_the_run(
+async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_in_a_row_suspend_the_run(
     stage: Stage,
 ) -> None:
     trainer = stage.train()
@@ -231,8 +231,9 @@ async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_
             await asyncio.gather(trainer, return_exceptions=True)
             stage.train()
         await stage.play_batch(shift=step, temperature=temperature)
-    await stage.follower.wait_for(lambda _: bool(stage.engine.failure), WAIT_S)
-    assert stage.engine.failure.startswith("losses or gradients of the last 2 steps were not finite")
+    await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
+    assert stage.engine.suspended.startswith("losses or gradients of the last 2 steps were not finite")
+    assert stage.engine.failure == ""
     completed = [event for event in stage.events if isinstance(event, StepCompleted)]
     assert [event.metrics["updates_left_out"] for event in completed] == [1, 0, 1, 1]
     assert [event.metrics["nonfinite_steps"] for event in completed] == [1, 0, 1, 2]
@@ -240,6 +241,13 @@ async def test_an_update_that_is_not_finite_is_left_out_and_too_many_such_steps_
     sha256 = [event.weights.sha256 for event in stage.events if isinstance(event, WeightsReady)]
     assert [before == after for before, after in pairwise(sha256)] == [True, False, True, True]
     assert stage.engine.step_failures == 0
+    await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
+    await stage.until(Phase.ROLLING, version=4)
+    await stage.play_batch(shift=5, temperature=1e-45)
+    await stage.until(Phase.ROLLING, version=5)
+    completed = [event for event in stage.events if isinstance(event, StepCompleted)]
+    assert completed[-1].metrics["nonfinite_steps"] == 1, "a run that was resumed is borne with as long as a new one"
+    assert stage.engine.suspended == ""
 
 
 async def test_r6_episodes_whose_calls_are_not_those_that_were_referenced_are_left_out(stage: Stage) -> None:
@@ -271,9 +279,9 @@ async def test_r14_of_an_asynchronous_run_no_episode_over_the_bound_is_trained_w
     assert all(metrics["seconds_waited"] > 0 for metrics in completed)
 
 
-async def test_a_second_run_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:
+async def test_a_second_run_that_resumes_nothing_begins_with_the_model_as_it_was_loaded(stage: Stage) -> None:
     stage.train()
-    await stage.start(stage.job(lora_rank=2))
+    await stage.start(stage.job(lora_rank=2, resume="never"))
     await stage.until(Phase.ROLLING, version=0)
     await stage.play_batch()
     await stage.until(Phase.ROLLING, version=1)

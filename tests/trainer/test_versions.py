@@ -128,7 +128,7 @@ def delta_options(stage: Stage, **more: object) -> TrainerOptions:
 
 
 def bfloat16_job(stage: Stage) -> RunConfig:
-    job = stage.job(lr=1e-4)
+    job = stage.job(lr=1e-4, resume="never")
     return job.model_copy(update={"model": job.model.model_copy(update={"dtype": "bfloat16"})})
 
 

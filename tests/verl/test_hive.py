@@ -79,7 +79,7 @@ class Head:
 
 
 def job(**trainer: object) -> Job:
-    trainer = {"backend": "verl", "lr": 1e-3, **trainer}
+    trainer = {"backend": "verl", "lr": 1e-3, "resume": "never", **trainer}
     return Job(model="tiny", batch_size=2, num_repeat=4, bombus={"rollout": LENGTHS, "trainer": trainer})
 
 

@@ -18,7 +18,7 @@ from bombus.faults import Point, reached
 from bombus.hive.events import BatchReady, WeightsReady
 from bombus.hive.inbox import EngineBroke, StageReached, StepBroke, StepDone, WeightsSaved
 from bombus.hive.state import EngineState, Phase
-from bombus.hive.steps import checkpoints, steps_after
+from bombus.hive.steps import checkpoints, is_due, steps_after
 from bombus.private import private_folder
 from bombus_trainer.backend import BackendLost, Interrupted, Loader, TrainerBackend
 from bombus_trainer.backends.torch.metrics import LEFT_OUT
@@ -136,17 +136,18 @@ class Trainer:
         self._waited_s = perf_counter() - start
 
     async def _check_finite(self) -> None:
-        """End the run when too many steps in a row, up to the newest on the log, had losses that were not finite."""
+        """Suspend the run when too many steps in a row, up to the newest on the log, had losses that are not finite."""
         engine = self._ownership.engine
-        if engine.active is None or engine.step_done is None:
+        if engine.active is None:
             return
-        bad = int(engine.step_done.metrics.get(NONFINITE_STEPS, 0))
+        bad = int(_metrics_before(engine).get(NONFINITE_STEPS, 0))
         if bad >= RunConfig.from_json(engine.active.config).trainer.max_nonfinite_steps:
-            await self._give_up(
-                f"losses or gradients of the last {bad} steps were not finite, and these updates were left out: lower "
-                "trainer.lr, or look for extreme rewards with `bombus replay batch` (trainer.max_nonfinite_steps says "
-                "how many such steps in a row are borne)"
+            await self._suspend(
+                f"losses or gradients of the last {bad} steps were not finite, and these updates were left out. Look "
+                "for extreme rewards with `bombus replay batch`, mend them and resume the run; or stop it, and start "
+                "it with a lower trainer.lr (trainer.max_nonfinite_steps says how many such steps in a row are borne)"
             )
+            await self._until_resumed()
 
     def _outstanding(self) -> BatchReady:
         batch = self._ownership.engine.batch
@@ -301,7 +302,7 @@ class Trainer:
         with telemetry.span("trainer.step", ownership.batch_trace, engine=self._options.engine, step=batch.step):
             metrics = await self._train(executor, batch)
             reached(Point.TRAINER_STEP_TRAINED)
-            due = batch.step % executor.settings.config.checkpoint_every == 0
+            due = is_due(ownership.engine.steps, batch.step, executor.settings.config.checkpoint_every)
             saved = await self._checkpoint(executor, batch, metrics) if due else NO_CHECKPOINT
             done = StepDone(
                 id=ownership.id(f"step-{batch.step}-{self._attempt}"),
@@ -318,7 +319,8 @@ class Trainer:
             await ownership.wait(lambda engine: engine.step_done is not None and engine.step_done.step >= batch.step)
             reached(Point.TRAINER_STEP_SEEN)
             self._made_again = {}
-            named = [done.checkpoint for done in checkpoints(ownership.engine.steps)]
+            engine = ownership.engine
+            named = [done.checkpoint for done in (*engine.kept, *checkpoints(engine.steps))]
             await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
@@ -334,8 +336,7 @@ class Trainer:
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
         metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
-        before = self._ownership.engine.step_done
-        metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, before.metrics if before is not None else {})
+        metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, _metrics_before(self._ownership.engine))
         metrics |= self._made_again
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
         metrics["episodes_stale"] = float(len(read.stale))
@@ -417,6 +418,12 @@ def nonfinite_steps(metrics: Mapping[str, float], before: Mapping[str, float]) -
         return 0.0
     log.warning("%d updates were left out: their losses or gradients are not finite", left_out)
     return before.get(NONFINITE_STEPS, 0.0) + 1.0
+
+
+def _metrics_before(engine: EngineState) -> Mapping[str, float]:
+    """Return the metrics of the newest step; none if the run was resumed since, so that counts begin anew."""
+    done = engine.step_done
+    return {} if done is None or done.at_ns <= engine.resumed_ns else done.metrics
 
 
 def _counts(engine: EngineState) -> tuple[int, int]:

@@ -2,16 +2,17 @@
 
 import argparse
 import asyncio
-import json
 import shutil
 import time
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from bombus.config.flags import check_range
 from bombus.demo import chart
+from bombus.demo.folder import DemoOf, Keeper, load_curve, open_folder
 from bombus.demo.games import Game, Letters, Needle
-from bombus.demo.training import Curve, TrainingPlan
+from bombus.demo.training import Curve, TrainingPlan, is_over
 from bombus.errors import BombusError, Code, Refused
 from bombus.private import private_folder
 from bombus.sdk.job import Job
@@ -45,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=None,
         metavar="DIR",
-        help="the folder for everything it writes (default: runs/demo-<time>)",
+        help="the folder for everything it writes; a demo that was stopped goes on there (default: runs/demo-<time>)",
+    )
+    parser.add_argument(
+        "--url",
+        default="",
+        help="a hive that runs, such as that of `bombus up --data-dir DIR/hive`: only the client is started",
     )
     parser.add_argument(
         "--turns",
@@ -62,17 +68,31 @@ def run(arguments: argparse.Namespace) -> int:
     minutes = arguments.minutes if arguments.minutes is not None else (2.0 if arguments.tiny else 5.0)
     check_range("--minutes", minutes, MINUTES_MIN, MINUTES_MAX)
     model = _found(arguments.model)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refused(Code.BAD_CONFIG, f"{out} has an earlier run in it: name another --out, or remove it")
-    private_folder(out)
+    if arguments.url and arguments.tiny and not arguments.turns:
+        raise Refused(Code.BAD_CONFIG, "--url with --tiny needs --turns: each of the two games has a hive of its own")
+    if open_folder(out, DemoOf("tiny" if arguments.tiny else model, arguments.seed)):
+        say(f"{out} has an earlier demo, which goes on where it was")
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
-            return max(_tiny(out, count, arguments.seed, minutes) for count in turns)
-        return _main(out, model, arguments.seed, minutes)
+            return max(
+                _tiny(_Place(out / f"tiny-{count}", arguments.url), count, arguments.seed, minutes) for count in turns
+            )
+        return _main(_Place(out, arguments.url), model, arguments.seed, minutes)
+    except KeyboardInterrupt:
+        complain(f"bombus demo: stopped; the same command with --out {out} goes on where it was")
+        raise
     except BombusError as error:
         complain(*f"bombus demo: {error}".split("\n"))  # the end of a log, whose lines are safe
         return 1
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The folder of a game, and the URL of its hive, "" where the demo starts one."""
+
+    folder: Path
+    url: str = ""
 
 
 def _found(model: str) -> str:
@@ -92,6 +112,7 @@ def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1) -> Job:
     """Return a job that trains the tiny model from scratch, with `updates` optimizer steps for each batch."""
     return Job(
         model="tiny",
+        experiment_name="demo",
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
         max_prompt_length=256,
@@ -104,7 +125,7 @@ def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1) -> Job:
     )
 
 
-def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
+def _tiny(place: _Place, turns: int, seed: int, minutes: float) -> int:
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
     # The game of two turns takes small updates and a higher temperature: otherwise some pairs of letters settle on the
@@ -121,7 +142,7 @@ def _tiny(out: Path, turns: int, seed: int, minutes: float) -> int:
         measure=False,
     )
     job = tiny_job(plan, rate, updates)
-    curve, _ = asyncio.run(_Demo(out / f"tiny-{turns}", game, job, plan, began, threads=1).train())
+    curve, _ = _Demo(place, game, job, plan, began, threads=1).train()
     say("", f"{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
     for threshold in TINY_THRESHOLDS:
         say("  " + _threshold_line(curve, threshold))
@@ -152,6 +173,7 @@ def needle_job(model: str, plan: TrainingPlan) -> Job:
     """Return a job that trains LoRA adapters of any instruct model. `model` is a name or a folder."""
     return Job(
         model=model,
+        experiment_name="demo",
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
         max_prompt_length=256,
@@ -169,13 +191,13 @@ def needle_job(model: str, plan: TrainingPlan) -> Job:
     )
 
 
-def _main(out: Path, model: str, seed: int, minutes: float) -> int:
+def _main(place: _Place, model: str, seed: int, minutes: float) -> int:
     game = Needle()
     plan = TrainingPlan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
     job = needle_job(model, plan)
     reply, constant = game.constant_reply()
-    curve, weights = asyncio.run(_Demo(out, game, job, plan, BEGAN).train())
-    picture = out / "reward.png"
+    curve, weights = _Demo(place, game, job, plan, BEGAN).train()
+    picture = place.folder / "reward.png"
     chart.draw(curve, picture, f"{PurePath(hub_name(model) or model).name} on needle_haystack, seed {seed}", constant)
     first, last = curve.measured[0], curve.measured[-1]
     say("", f"{game.title}, seed {seed}")
@@ -184,12 +206,13 @@ def _main(out: Path, model: str, seed: int, minutes: float) -> int:
     say(f"  {'base model':28}  {first.reward:6.3f}  {first.exact:5.3f}")
     hits = sum(task.answer == reply for task in game.held_out()) / len(game.held_out())
     say(f"  {f'best constant reply ({reply})':28}  {constant:6.3f}  {hits:5.3f}")
-    place, placed, placed_hits = game.positional_reply()
-    say(f"  {f'always {place}':28}  {placed:6.3f}  {placed_hits:5.3f}")
+    always, placed, placed_hits = game.positional_reply()
+    say(f"  {f'always {always}':28}  {placed:6.3f}  {placed_hits:5.3f}")
     for point in curve.measured[1:]:
         say(f"  {f'after {point.training_s:.0f} s of training':28}  {point.reward:6.3f}  {point.exact:5.3f}")
     say("", *game.summary(first.kinds, last.kinds).split("\n"))
-    say("", f"{len(curve.steps)} batches. Picture: {picture}", f"Weights (load them with transformers): {weights}")
+    say("", f"{len(curve.steps)} batches. Picture: {picture}")
+    say(f"Weights (load them with transformers): {weights}" if weights else "`bombus export` writes the weights.")
     return 0
 
 
@@ -201,44 +224,64 @@ class _Demo:
     """One hive and the training in it. `began` is when the command started, on the monotonic clock; `threads` are
     torch's on the CPU, 0 for one for each core."""
 
-    folder: Path
+    place: _Place
     game: Game
     job: Job
     plan: TrainingPlan
     began: float
     threads: int = 0
 
-    async def train(self) -> tuple[Curve, Path]:
-        """Start a hive, train in it, and keep its weights. Returns the curve and the folder of the newest weights."""
-        from bombus.demo import hive
+    def train(self) -> tuple[Curve, Path | None]:
+        """Train what is left to train, in a hive, and keep the weights.
+
+        Returns the curve, and the folder of the newest weights, None where those are in a hive elsewhere.
+        """
+        curve, kept = load_curve(self.place.folder), self.place.folder / "model"
+        if curve is not None and kept.is_dir() and is_over(self.plan, curve, curve.trained_s()):
+            return curve, kept
+        return asyncio.run(self._train(curve))
+
+    async def _train(self, earlier: Curve | None) -> tuple[Curve, Path | None]:
         from bombus.demo.display import Display
         from bombus.demo.player import Player
         from bombus.demo.training import Training
         from bombus.sdk.aio import AsyncSwarmClient
 
+        folder, curve = self.place.folder, earlier or Curve()
         with Display(self.game.title, self.plan.train_s, every=1 if self.plan.measure else 10) as display:
             display.show("starting the hive")
-            async with hive.running(self.folder, self.threads) as url, AsyncSwarmClient(url) as client:
+            async with self._hive() as url, AsyncSwarmClient(url) as client:
                 display.show("loading the model")
-                await client.auto_sync_train_config_and_start_engine(self.job)
+                # A run that was left alone has open episodes, which nobody plays. The next one begins where it was.
+                await client.auto_sync_train_config_and_start_engine(self.job, force_restart=earlier is not None)
                 player = Player(client, self.game)
-                training = Training(player, self.plan, display, self.began)
+                training = Training(player, self.plan, Keeper(folder, curve, display), self.began)
+                training.go_on(curve, await client.get_global_step())
+                display.go_on(curve)
                 try:
-                    curve = await training.run()
+                    await training.run()
                 finally:
                     await player.close()
-                (self.folder / "curve.json").write_text(json.dumps(curve.to_json()))
-                weights = _keep_weights(self.folder)
+                weights = _keep_weights(folder)
         return curve, weights
 
+    def _hive(self) -> AbstractAsyncContextManager[str]:
+        """Start a hive, or take the one that runs. It yields the URL."""
+        from bombus.demo import hive
 
-def _keep_weights(out: Path) -> Path:
+        private_folder(self.place.folder)
+        return nullcontext(self.place.url) if self.place.url else hive.running(self.place.folder, self.threads)
+
+
+def _keep_weights(out: Path) -> Path | None:
     """Copy the newest version, as one model, out of the hive's folder, which keeps only two versions."""
     from bombus.weights.adapters import ADAPTER_FILE
     from bombus.weights.merging import save_merged
 
     files = (out / "hive" / "engines").rglob("version-*/*.safetensors")
-    newest = max(files, key=lambda path: path.stat().st_mtime)
+    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    if newest is None:
+        return None
     kept = out / "model"
     shutil.rmtree(kept, ignore_errors=True)
     if newest.name == ADAPTER_FILE:

@@ -52,6 +52,7 @@ AJET_KEYS: dict[str, str] = {
     "trainer_common.algorithm.adv_estimator": "trainer.adv_estimator",
     "trainer_common.resume_mode": "trainer.resume",
     "trainer_common.save_freq": "trainer.checkpoint_every",
+    "trainer_common.max_actor_ckpt_to_keep": "trainer.checkpoints_kept",
     "trainer_common.mini_batch_num": "trainer.mini_batch_num",
     "trainer_common.ppo_epochs": "trainer.ppo_epochs",
     "trainer_common.kl_loss_coef": "trainer.kl_coef",

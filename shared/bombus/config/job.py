@@ -12,6 +12,7 @@ from bombus.config.algorithms import Overlong
 from bombus.config.groups import ConfigGroup, Float, Tree, allowed, bad_config, shown
 from bombus.config.template_variables import VARIABLES_MAX, problem_of
 from bombus.config.trainer import TrainerConfig
+from bombus.hive.checkpoints import UNNAMED
 from bombus.hive.events import Collection, Method
 from bombus.hive.records import TEMPERATURE_MIN, digest
 
@@ -37,6 +38,10 @@ CollectionMethod = Annotated[Method, BeforeValidator(_method)]
 class ModelConfig(ConfigGroup):
     """`path` is `tiny`, `smollm2`, a folder or a name on the hub. `tokenizer` is the same, and is needed only where the
     model's folder has none.
+
+    The folder of a LoRA run (an export, another adapter of peft, a version that a trainer has published, or the run's
+    folder of versions) stands for its base with the adapter merged into it, in the base's precision unless `dtype` is
+    `float32`.
 
     `seed` is the seed of fresh weights and of sampling. `chat_template` is used instead of the model's own: its text,
     or a file on the trainer's machine; `none` is for jobs of plain completions alone, which need no template.
@@ -137,7 +142,7 @@ class ExperimentConfig(ConfigGroup):
     """`dir` is the folder for checkpoints; `auto` leaves it to the trainer's settings."""
 
     project_name: str = Field(default="ajet_default_project", min_length=1, max_length=256)
-    experiment_name: str = Field(default="read_yaml_name", min_length=1, max_length=256)
+    experiment_name: str = Field(default=UNNAMED, min_length=1, max_length=256)
     dir: str = Field(default="auto", min_length=1, max_length=4096)
 
 
@@ -179,6 +184,7 @@ class RunConfig(ConfigGroup):
             max_step_failures=rules.max_step_failures,
             replay_steps=rules.replay_steps,
             resume=self.trainer.resume,
+            checkpoints_kept=self.trainer.checkpoints_kept,
         )
 
     def to_yaml_mapping(self) -> Tree:

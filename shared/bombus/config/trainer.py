@@ -84,10 +84,17 @@ class TrainerConfig(ConfigGroup):
     by default, and 1e-5 with LoRA.
 
     An update whose loss or gradient is not finite is left out; after `max_nonfinite_steps` steps in a row with such an
-    update the run ends. Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest
-    one are made again from the log. With `resume: auto` a new run begins at the newest checkpoint that an earlier run
-    of the same model, adapter and experiment has left on this engine, with its optimizer and version, and otherwise at
-    the model as loaded; with `from 40` at that of version 40, and a job for which there is none is refused.
+    update the run is suspended.
+
+    Every `checkpoint_every`-th step leaves a checkpoint: after a crash the steps since the newest one are made again
+    from the log, which has the newest hundred at most: a hundred steps after a checkpoint there is another one in any
+    case. The newest `checkpoints_kept` of a run stay on disk, two at least.
+
+    With `resume: auto` a run goes on where the last one of its job was stopped: at the newest checkpoint that was left
+    on this engine, with its optimizer and version. The same job has the same project and experiment, model, tokenizer,
+    seed, backend and adapter; any other setting may change, such as `lr`. Where only other jobs of an experiment have
+    left checkpoints the start is refused, or begins with the model as loaded if the experiment was given no name.
+    `from 40` begins at version 40, or is refused; `never` begins with the model as loaded.
 
     `overlong_buffer` is in tokens. A micro-batch has up to `max_tokens_per_bin` tokens (xorl calls that
     `sample_packing_sequence_len`), on a CPU at most 4096 unless the trainer's `--bin-tokens` allows more; without
@@ -135,8 +142,9 @@ class TrainerConfig(ConfigGroup):
     enable_packing: bool = True
     share_prefixes: bool = True
     gradient_checkpointing: bool = False
-    checkpoint_every: int = Field(default=1, ge=1, le=100)
-    resume: str = Field(default="never", pattern=r"^(never|auto|from [0-9]{1,9})$")
+    checkpoint_every: int = Field(default=1, ge=1, le=1_000_000)
+    checkpoints_kept: int = Field(default=2, ge=1, le=100)
+    resume: str = Field(default="auto", pattern=r"^(never|auto|from [0-9]{1,9})$")
     save_debug_rollout_data: str = Field(
         default="",
         max_length=1024,

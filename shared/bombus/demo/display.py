@@ -8,7 +8,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from bombus.demo.training import Measured, Stepped, Watcher
+from bombus.demo.training import Curve, Measured, Stepped, Watcher
 from bombus.terminal import say
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -33,6 +33,11 @@ class Display(Watcher):
         self._console = Console(file=sys.stdout)
         self._live = Live(self._draw(), console=self._console, refresh_per_second=4, transient=True)
         self._is_live = self._console.is_terminal
+
+    def go_on(self, curve: Curve) -> None:
+        """Show what was made before the training was stopped, too."""
+        self._steps = list(curve.steps)
+        self._measured = list(curve.measured)
 
     def __enter__(self) -> "Display":
         if self._is_live:

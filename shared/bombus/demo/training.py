@@ -4,7 +4,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgspec
 
@@ -53,6 +52,16 @@ class Curve(msgspec.Struct, kw_only=True):
     steps: list[Stepped] = []
     measured: list[Measured] = []
 
+    def trained_s(self) -> float:
+        """Return the training time so far."""
+        stepped = self.steps[-1].training_s if self.steps else 0.0
+        return max(stepped, self.measured[-1].training_s if self.measured else 0.0)
+
+    def cut(self, version: int) -> None:
+        """Forget what was played after `version`: when a hive was stopped, those batches were not trained."""
+        self.steps = [step for step in self.steps if step.version < version]
+        self.measured = [point for point in self.measured if point.version <= version]
+
     def smoothed(self) -> float:
         """Return the mean reward of the last ten batches, 0 before there are ten."""
         last = self.steps[-10:]
@@ -65,11 +74,10 @@ class Curve(msgspec.Struct, kw_only=True):
                 return of(self.steps[index])
         return None
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "steps": [msgspec.to_builtins(step) for step in self.steps],
-            "measured": [msgspec.to_builtins(point) for point in self.measured],
-        }
+
+def is_over(plan: TrainingPlan, curve: Curve, trained_s: float) -> bool:
+    """Return whether there is nothing left to train."""
+    return len(curve.steps) >= plan.steps or trained_s >= plan.train_s or curve.smoothed() >= plan.stop_at
 
 
 class Watcher:
@@ -95,10 +103,10 @@ def still_to_play(left: Sequence[GameTask], results: Sequence[Played | None]) ->
 
 
 class Clock:
-    """Counts the seconds between `go` and `pause`."""
+    """Counts the seconds between `go` and `pause`, on top of those `before`."""
 
-    def __init__(self) -> None:
-        self._before = 0.0
+    def __init__(self, before: float = 0.0) -> None:
+        self._before = before
         self._since: float | None = None
 
     def go(self) -> None:
@@ -124,15 +132,24 @@ class Training:
         self._began = began
         self._rng = random.Random(plan.seed)
 
+    def go_on(self, curve: Curve, version: int) -> None:
+        """Go on with the curve so far, of a training whose hive is at `version`, and with the tasks that come next."""
+        curve.cut(version)
+        self.curve, self.trained = curve, Clock(curve.trained_s())
+        self._began -= curve.steps[-1].wall_s if curve.steps else 0.0
+        for _ in range(version):
+            self._draw()
+
+    def is_over(self) -> bool:
+        return is_over(self.plan, self.curve, self.trained.seconds)
+
     async def run(self) -> Curve:
         """Train as planned; measure before, in between and after, if the plan says so."""
         plan = self.plan
-        if plan.measure:
+        if plan.measure and not self.curve.measured:
             await self.measure()
-        next_measure = plan.measure_every_s
-        for _ in range(plan.steps):
-            if self.trained.seconds >= plan.train_s or self.curve.smoothed() >= plan.stop_at:
-                break
+        next_measure = plan.measure_every_s * (1 + self.trained.seconds // plan.measure_every_s)
+        while not self.is_over():
             await self.step()
             if plan.measure and next_measure <= self.trained.seconds < plan.train_s:
                 next_measure += plan.measure_every_s

@@ -97,22 +97,26 @@ def _facts(run: LoggedRun, number: int, steps: Sequence[LoggedStep]) -> Iterator
     yield "KL penalty", f"{trainer.kl_coef:g}, {trainer.kl_estimator}" if trainer.kl_coef else "none"
     yield "batch", f"{rules.batch_size} groups of {job.rollout.num_repeat} episodes ({rules.method})"
     yield "temperature", f"{job.rollout.temperature:g}"
-    yield "trained on", _trained_on(number, steps)
+    yield "trained on", _trained_on(run, number, steps)
     if run.started_ns:
         yield "run started", _date(run.started_ns)
+    if run.begun:
+        yield "run begun", one_line(run.begun)
     if number in run.versions:
         yield "version made", _date(run.versions[number].at_ns)
     yield "job", f"`{run.job_digest}`"
     yield "bombus", version_of("bombus")
 
 
-def _trained_on(number: int, steps: Sequence[LoggedStep]) -> str:
+def _trained_on(run: LoggedRun, number: int, steps: Sequence[LoggedStep]) -> str:
     groups = sum(len(step.batch.groups) for step in steps)
     episodes = sum(len(_scores(step.batch)) for step in steps)
     left_out = sum(int(step.done.metrics.get("episodes_left_out", 0)) for step in steps if step.done is not None)
     less = f", {left_out:,} of them left out" if left_out else ""
-    gone = f"; of steps 1 to {number - len(steps)} the log was compacted" if len(steps) < number else ""
-    return f"{episodes:,} episodes in {groups:,} groups{less}{gone}"
+    earlier = f"; steps 1 to {run.first} were made in earlier runs" if run.first else ""
+    unknown = number - len(steps)
+    gone = f"; of steps {run.first + 1} to {unknown} the log was compacted" if unknown > run.first else ""
+    return f"{episodes:,} episodes in {groups:,} groups{less}{earlier}{gone}"
 
 
 def _own_settings(job: RunConfig) -> Iterator[str]:

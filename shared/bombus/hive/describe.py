@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import singledispatch
 
 from bombus.hive import events as ev
+from bombus.hive.checkpoints import where_begun
 from bombus.hive.events import Event
 from bombus.hive.status import byte_size, format_text, one_line
 
@@ -58,10 +59,8 @@ def _(event: ev.EngineConfigured) -> str:
 @_text.register
 def _(event: ev.EngineStarted) -> str:
     text = f"run {event.run} started with configuration {event.config_digest[:8]}"
-    if event.begins is None:
-        return text
-    changed = f", with {', '.join(event.begins.changed)}" if event.begins.changed else ""
-    return f"{text}, at the checkpoint of step {event.begins.step} of run {event.begins.run}{changed}"
+    begun = where_begun(event)
+    return f"{text}, {begun}" if begun else text
 
 
 @_text.register

@@ -63,6 +63,7 @@ class Collection(msgspec.Struct, frozen=True, kw_only=True):
     max_step_failures: int = 3
     replay_steps: int = 1000  # steps whose calls are kept for replay while there is room (R12)
     resume: str = "never"  # which checkpoint a new run begins at: never, auto, or "from VERSION"
+    checkpoints_kept: int = 2
 
     @property
     def episode_target(self) -> int:
@@ -108,12 +109,16 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EngineStarted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.started"):
-    """A run has started. It `begins` at a checkpoint, or at the model as loaded."""
+    """A run has started. It `begins` at a checkpoint, or at the model as loaded.
+
+    `anew` says why it is the latter although an earlier run has left checkpoints.
+    """
 
     run: int
     config_digest: str
     command: str = ""
     begins: Beginning | None = None
+    anew: str = ""
 
 
 class EngineProgressed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.progressed"):

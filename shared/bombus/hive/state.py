@@ -12,9 +12,10 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
+from bombus.hive.checkpoints import LeftRun, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
-from bombus.hive.steps import SealedStep, checkpoints, complete, lacking
+from bombus.hive.steps import SealedStep, complete, lacking
 
 FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
@@ -23,7 +24,6 @@ EVALS_KEPT = 256
 ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
-LEFT_KEPT = 8  # checkpoints of earlier runs that are remembered
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
@@ -91,13 +91,6 @@ class Replica(msgspec.Struct, kw_only=True):
     quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
 
 
-class LeftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint of a run that is over, and the job of that run."""
-
-    done: ev.StepCompleted
-    config: str
-
-
 class EvalStats(msgspec.Struct):
     """Evaluation episodes that ran on one policy version."""
 
@@ -134,13 +127,16 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
+    resumed_ns: int = 0  # when the run was resumed last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
     version: int = -1  # the version of the newest weights that are ready
     step: int = 0  # the step of the newest sealed batch
+    started: ev.EngineStarted | None = None  # the run's beginning
     begun: int = 0  # the step at which the run began
-    left: list[LeftCheckpoint] = []  # of earlier runs, oldest first
+    left: list[LeftRun] = []  # checkpoints of earlier runs, oldest first
+    kept: list[ev.StepCompleted] = []  # checkpoints of this run that are not removed, oldest first
     next_episode: int = 1
     open: dict[str, Episode] = {}
     claims: dict[str, tuple[str, ...]] = {}  # of open episodes, by claim id
@@ -198,11 +194,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     def global_step(self) -> int:
         return max(self.version, 0)
 
-    def checkpoints_left(self) -> list[LeftCheckpoint]:
-        """Return the newest checkpoints of earlier runs and of this one, oldest first."""
-        ours = [done for done in reversed(checkpoints(self.steps)) if done.run == self.run]
-        config = "" if self.active is None else self.active.config
-        return [*self.left, *(LeftCheckpoint(done=done, config=config) for done in ours)][-LEFT_KEPT:]
+    def checkpoints_left(self) -> list[LeftRun]:
+        """Return the runs that have left checkpoints, oldest first, with this one."""
+        return leave(self.left, "" if self.active is None else self.active.config, self.kept)
 
     def lacks_format(self, run: int, found: ConversationFormat) -> bool:
         """Return whether this way of reading the model is news.
@@ -318,6 +312,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         configured=engine.configured,
         active=engine.configured,
         run=event.run,
+        started=event,
         replicas=engine.replicas,
         commands=engine.commands,
         refused=engine.refused,
@@ -345,14 +340,7 @@ def _release_replicas(engine: EngineState) -> None:
 def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
     """Let a run begin as if it had made the step of that checkpoint itself. Its batch is not needed again."""
     batch = ev.BatchReady(engine=engine.name, run=begins.run, step=begins.step, groups=(), config_digest="")
-    done = ev.StepCompleted(
-        engine=engine.name,
-        run=begins.run,
-        step=begins.step,
-        trainer_epoch=0,
-        checkpoint=begins.checkpoint,
-        checkpoint_digest=begins.checkpoint_digest,
-    )
+    done = step_of(engine.name, begins)
     engine.step = engine.begun = begins.step
     engine.step_done = done
     engine.steps = [SealedStep(batch=batch, done=done)]
@@ -398,6 +386,7 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
     engine.suspended = ""
     engine.until_served = False
+    engine.resumed_ns = event.at_ns
     engine.step_failures = 0
     if event.command:
         _release_replicas(engine)
@@ -617,6 +606,7 @@ def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
 def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     engine.step_done = event
     complete(engine.steps, event)
+    engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None
     engine.step_failures = 0
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import ConversationFormat, EpisodeType, Method
 from bombus.hive.pacing import Pace, last_chances, pace
@@ -86,6 +87,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     until_served: bool = False  # it also goes on by itself, once a replica serves its weights
     model: str
     run: int
+    begun: str = ""  # where the run began, "" where it had no checkpoint to begin at
     global_step: int
     version: int
     method: Method
@@ -251,6 +253,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         until_served=engine.until_served,
         model=source.model if source else "",
         run=engine.run,
+        begun="" if engine.started is None else where_begun(engine.started),
         global_step=engine.global_step,
         version=engine.version,
         method=engine.collection.method,
@@ -372,6 +375,8 @@ def _head_lines(status: EngineStatus) -> list[str]:
         lines.append(f"  {way_on(status)}; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
+    if status.begun:
+        lines.append(f"  begun {one_line(status.begun)}")
     if status.disagreement:
         lines.append(f"  warning: {one_line(status.disagreement)}")
     elif status.formats:

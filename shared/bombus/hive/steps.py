@@ -6,7 +6,8 @@ from bombus.hive.events import BatchReady, StepCompleted
 
 IDLE_S, IDLE_S_MAX = 240.0, 3600.0  # the idle limit of an episode whose client names none
 IDLE_STEPS = 2.0  # and how many steps it outlasts, within these bounds
-STEPS_KEPT = 202  # two checkpoints that are as far apart as a job may have them, and the outstanding batch
+STEPS_APART = 100  # between two checkpoints, at most: the batches since the older of two are kept, with their calls
+STEPS_KEPT = 2 * STEPS_APART + 2  # with the outstanding batch
 
 
 class SealedStep(msgspec.Struct, kw_only=True):
@@ -38,6 +39,12 @@ def lacking(steps: list[SealedStep]) -> int:
 def checkpoints(steps: list[SealedStep]) -> list[StepCompleted]:
     """Return the steps with the newest checkpoints, the newest first. There are at most two."""
     return [step.done for step in reversed(steps) if step.done is not None and step.saved]
+
+
+def is_due(steps: list[SealedStep], step: int, every: int) -> bool:
+    """Return whether `step` leaves a checkpoint: each `every`-th does, and one `STEPS_APART` after the newest."""
+    newest = next((done.step for done in checkpoints(steps)), 0)
+    return step % every == 0 or step - newest >= STEPS_APART
 
 
 def steps_after(steps: list[SealedStep], checkpoint: int, newest: int) -> list[SealedStep] | None:

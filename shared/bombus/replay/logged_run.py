@@ -7,6 +7,7 @@ import msgspec
 
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
+from bombus.hive.checkpoints import step_of, where_begun
 from bombus.hive.state import Hive, as_folded, evolve
 from bombus.replay.source import NotOnLog, Source
 
@@ -20,9 +21,11 @@ class LoggedStep(msgspec.Struct):
 
 
 class LoggedRun(msgspec.Struct, kw_only=True):
-    """A run. On a compacted log `checkpoints` also has the step before the first batch that is kept.
+    """A run. `checkpoints` also has the one at which it began, and on a compacted log the step before the first batch
+    that is kept.
 
-    `started_ns` is 0 for a run that started before a compacted log's first event.
+    `begun` says where it began, "" where it had no checkpoint to begin at, and `first` is its step there. `started_ns`
+    is 0 for a run that started before a compacted log's first event.
     """
 
     engine: str
@@ -30,6 +33,8 @@ class LoggedRun(msgspec.Struct, kw_only=True):
     job: RunConfig
     job_digest: str
     started_ns: int = 0
+    begun: str = ""
+    first: int = 0
     steps: dict[int, LoggedStep] = {}
     checkpoints: dict[int, ev.StepCompleted] = {}
     versions: dict[int, ev.WeightsReady] = {}
@@ -66,7 +71,10 @@ async def read_run(source: Source, engine: str | None = None, run: int | None = 
             configured[event.engine] = event
         elif isinstance(event, ev.EngineStarted) and (config := configured.get(event.engine)) is not None:
             logged = _started(config, event.run)
-            logged.started_ns = event.at_ns
+            logged.started_ns, logged.begun = event.at_ns, where_begun(event)
+            if event.begins is not None:
+                logged.first = event.begins.step
+                _note(logged, entry.seq, step_of(event.engine, event.begins))
             current[event.engine] = runs[event.engine, event.run] = logged
         elif event.engine in current:
             _note(current[event.engine], entry.seq, as_folded(hive, event))
@@ -80,8 +88,11 @@ def _of_state(hive: Hive, position: int) -> list[LoggedRun]:
         if engine.active is None:
             continue
         logged = _started(engine.active, engine.run)
+        logged.begun = "" if engine.started is None else where_begun(engine.started)
+        logged.first = engine.begun
         for step in engine.steps:
-            _note(logged, position, step.batch)
+            if step.batch.run == engine.run:  # and not that of the checkpoint at which the run began
+                _note(logged, position, step.batch)
             if step.done is not None:
                 _note(logged, position, step.done)
         for event in (engine.weights_before, engine.weights, engine.step_done, engine.batch):

@@ -164,6 +164,9 @@ class AsyncSwarmClient:
     async def stop_engine(self) -> None:
         await self._run(self._core.stop_engine())
 
+    async def resume_engine(self) -> None:
+        await self._run(self._core.resume_engine())
+
     async def auto_sync_train_config_and_start_engine(
         self, agent_jet_job: JobLike, force_restart: bool = False
     ) -> None:

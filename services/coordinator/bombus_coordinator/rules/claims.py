@@ -21,7 +21,8 @@ def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     if not engine.suspended:
         return refused
     why = NONE_AVAILABLE if engine.phase == Phase.ROLLING else refused.why
-    until = "a replica serves its weights" if engine.until_served else "its operator resumes it"
+    ways = "its operator resumes it (`bombus resume` or client.resume_engine())"
+    until = "a replica serves its weights" if engine.until_served else ways
     return Refused(refused.code, f"{why} The run is suspended until {until}: {engine.suspended}")
 
 

@@ -110,13 +110,15 @@ def start(engine: EngineState, live: Live, message: Start) -> Decisions:
     if engine.configured is None:
         raise Refused(Code.NO_CONFIG, "No training configuration found: call sync_train_config first.")
     run = engine.run + 1
+    begins, anew = beginning(engine)
     event = ev.EngineStarted(
         at_ns=live.now_ns,
         engine=engine.name,
         run=run,
         config_digest=engine.configured.config_digest,
         command=message.id,
-        begins=beginning(engine),
+        begins=begins,
+        anew=anew,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=run)),))
 

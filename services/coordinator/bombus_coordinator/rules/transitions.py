@@ -9,7 +9,7 @@ from bombus.hive.events import AbortReason, DropReason
 from bombus.hive.pacing import last_chances, oldest_usable
 from bombus.hive.state import BOOTED, EngineState, Phase
 from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisions
-from bombus_coordinator.rules.engines import fail
+from bombus_coordinator.rules.engines import suspend
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
 from bombus_coordinator.rules.replicas import look_after
@@ -34,7 +34,7 @@ def _booting(engine: EngineState, live: Live) -> Decisions:
         return
     limit_s = engine.collection.boot_s
     if live.since(engine.phase_since_ns) + ns(limit_s) <= live.now_ns:
-        yield from fail(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
+        yield from suspend(engine, live, f"booting took longer than {limit_s:.0f} s; it was still {engine.stage!r}")
 
 
 def _rolling(engine: EngineState, live: Live) -> Decisions:

@@ -174,7 +174,9 @@ class ClaimRoutes:
             )
 
     def _failure(self, refused: Refused) -> views.JsonObject:
-        return {"fail_cause": refused.why, "code": refused.code, "engine_status": self._context.state.phase}
+        state = self._context.state
+        told = {"engine_status": state.phase, "suspended": state.suspended}
+        return {"fail_cause": refused.why, "code": refused.code} | told
 
     def _episodes(self, request: Request, granted: Granted) -> list[dict[str, str]]:
         """Return the id of each episode, with the claim's secret, and the base URL and key that its agent needs."""

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from bombus.config.documents import parse_job
 from bombus.errors import BusUnavailable, Code, Refused
 from bombus.hive import inbox
+from bombus.hive.checkpoints import where_begun
 from bombus.hive.state import Phase
 from bombus_gateway.swarm import bodies, views
 from bombus_gateway.swarm.bodies import parse, read_raw
@@ -78,11 +79,18 @@ class EngineRoutes:
         if self._context.state.phase == Phase.OFFLINE:
             why = self._context.state.failure or "the engine was stopped again"
             return JsonResponse({"success": False, "error": why, "code": Code.ENGINE_FAILED})
-        return JsonResponse({"success": True, "pid": os.getpid(), "run": run})
+        started = self._context.state.started
+        begun = "" if started is None or started.run != run else where_begun(started)
+        return JsonResponse({"success": True, "pid": os.getpid(), "run": run, "begun": begun})
 
     async def stop_engine(self, request: Request) -> Response:
         """Stop the engine. Its open episodes are aborted; what is on the log stays there."""
         command = inbox.Stop(id=self._context.command_id(request, "stop", "", b""), engine=self._context.engine)
+        return await self._done(request, command)
+
+    async def resume_engine(self, request: Request) -> Response:
+        """Let a suspended run try again. One that goes on anyway is left alone."""
+        command = inbox.Resume(id=self._context.command_id(request, "resume", "", b""), engine=self._context.engine)
         return await self._done(request, command)
 
     async def agree_sync_weight(self, request: Request) -> Response:
@@ -126,7 +134,7 @@ class EngineRoutes:
         log.info("a client says", extra=fields)
         return JsonResponse({"success": True})
 
-    async def _done(self, request: Request, command: inbox.Stop | inbox.AgreeSync) -> Response:
+    async def _done(self, request: Request, command: inbox.Stop | inbox.Resume | inbox.AgreeSync) -> Response:
         try:
             await self._context.execute(request, command)
         except Refused as error:

@@ -45,6 +45,7 @@ def swarm_router(gateway: Gateway, engine: str) -> APIRouter:
         (Access.CLIENT, "POST", "/compare_train_config", engine_routes.compare_train_config, bodies.CompareTrainConfig),
         (Access.CONTROL, "POST", "/start_engine", engine_routes.start_engine, None),
         (Access.CONTROL, "POST", "/stop_engine", engine_routes.stop_engine, None),
+        (Access.CONTROL, "POST", "/resume_engine", engine_routes.resume_engine, None),
         (Access.CLIENT, "POST", "/claim_episode", claims.claim_episode, bodies.ClaimEpisode),
         (Access.CLIENT, "POST", "/end_episode", episodes.end_episode, bodies.EndEpisode),
         (Access.CLIENT, "POST", "/abort_episode", episodes.abort_episode, bodies.AbortEpisode),

@@ -12,6 +12,8 @@ from bombus_trainer.publish.checkpoint import CheckpointLost
 
 log = logging.getLogger(__name__)
 
+ANEW = "or stop the run and set trainer.resume to never, which begins with the model as loaded"
+
 
 def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
     """Load a run's model from the newest checkpoint that can be read, and return it with that checkpoint's step.
@@ -34,6 +36,12 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
         except CheckpointLost as error:
             log.warning("%s: going back further", error)
             lost = lost or error
+        except EngineFault as error:
+            if done.run == engine.run:
+                raise
+            raise EngineFault(f"{error}, {ANEW}") from error  # an earlier run's checkpoint does not fit
+    if lost is not None and engine.begun:
+        raise CheckpointLost(f"{lost}. The run began at it: bring it back, {ANEW}") from lost
     if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
         raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
     return executor, 0

@@ -63,7 +63,7 @@ class Retraining:
     async def at(cls, source: Source, logged: LoggedRun, step: int, executor: Executor, report: Report) -> "Retraining":
         """Start as near before or at `step` as a checkpoint allows, with an `executor` of the run's job at step 0.
 
-        `report` is called with a line that says from where.
+        `report` is called with a line that says from where. Raises `EngineFault` when there is no place to start at.
         """
         made = cls(source, logged, executor)
         saved = await asyncio.to_thread(_newest_kept, logged, step, report)
@@ -72,6 +72,10 @@ class Retraining:
             made.step = saved.facts.step
             report(f"starting from the checkpoint of step {made.step}")
             return made
+        if logged.first:
+            raise EngineFault(
+                f"run {logged.run} began {logged.begun}, and no checkpoint of it up to step {step} is left"
+            )
         report("starting from the model as loaded" + (f": no checkpoint up to step {step} is kept" if step else ""))
         version = logged.weights.get(0)
         if version is not None and not await asyncio.to_thread(_begins_as, executor, version):

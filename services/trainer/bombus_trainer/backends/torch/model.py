@@ -204,7 +204,10 @@ class PolicyModel:
         with torch.no_grad():
             for name, parameter in own.items():
                 if parameter.shape != tensors[name].shape:
-                    raise EngineFault(f"the checkpoint's {name} has shape {tuple(tensors[name].shape)}")
+                    raise EngineFault(
+                        f"the checkpoint is of another model: its {name} has shape {tuple(tensors[name].shape)}, not "
+                        f"{tuple(parameter.shape)}"
+                    )
                 parameter.copy_(tensors[name])
 
     def dense_shapes(self) -> dict[str, Shape]:

@@ -1,0 +1,86 @@
+"""The folder of a demo: what it trains, and how far it came, so that one that was stopped goes on."""
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from bombus.demo.training import Curve, Measured, Stepped, Watcher
+from bombus.errors import Code, Refused
+from bombus.private import private_folder
+
+DEMO, CURVE = "demo.json", "curve.json"
+
+
+class DemoOf(msgspec.Struct, frozen=True):
+    """What a demo trains: a model, and the seed of everything random."""
+
+    model: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"of the model {self.model} with seed {self.seed}"
+
+
+def open_folder(out: Path, wanted: DemoOf) -> bool:
+    """Make the folder of a demo, or open that of an earlier one. Return whether it is the latter.
+
+    Raises `Refused` when it belongs to another demo, or to something else.
+    """
+    try:
+        found = msgspec.json.decode((out / DEMO).read_bytes(), type=DemoOf)
+    except FileNotFoundError:
+        _begin(out, wanted)
+        return False
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Refused(Code.BAD_CONFIG, f"{out / DEMO} cannot be read: {error}. Name another --out.") from error
+    if found != wanted:
+        raise Refused(
+            Code.BAD_CONFIG,
+            f"{out} has a demo {found}, and this is one {wanted}: name another --out, or give these again",
+        )
+    return True
+
+
+def _begin(out: Path, wanted: DemoOf) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refused(Code.BAD_CONFIG, f"{out} has something else in it than a demo: name another --out, or remove it")
+    private_folder(out)
+    _write(out / DEMO, wanted)
+
+
+def load_curve(folder: Path) -> Curve | None:
+    """Return how far an earlier demo came, None if there was none. Raises `Refused` when that cannot be read."""
+    try:
+        return msgspec.json.decode((folder / CURVE).read_bytes(), type=Curve)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Refused(Code.BAD_CONFIG, f"{folder / CURVE} cannot be read: {error}") from error
+
+
+class Keeper(Watcher):
+    """Writes the curve into the folder after each step, and shows it on a display."""
+
+    def __init__(self, folder: Path, curve: Curve, shown: Watcher) -> None:
+        self._file = folder / CURVE
+        self._curve = curve
+        self._shown = shown
+
+    def measuring(self, done: int, total: int) -> None:
+        self._shown.measuring(done, total)
+
+    def measured(self, point: Measured) -> None:
+        _write(self._file, self._curve)
+        self._shown.measured(point)
+
+    def stepped(self, step: Stepped) -> None:
+        _write(self._file, self._curve)
+        self._shown.stepped(step)
+
+
+def _write(file: Path, value: DemoOf | Curve) -> None:
+    """Write a file so that whoever reads it finds the one before or this one."""
+    draft = file.with_suffix(".draft")
+    draft.write_bytes(msgspec.json.encode(value))
+    os.replace(draft, file)

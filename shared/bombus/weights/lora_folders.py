@@ -1,0 +1,187 @@
+"""Models that are named by the folder of a LoRA run: the base of its adapter, with the adapter merged into it.
+
+Such a folder is an export or another adapter that peft reads, a version that a trainer has published, or the folder of
+a run with its versions.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from bombus.errors import EngineFault
+from bombus.weights.adapters import ADAPTER_CONFIG, ADAPTER_FILE, Rounding
+from bombus.weights.deltas import DELTA_FILE, FULL_FILE, Bits, TensorFile, file_sha256, patched
+from bombus.weights.shards import TensorHead, write_model
+
+log = logging.getLogger(__name__)
+
+CONFIG, CHECKPOINT_STATE = "config.json", "state.safetensors"
+FLOATS = ("BF16", "F16", "F32", "F64")
+_VERSION = re.compile(r"^version-(\d+)-epoch-(\d+)$")
+LOST_MAX = 0.5  # the share of an adapter, as a norm, that may be rounded away when it is merged
+EXPORT = "write it as a folder with `bombus export`, and name that"
+
+
+class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What peft's configuration says of an adapter."""
+
+    r: int
+    lora_alpha: float
+    base_model_name_or_path: str | None = None
+    peft_type: str = "LORA"
+    bias: str = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    fan_in_fan_out: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    modules_to_save: list[str] | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+    @property
+    def obstacles(self) -> list[str]:
+        """What this adapter has that is not merged here."""
+        plain = PeftConfig(r=self.r, lora_alpha=self.lora_alpha)
+        names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
+        return [name for name in names if (getattr(self, name) or None) != (getattr(plain, name) or None)]
+
+
+def of_a_run(folder: Path) -> Path:
+    """Return the newest version in the folder of a run, and any other folder as it is."""
+    if not folder.is_dir():
+        return folder
+    found = [(match, path) for path in folder.iterdir() if (match := _VERSION.match(path.name))]
+    return max(found, key=lambda each: (int(each[0][1]), int(each[0][2])))[1] if found else folder
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / ADAPTER_FILE).is_file()
+
+
+def why_no_model(folder: Path) -> str:
+    """Return why a folder of a trainer is no model, with what to name instead; "" for any other folder."""
+    if (folder / CHECKPOINT_STATE).is_file():
+        return (
+            f"{folder} is a trainer's checkpoint: a run begins at it with trainer.resume, in its own hive. For "
+            "any other, write its version as a folder with `bombus export`, and name that"
+        )
+    if (folder / DELTA_FILE).is_file() and not (folder / FULL_FILE).is_file():
+        return f"{folder} has only what a version changes: {EXPORT}"
+    return ""
+
+
+Fill = Callable[[Path], None]  # fills an empty folder
+
+
+def merged_model(
+    folder: Path, dtype: str, base_named: Callable[[str], Path], made: Callable[[str, Fill], Path]
+) -> Path:
+    """Return the folder of the model that the adapter in `folder` makes of its base.
+
+    `base_named` returns the folder of a model by its name. `made` makes a folder once, given its name and a function
+    that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` when it cannot be made.
+    """
+    config = _peft_config(folder)
+    base = _base_beside(folder) or _base_named(folder, config, base_named)
+    return made(_name(folder, base, dtype), lambda draft: _merge(base, folder, config.scale, dtype, draft))
+
+
+def _peft_config(folder: Path) -> PeftConfig:
+    try:
+        config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter beside it: {error}") from error
+    if config.r < 1:
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {config.r}, which is no rank")
+    if config.obstacles:
+        raise EngineFault(
+            f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which cannot be merged "
+            "here: merge it with peft, and name the model's folder"
+        )
+    return config
+
+
+def _base_beside(folder: Path) -> Path | None:
+    """Return the base that a trainer has published beside its adapters, None if there is none."""
+    found = sorted(folder.absolute().parent.glob("base-epoch-*"))
+    if len(found) > 1:
+        raise EngineFault(f"{folder.parent} has {len(found)} models that adapters were made for: {EXPORT}")
+    return found[0] if found else None
+
+
+def _base_named(folder: Path, config: PeftConfig, base_named: Callable[[str], Path]) -> Path:
+    name = config.base_model_name_or_path
+    if not name:
+        raise EngineFault(
+            f"the adapter in {folder} does not say which model it is for: give base_model_name_or_path in its "
+            f"{ADAPTER_CONFIG}"
+        )
+    try:
+        return base_named(name)
+    except EngineFault as error:
+        raise EngineFault(f"the adapter in {folder} is for the model {name}: {error}") from error
+
+
+def _tensor_files(base: Path) -> list[Path]:
+    return sorted(base.glob("*.safetensors"))
+
+
+def _name(folder: Path, base: Path, dtype: str) -> str:
+    """Return a name that changes with the adapter, its base and the precision."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _tensor_files(base)]
+    parts = (file_sha256(folder / ADAPTER_FILE), str(base.resolve()), stats, dtype == "float32")
+    return f"lora-{sha256(repr(parts).encode()).hexdigest()[:16]}"
+
+
+def _merge(base: Path, folder: Path, scale: float, dtype: str, draft: Path) -> None:
+    from bombus.weights.merging import Adapter, merge_each
+
+    files = _tensor_files(base)
+    if not files:
+        raise EngineFault(f"{base} has no safetensors files to merge the adapter in {folder} into")
+    for source in (base, folder):
+        _copy_texts(source, draft)
+    wanted = "F32" if dtype == "float32" else ""
+    if wanted:
+        config = msgspec.json.decode((draft / CONFIG).read_bytes(), type=dict[str, object])
+        (draft / CONFIG).write_bytes(msgspec.json.encode(config | {"dtype": "float32"}))
+    adapter, rounding = Adapter(folder, scale), Rounding()
+
+    def tensors(opened: list[TensorFile]) -> Iterator[tuple[str, Bits]]:
+        for source in opened:
+            yield from merge_each(source, patched(source, ()), adapter, wanted, rounding)
+        adapter.check_all_merged()
+
+    with ExitStack() as stack:
+        opened = [stack.enter_context(TensorFile(file)) for file in files]
+        write_model(draft, [head for source in opened for head in _heads(source, wanted)], tensors(opened))
+    lost = f"{100 * rounding.share_lost:.0f} % of the adapter in {folder}"
+    if rounding.share_lost > LOST_MAX:
+        raise EngineFault(f"{lost} would be rounded away in the precision of its base: set model.dtype to float32")
+    log.info("%s is rounded away in its base, %s", lost, base)
+
+
+def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
+    owns = {name: source.dtype(name) for name in source.names}
+    return [
+        TensorHead(name, dtype if dtype and own in FLOATS else own, source.shape(name)) for name, own in owns.items()
+    ]
+
+
+def _copy_texts(source: Path, draft: Path) -> None:
+    """Copy all but tensors and the adapter's configuration."""
+    for file in source.rglob("*"):
+        name = file.relative_to(source)
+        is_text = file.suffix in (".json", ".jinja", ".model", ".txt") and len(name.parts) <= 2
+        if is_text and file.name != ADAPTER_CONFIG and not file.name.endswith(".index.json"):
+            (draft / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, draft / name)

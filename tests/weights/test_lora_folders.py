@@ -1,0 +1,100 @@
+"""The folder of a LoRA run, named as a model: its base with the adapter merged into it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from bombus.errors import EngineFault
+from bombus.weights.adapters import ADAPTER_CONFIG
+from bombus.weights.models import load_model, load_tokenizer_files, resolve_model
+from tests.trainer.small_batches import tiny_model_folder
+
+TOKENS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return tiny_model_folder(tmp_path / "base")
+
+
+def adapter(base: Path, folder: Path, std: float = 0.3, **config: Any) -> Path:
+    """Save an adapter as peft does, which changes its model a lot."""
+    wanted = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **config)
+    torch.manual_seed(3)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), wanted)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def as_peft_computes(base: Path, folder: Path) -> torch.Tensor:
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(folder))
+    with torch.no_grad():
+        logits: torch.Tensor = model(TOKENS).logits
+    return logits
+
+
+@pytest.mark.parametrize("shards", ["50GB", "20KB"])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_an_adapter_of_peft_is_the_model_that_peft_computes(
+    base: Path, tmp_path: Path, shards: str, rslora: bool
+) -> None:
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(sharded := tmp_path / "sharded", max_shard_size=shards)
+    shutil.copyfile(base / "tokenizer.json", sharded / "tokenizer.json")
+    folder = adapter(sharded, tmp_path / "adapter", use_rslora=rslora)
+    found = resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32")
+    with torch.no_grad():
+        logits = load_model(found)(TOKENS).logits
+    torch.testing.assert_close(logits, as_peft_computes(sharded, folder), atol=1e-5, rtol=1e-5)
+    assert "tokenizer.json" in load_tokenizer_files(found)
+    assert resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32") == found, "it is made once"
+
+
+def test_a_merged_model_keeps_the_precision_of_its_base_unless_float32_is_wanted(tmp_path: Path) -> None:
+    folder = adapter(tiny_model_folder(tmp_path / "half", dtype=torch.bfloat16), tmp_path / "adapter")
+    for dtype in ("bfloat16", "float32"):
+        found = resolve_model(str(folder), cache=tmp_path / "cache", dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(found, dtype="auto")
+        assert {str(value.dtype) for value in model.parameters()} == {f"torch.{dtype}"}
+
+
+def test_an_adapter_that_would_be_rounded_away_is_refused_with_the_precision_that_keeps_it(tmp_path: Path) -> None:
+    folder = adapter(tiny_model_folder(tmp_path / "half", dtype=torch.bfloat16), tmp_path / "adapter", std=1e-6)
+    with pytest.raises(
+        EngineFault, match=r"% of the adapter in .* would be rounded away .* set model.dtype to float32"
+    ):
+        resolve_model(str(folder), cache=tmp_path / "cache")
+    assert resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32").is_dir()
+
+
+def test_what_is_not_merged_here_is_refused_in_words(base: Path, tmp_path: Path) -> None:
+    folder = adapter(base, tmp_path / "adapter", use_dora=True)
+    with pytest.raises(EngineFault, match=r"has use_dora in its configuration, .* merge it with peft, and name"):
+        resolve_model(str(folder), cache=tmp_path / "cache")
+
+
+def test_an_adapter_whose_base_is_not_known_or_not_there_is_refused(base: Path, tmp_path: Path) -> None:
+    folder = adapter(base, tmp_path / "adapter")
+    shutil.rmtree(base)
+    with pytest.raises(EngineFault, match=rf"is for the model {base}: there is no model at {base}"):
+        resolve_model(str(folder), cache=tmp_path / "cache")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps({**config, "base_model_name_or_path": None}))
+    with pytest.raises(EngineFault, match="does not say which model it is for"):
+        resolve_model(str(folder), cache=tmp_path / "cache")
+
+
+def test_a_trainers_checkpoint_is_refused_with_what_to_name_instead(tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000003-epoch-1-attempt-3"
+    folder.mkdir()
+    (folder / "state.safetensors").write_bytes(b"")
+    with pytest.raises(EngineFault, match=r"is a trainer's checkpoint: .* `bombus export`, and name that"):
+        resolve_model(str(folder), cache=tmp_path / "cache")
