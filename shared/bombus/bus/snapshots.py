@@ -11,6 +11,7 @@ import msgspec
 from bombus.bus import Blobs, Bus
 from bombus.bus.headers import MSG_ID
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
 from bombus.hive.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def decode(body: bytes) -> Snapshot:
     if not body.startswith(_MAGIC):
         raise LogCorrupted("this is not a snapshot of a hive")
     try:
-        return _decoder.decode(memoryview(body)[len(_MAGIC) :])
+        return decoded(_decoder.decode, memoryview(body)[len(_MAGIC) :])
     except msgspec.MsgspecError as error:
         raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
 

@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code
+from bombus.hive.decoding import decoded
 from bombus.hive.events import HIVE, Collection, ConversationFormat, EpisodeType, NotedCall, Weights
+
+DEPTH_MAX = 128  # of lists and objects within each other in metadata
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -293,7 +296,20 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(body: bytes) -> AnyMessage:
-    return _messages.decode(body)
+    """Decode a message. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    message = decoded(_messages.decode, body)
+    if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
+        raise msgspec.DecodeError(f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}")
+    return message
+
+
+def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
+    """Whether every reader can decode a value again, however deep in its own work it is, and write it as JSON."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(key, str) and _is_plain(each, depth - 1) for key, each in value.items())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -301,4 +317,5 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(body: bytes) -> AnyAnswer:
-    return _answers.decode(body)
+    """Decode an answer. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    return decoded(_answers.decode, body)
