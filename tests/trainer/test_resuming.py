@@ -1,6 +1,7 @@
 """A run that begins at a checkpoint of an earlier run: with its model, optimizer and version."""
 
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import WeightsReady
 from bombus.hive.state import Phase
+from bombus_trainer.publish.checkpoint import MANIFEST, CheckpointLost, read_facts
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
 
@@ -75,3 +77,10 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
     await stage.until(Phase.ROLLING, version=1)
     assert published(stage, run=2)[1] == published(stage, run=1)[1]
+
+
+@pytest.mark.parametrize("body", [b"", b"[" * 5000, b'{"format": 1, "facts": {"engine": "\xff"}}'])
+def test_a_manifest_of_any_bytes_is_a_lost_checkpoint(tmp_path: Path, body: bytes) -> None:
+    (tmp_path / MANIFEST).write_bytes(body)
+    with pytest.raises(CheckpointLost, match="cannot be read"):
+        read_facts(tmp_path, sha256(body).hexdigest())

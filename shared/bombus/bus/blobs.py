@@ -15,6 +15,7 @@ from bombus.bus.requests import ApiCall
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
 
 CHUNK_BYTES = 1 << 20  # less where the server takes only smaller messages
 STALL_S = 10.0
@@ -32,6 +33,21 @@ class _Meta(msgspec.Struct, kw_only=True, omit_defaults=True):
     chunks: int
     digest: str
     deleted: bool = False
+
+
+_meta = msgspec.json.Decoder(_Meta)
+
+
+def _digest(data: bytes) -> str:
+    return f"SHA-256={base64.urlsafe_b64encode(sha256(data).digest()).decode()}"
+
+
+def _name_in(token: str) -> str | None:
+    """Return the name of an object in the last part of its subject, None where somebody else has written there."""
+    try:
+        return base64.urlsafe_b64decode(token).decode()
+    except ValueError:
+        return None
 
 
 class Blobs:
@@ -69,7 +85,7 @@ class Blobs:
                 nuid=nuid,
                 size=len(data),
                 chunks=len(acks),
-                digest=f"SHA-256={base64.urlsafe_b64encode(sha256(data).digest()).decode()}",
+                digest=_digest(data),
             )
             await self._bus.publisher.publish(
                 self._meta_subject(name), msgspec.json.encode(meta), msg_id=f"{nuid}.meta", headers={ROLLUP: "sub"}
@@ -98,8 +114,7 @@ class Blobs:
             if now is not None and now.nuid == meta.nuid:
                 raise LogCorrupted(f"object {name}: some of its {meta.size} bytes are missing")
             meta = now
-        digest = meta.digest.partition("=")[2]
-        if base64.urlsafe_b64decode(digest) != sha256(data).digest():
+        if meta.digest != _digest(data):
             raise LogCorrupted(f"object {name}: its bytes are not those that were stored")
         return data
 
@@ -114,8 +129,8 @@ class Blobs:
         """Return the names of all objects that begin with `prefix`, sorted."""
         stem = f"$O.{self._bucket}.M."
         subjects = await self._subjects(f"{stem}>")
-        found = (base64.urlsafe_b64decode(each.removeprefix(stem)).decode() for each in subjects)
-        return sorted(name for name in found if name.startswith(prefix))
+        found = (_name_in(each.removeprefix(stem)) for each in subjects)
+        return sorted(name for name in found if name is not None and name.startswith(prefix))
 
     async def _subjects(self, pattern: str) -> list[str]:
         body = json.dumps({"subjects_filter": pattern}).encode()
@@ -143,7 +158,7 @@ class Blobs:
         if stored is None:
             return None
         try:
-            return msgspec.json.decode(stored.data, type=_Meta)
+            return decoded(_meta.decode, stored.data)
         except msgspec.MsgspecError as error:
             raise LogCorrupted(f"object {name}: its description cannot be read: {error}") from error
 

@@ -5,6 +5,7 @@ log was made anew, or lost its end in a power cut) is ahead of it and is not use
 """
 
 import logging
+import re
 
 import msgspec
 
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 KEPT = 2  # verification starts at the older one (R12)
 _PREFIX = "snapshot-"
+_NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
 
 
@@ -65,7 +67,8 @@ async def save(bus: Bus, body: bytes, position: int) -> None:
 
 async def positions(bus: Bus) -> list[int]:
     """Return the positions of the log's snapshots, oldest first, including damaged ones."""
-    return sorted(int(name.removeprefix(_PREFIX)) for name in await Blobs(bus).names(_PREFIX))
+    numbers = (name.removeprefix(_PREFIX) for name in await Blobs(bus).names(_PREFIX))
+    return sorted(int(number) for number in numbers if _NUMBER.fullmatch(number))
 
 
 async def load(bus: Bus, position: int) -> Snapshot:
