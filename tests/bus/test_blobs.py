@@ -42,6 +42,8 @@ async def test_a_description_that_cannot_be_read_is_a_damaged_log(bus: Bus, body
     await bus.publisher.publish(described(bus, "x"), body, msg_id="x")
     with pytest.raises(LogCorrupted, match="its description cannot be read"):
         await Blobs(bus).get("x")
+    await Blobs(bus).put("x", b"again")
+    assert await Blobs(bus).get("x") == b"again"
 
 
 async def test_a_digest_that_is_none_is_a_damaged_log(bus: Bus) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import logging
 import secrets
 from hashlib import sha256
 
@@ -16,6 +17,8 @@ from bombus.bus.streams import blob_stream
 from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
 from bombus.hive.decoding import decoded
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # less where the server takes only smaller messages
 STALL_S = 10.0
@@ -65,7 +68,7 @@ class Blobs:
         are removed last.
         """
         nuid = secrets.token_hex(11)
-        before = await self._find(name)
+        before = await self._replaced(name)
         view = memoryview(data)
         chunk_bytes = min(CHUNK_BYTES, self._bus.publisher.message_bytes_max)
         acks = [
@@ -120,9 +123,9 @@ class Blobs:
 
     async def delete(self, name: str) -> None:
         """Remove an object, its description first. Do nothing when there is none of this name."""
-        meta = await self._find(name)
+        meta = await self._replaced(name)
+        await self._purge(self._meta_subject(name))
         if meta is not None:
-            await self._purge(self._meta_subject(name))
             await self._purge(self._chunks_subject(meta.nuid))
 
     async def names(self, prefix: str) -> list[str]:
@@ -161,6 +164,14 @@ class Blobs:
             return decoded(_meta.decode, stored.data)
         except msgspec.MsgspecError as error:
             raise LogCorrupted(f"object {name}: its description cannot be read: {error}") from error
+
+    async def _replaced(self, name: str) -> _Meta | None:
+        """Return the description of an object that is to go; None where there is none that can be read."""
+        try:
+            return await self._find(name)
+        except LogCorrupted as error:
+            logger.warning("its chunks stay: %s", error)
+            return None
 
     async def _purge(self, subject: str) -> None:
         body = json.dumps({"filter": subject}).encode()
