@@ -265,6 +265,10 @@ NONSENSE = [
     _ended_with(b"\x91" * 200 + b"\x01"),  # which a reader deep in its own work could not decode again
     _ended_with(b"\xd6\xff\x00\x00\x00\x01"),  # a time
     _ended_with(b"\x81\x91\x01\x01"),  # a map whose key is a list
+    *(
+        inbox.encode_message(inbox.ReplicaAlive(id="r", engine=name, replica="r", url="u"))
+        for name in ("\r\nPUB x 1", "a b", "*", "")
+    ),
 ]
 
 

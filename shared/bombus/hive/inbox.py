@@ -10,6 +10,7 @@ import msgspec
 from bombus.errors import Code
 from bombus.hive.decoding import decoded
 from bombus.hive.events import HIVE, Collection, ConversationFormat, EpisodeType, NotedCall, Weights
+from bombus.hive.subjects import is_name
 
 DEPTH_MAX = 128  # of lists and objects within each other in metadata
 
@@ -298,6 +299,8 @@ def encode_message(message: Message) -> bytes:
 def decode_message(body: bytes) -> AnyMessage:
     """Decode a message. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
     message = decoded(_messages.decode, body)
+    if message.engine != HIVE and not is_name(message.engine):  # it becomes part of a subject
+        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
     if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
         raise msgspec.DecodeError(f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}")
     return message
