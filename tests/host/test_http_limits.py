@@ -19,7 +19,10 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
 
 
 class Echo:
-    """Answers with the number of bytes that the body had; `/slow` waits for `go` first, `/gone` for its client to leave."""
+    """Answers with the number of bytes that the body had.
+
+    `/slow` waits for `go` first, `/gone` until its client leaves.
+    """
 
     def __init__(self) -> None:
         self.answered = 0
