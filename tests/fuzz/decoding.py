@@ -6,6 +6,7 @@ Each case follows from the seed and its number.
 import argparse
 import gc
 import logging
+import os
 import random
 import resource
 import signal
@@ -86,6 +87,7 @@ def main() -> int:
     parser.add_argument("--case", type=int, default=None, help="run this case alone")
     arguments = parser.parse_args()
     logging.disable()
+    os.nice(5)  # the hive beside it has to be in time
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES_MAX, ADDRESS_BYTES_MAX))
     gc.freeze()
     numbers = iter(range(sys.maxsize)) if arguments.case is None else iter([arguments.case])

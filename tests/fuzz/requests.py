@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 
+from bombus.host.http_limits import DEFAULTS
 from bombus_gateway.limits import WAIT_S
 from tests.fuzz import corpus
 from tests.fuzz.values import ODD, Tree, damaged, mutated, to_json, to_msgpack
@@ -12,6 +13,7 @@ from tests.fuzz.values import ODD, Tree, damaged, mutated, to_json, to_msgpack
 CALL_S = 90.0  # for an answer to a model call, of which 64 choices may be wanted, or to a claim
 ANSWER_S = 30.0  # and to any other request
 CLAIM_S = 6.0  # most clients that claim hang up after this time
+SLOW_S = 25.0  # beyond the limit of the server
 RAW_S = 1.5  # a client that sent what may be no request waits so long
 BODY_BYTES = 12 << 20
 
@@ -73,6 +75,29 @@ class HttpCase:
     def label(self) -> str:
         first = self.requests[0]
         return f"case {self.number}, {self.kind} at the {self.door}: {first.method} {first.target[:80]!r}"
+
+
+@dataclass(frozen=True)
+class SlowSender:
+    """A client that never comes to the end of its request. The server has to close within `limit_s`."""
+
+    door: Door
+    chunks: tuple[bytes | float, ...]
+    limit_s: float
+
+
+def slow_sender(seed: int, number: int) -> SlowSender:
+    """Return a client that sends a byte a second, every third one of a body, the others of a head."""
+    pick = random.Random(f"slow/{seed}/{number}")
+    in_body = number % 3 == 2
+    start = b"POST /generate HTTP/1.1\r\nhost: @host@\r\n" + (
+        b"content-length: 1000\r\n\r\n" if in_body else b"x-slow: "
+    )
+    limit_s = SLOW_S + (DEFAULTS.body_s if in_body else DEFAULTS.head_s)
+    drip = [part for _ in range(round(limit_s)) for part in (1.0, pick.choice((b"x", b"{", b" ")))]
+    return SlowSender(
+        pick.choice(list(Door)), (start[: -pick.randrange(1, 8)] if not in_body else start, *drip), limit_s
+    )
 
 
 def http_case(seed: int, number: int, routes: Sequence[Route], avoided: str = "/stop_engine") -> HttpCase:

@@ -24,8 +24,8 @@ from bombus_gateway.settings import GatewaySettings
 from tests.fuzz import messages
 from tests.fuzz.hive import RSS_MIB_MAX, FuzzedHive, Held, fuzzed_hive, written
 from tests.fuzz.judging import wrong_with
-from tests.fuzz.requests import Door, HttpCase, Route, http_case
-from tests.fuzz.sockets import Received, answers_in, exchange
+from tests.fuzz.requests import Door, HttpCase, Route, http_case, slow_sender
+from tests.fuzz.sockets import Address, Ended, Received, answers_in, exchange
 
 WORKERS = 6
 BLOCK = 240  # cases between two looks at the hive
@@ -102,6 +102,14 @@ class _Runner:
         self.broken = False
 
     async def run(self, until: float) -> None:
+        slow = asyncio.create_task(self._send_slowly(until))
+        try:
+            await self._blocks(until)
+        finally:
+            slow.cancel()
+            await asyncio.gather(slow, return_exceptions=True)
+
+    async def _blocks(self, until: float) -> None:
         for first in itertools.count(0, BLOCK):
             if time.monotonic() > until or self.broken or len(self._outcome.bad) >= BAD_MAX:
                 return
@@ -154,6 +162,24 @@ class _Runner:
             await asyncio.sleep(LOOK_S)
             self._break(cases, self._hive.look())
 
+    async def _send_slowly(self, until: float) -> None:
+        """Let one client after the other send slowly, as long as there is time for it."""
+        for number in itertools.count():
+            client = slow_sender(self._seed, number)
+            if time.monotonic() + client.limit_s > until or self.broken:
+                return
+            address = self._address(client.door)
+            chunks = [
+                each.replace(b"@host@", written(address).encode()) if isinstance(each, bytes) else each
+                for each in client.chunks
+            ]
+            received = await exchange(address, chunks, client.limit_s, reads=None)
+            if received.ended == Ended.LEFT:
+                self._note("slow", [f"slow sender {number} at the {client.door} is open after {client.limit_s:.0f} s"])
+
+    def _address(self, door: Door) -> Address:
+        return self._hive.gateway if door == Door.GATEWAY else self._hive.replica
+
     def _break(self, cases: str, found: Sequence[str]) -> None:
         """Note what ends a run: a hive with such a fault would only show what follows from it."""
         self.broken = self.broken or bool(found)
@@ -179,7 +205,7 @@ class _Runner:
 
     async def _http(self, case: HttpCase, held: Held) -> None:
         fill = self._fill(held)
-        address = self._hive.gateway if case.door == Door.GATEWAY else self._hive.replica
+        address = self._address(case.door)
         before = self._hive.settled
         asked = [exchange(address, request.chunks(fill), case.within_s, case.reads) for request in case.requests]
         received = await asyncio.gather(*asked)
