@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
     "bombus": {
         "model": {"path": "tiny", "dtype": "float32"},
         "rollout": {**LENGTHS, "allow_chat_template_kwargs": True, "allow_biased_sampling": True},
-        "collection": {"batch_size": 2},
+        "collection": {"batch_size": 2, "drain_s": 5.0},  # many episodes are never ended by their clients
         "trainer": {"lr": 0.001},
     },
 }

@@ -113,9 +113,10 @@ class FuzzedHive:
         answer = (await self._http.post("/claim_episode", json=body)).json()
         return (answer["episode_uuid"], answer["openai_api_key"]) if answer.get("success") else (before, key)
 
-    async def give_up(self) -> None:
-        """Abort every episode that was handed out to a client of ours, whatever it called itself."""
+    async def give_up(self, *held: Held) -> None:
+        """Abort the episodes of `held`, and all that a client of ours got otherwise, whatever it called itself."""
         claimed, self.claimed = self.claimed, {}
+        claimed.setdefault(CLIENT, set()).update(episode for each in held for episode in (each.episode, each.other))
         given_up = [
             self._http.post("/abort_episode", json={"client_uuid": client, "episode_uuid": episode})
             for client, episodes in claimed.items()

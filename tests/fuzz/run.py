@@ -146,6 +146,7 @@ class _Runner:
         cases = f"0-{self._outcome.cases}"
         try:
             await self._hive.roll()
+            await self._hive.give_up(*self._held)
             self._outcome.step_s = await self._hive.train_a_step(self._seed)
             self._say(f"honest clients trained a step in {self._outcome.step_s:.1f} s")
         except TimeoutError:
