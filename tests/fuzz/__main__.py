@@ -9,13 +9,20 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.fuzz.run import fuzz
+from tests.fuzz.run import Bad, fuzz
 
 
 def cases_of(text: str) -> range:
     """Return the cases that `N` or `N-M` names."""
     first, _, last = text.partition("-")
     return range(int(first), int(last or first) + 1)
+
+
+def again(bad: Bad) -> str:
+    """Return the command that repeats a finding, without its seed."""
+    if bad.cases == "decoding":
+        return "tests.fuzz.decoding --case N"
+    return f"tests.fuzz --case {bad.cases}" if bad.cases[:1].isdigit() else "tests.fuzz"
 
 
 def main() -> int:
@@ -43,8 +50,7 @@ def main() -> int:
     if outcome.bad:
         for bad in outcome.bad:
             print(f"BAD {bad.what}")
-            again = "tests.fuzz.decoding --case N" if bad.cases == "decoding" else f"tests.fuzz --case {bad.cases}"
-            print(f"  again: python -m {again} --seed {seed}")
+            print(f"  again: python -m {again(bad)} --seed {seed}")
         print(f"{len(outcome.bad)} bad; everything is kept in {folder}")
         return 1
     print(f"nothing bad; honest clients trained a step in {outcome.step_s:.1f} s")

@@ -5,9 +5,10 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from bombus.demo.hive import running
 from bombus.errors import BombusError, Refused
 from bombus.hive import inbox
 from bombus.hive.state import EngineState, Phase
+from bombus.logs import INDENT
 from bombus.sdk.aio import AsyncSwarmClient
 from bombus.sdk.errors import SwarmError
 from tests.chaos.killer import kind_of
@@ -31,6 +33,7 @@ ENGINE = "main"
 HIVE = "main"
 ROLLING_S = 300.0  # much of it for libraries to be imported
 STEP_S = 150.0
+LINES_SHOWN = 16  # of an entry of the log
 WORD_S = 10.0  # for the coordinator to answer
 RSS_MIB_MAX = 700  # that a process may grow; a gateway keeps conversations of up to 512 MiB
 SERVICES = ("coordinator", "gateway", "inference", "nats-server", "trainer")
@@ -45,6 +48,7 @@ class Held:
     key: str = ""
     other: str = ""
     other_key: str = ""
+    evaluated: str = ""
     eval_key: str = ""
     ended: str = "e-0.x"
     ended_key: str = "sk-bombus-none"
@@ -105,8 +109,8 @@ class FuzzedHive:
             held.episode, held.key = await self._claim("train", held.episode, held.key)
         if held.other.partition(".")[0] not in is_open:
             held.other, held.other_key = await self._claim("train", held.other, held.other_key)
-        if not held.eval_key or random.random() < 0.01:
-            _, held.eval_key = await self._claim("eval", "", held.eval_key)
+        if held.evaluated.partition(".")[0] not in is_open:
+            held.evaluated, held.eval_key = await self._claim("eval", held.evaluated, held.eval_key)
 
     async def _claim(self, kind: str, before: str, key: str) -> tuple[str, str]:
         body = {"client_uuid": CLIENT, "episode_type": kind, "discard_episode_timeout": 60.0}
@@ -116,7 +120,9 @@ class FuzzedHive:
     async def give_up(self, *held: Held) -> None:
         """Abort the episodes of `held`, and all that a client of ours got otherwise, whatever it called itself."""
         claimed, self.claimed = self.claimed, {}
-        claimed.setdefault(CLIENT, set()).update(episode for each in held for episode in (each.episode, each.other))
+        claimed.setdefault(CLIENT, set()).update(
+            episode for each in held for episode in (each.episode, each.other, each.evaluated)
+        )
         given_up = [
             self._http.post("/abort_episode", json={"client_uuid": client, "episode_uuid": episode})
             for client, episodes in claimed.items()
@@ -163,12 +169,8 @@ class FuzzedHive:
             log.seek(self._read)
             text = log.read().decode(errors="replace")
             self._read = log.tell()
-        lines = text.splitlines()
-        for number, line in enumerate(lines):
-            if _BROKEN.search(line):
-                wrong.append("the log says:\n    " + "\n    ".join(lines[max(0, number - 1) : number + 25]))
-                break
-        return wrong
+        broken = next(iter(_broken(text.splitlines())), None)
+        return wrong if broken is None else [*wrong, f"the log says:\n{broken}"]
 
     def rss(self) -> Counter[str]:
         """Return the memory of each service in MiB."""
@@ -191,6 +193,14 @@ class FuzzedHive:
     def _children(self) -> dict[int, str]:
         found = {child.pid: kind_of(child) for child in self._supervisor.children()}
         return {pid: kind for pid, kind in found.items() if kind in SERVICES}
+
+
+def _broken(lines: Sequence[str]) -> Iterator[str]:
+    """Yield the entries of a log that tell of a fault, each with the end of its traceback."""
+    for number, line in enumerate(lines):
+        if _BROKEN.search(line):
+            entry = [line, *takewhile(lambda each: each.startswith(INDENT), lines[number + 1 :])]
+            yield "\n".join(entry if len(entry) < LINES_SHOWN else [line, "    ...", *entry[-LINES_SHOWN:]])
 
 
 @asynccontextmanager

@@ -77,17 +77,22 @@ async def fuzz(folder: Path, seed: int, seconds: float, say: Say, only: Sequence
         runner = _Runner(hive, seed, outcome, say)
         try:
             if only:
-                await runner.block(only, restless=False)
+                await runner.block(only)
             else:
                 await runner.run(time.monotonic() + seconds)
             await runner.settle()
-            if decoding is not None:
+            if decoding is not None and not runner.broken:
                 await _decoded(decoding, outcome)
         finally:
             if decoding is not None and decoding.returncode is None:
                 decoding.kill()
                 await decoding.wait()
     return outcome
+
+
+def _is_restless(number: int) -> bool:
+    """Whether a case belongs to a block in which the engine is stopped."""
+    return number // BLOCK % RESTLESS == RESTLESS - 1
 
 
 class _Runner:
@@ -107,21 +112,21 @@ class _Runner:
             await self._blocks(until)
         finally:
             slow.cancel()
-            await asyncio.gather(slow, return_exceptions=True)
+            with suppress(asyncio.CancelledError):
+                await slow
 
     async def _blocks(self, until: float) -> None:
         for first in itertools.count(0, BLOCK):
             if time.monotonic() > until or self.broken or len(self._outcome.bad) >= BAD_MAX:
                 return
-            await self.block(
-                range(first, first + BLOCK), restless=first // BLOCK % RESTLESS == RESTLESS - 1, until=until
-            )
+            await self.block(range(first, first + BLOCK), until)
             self._rss = self._rss or self._hive.rss()
             statuses = ", ".join(f"{status} x {count}" for status, count in sorted(self._outcome.statuses.items()))
             self._say(f"{self._outcome.cases} cases; {statuses}; {len(self._outcome.bad)} bad")
 
-    async def block(self, numbers: Sequence[int], restless: bool, until: float = float("inf")) -> None:
+    async def block(self, numbers: Sequence[int], until: float = float("inf")) -> None:
         """Run some cases, several at once, then look at the hive."""
+        restless = _is_restless(numbers[0])
         left = iter(numbers)
         cases = f"{numbers[0]}-{numbers[-1]}"
         watching = asyncio.create_task(self._watch(cases))
@@ -129,7 +134,7 @@ class _Runner:
             await (self._hive.stop_engine() if restless else self._hive.roll())
             async with asyncio.TaskGroup() as workers:
                 for held in self._held:
-                    workers.create_task(self._work(left, held, until, restless))
+                    workers.create_task(self._work(left, held, until))
             if not self.broken:
                 await self._hive.give_up()
                 self._note(cases, await self._hive.deaf())
@@ -191,7 +196,7 @@ class _Runner:
             self._outcome.bad.append(Bad(cases, what))
             self._say(f"BAD cases {cases}: {what[:SHOWN]}")
 
-    async def _work(self, left: Iterator[int], held: Held, until: float, restless: bool) -> None:
+    async def _work(self, left: Iterator[int], held: Held, until: float) -> None:
         for number in left:
             if time.monotonic() > until or self.broken or len(self._outcome.bad) >= BAD_MAX:
                 return
@@ -199,6 +204,7 @@ class _Runner:
             if number % BUS_SHARE == 0:
                 await messages.send(self._hive.bus, self._seed, number, self._hive.state.trainer_epoch)
                 continue
+            restless = _is_restless(number)
             if not restless:
                 await self._hive.refill(held)
             avoided = "/start_engine" if restless else "/stop_engine"
@@ -256,7 +262,7 @@ class _Runner:
 async def _decode(seed: int, seconds: float) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fuzz.decoding", "--seed", str(seed), "--seconds", str(seconds),
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
 
 
