@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -55,13 +56,12 @@ def _wrong_answer(case: HttpCase, answer: HttpAnswer, settled: bool, fill: Calla
 
 def _code(body: bytes) -> str:
     """Return the code of a refusal, of any door."""
-    try:
+    with suppress(ValueError, AttributeError):
         found = json.loads(body)
-    except ValueError:
-        faults = [frame for frame in FrameReader().feed(body) if isinstance(frame, Fault)]
-        return faults[0].code if faults else ""
-    inner = found.get("error", found)
-    return str(inner.get("code", ""))
+        return str(found.get("error", found).get("code", ""))
+    with suppress(ValueError):
+        return next((frame.code for frame in FrameReader().feed(body) if isinstance(frame, Fault)), "")
+    return ""
 
 
 def _is_for_another(body: bytes) -> bool:

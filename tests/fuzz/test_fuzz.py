@@ -151,6 +151,7 @@ def test_a_change_leaves_the_tree_that_it_was_made_of_alone() -> None:
     ("sent", "settled", "wrong"),
     [
         (b"HTTP/1.1 500 x\r\ncontent-length: 2\r\n\r\n{}", False, "a fault of the server"),
+        (b"HTTP/1.1 500 x\r\ncontent-length: 21\r\n\r\nInternal Server Error", True, "a fault of the server"),
         (b'HTTP/1.1 503 x\r\ncontent-length: 22\r\n\r\n{"code":"no_replica" }', True, "503 while the engine rolls"),
         (b'HTTP/1.1 503 x\r\ncontent-length: 22\r\n\r\n{"code":"no_replica" }', False, ""),
         (b'HTTP/1.1 503 x\r\ncontent-length: 17\r\n\r\n{"code":"a word"}', False, "a fault of the server"),
