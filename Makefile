@@ -12,11 +12,12 @@ TEMPLATES_PIP := $(TEMPLATES_VENV)/bin/python -m pip install --quiet --disable-p
 SEED ?= 0
 SEEDS ?= 10000
 KILLS ?= 200
+MINUTES ?= 2
 TEMPLATES ?=
 MODEL ?=
 OUT ?=
 
-.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos clean
+.PHONY: setup help demo demo-tiny test test-vllm test-verl test-models test-templates check bench sim chaos fuzz clean
 
 setup: $(STAMP)  ## make .venv, with bombus and all that it needs (TORCH=cpu or cuda: by default what the machine has)
 
@@ -82,6 +83,10 @@ sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 # A hive of real processes, killed and stopped at random.
 chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
+
+# Wrong requests and messages of every kind, from one seed.
+fuzz: $(STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 clean:  ## remove the environments and what runs left in this folder
 	rm -rf $(VENV) $(TEMPLATES_VENV) .bombus runs

@@ -19,7 +19,16 @@ SMALL_STREAMS = StreamLimits(
     inbox_bytes_max=64 * MB, events_bytes_max=64 * MB, calls_bytes_max=64 * MB, blobs_bytes_max=64 * MB
 )
 # Files with the longest tests, in the order in which they start, so that no worker is left alone with one at the end.
-LONGEST = ["test_sim", "test_chaos", "test_up", "test_kills", "test_cluster", "test_operations", "test_installing"]
+LONGEST = [
+    "test_sim",
+    "test_chaos",
+    "test_fuzz",
+    "test_up",
+    "test_kills",
+    "test_cluster",
+    "test_operations",
+    "test_installing",
+]
 _numbers = itertools.count(1)
 
 if "PYTEST_XDIST_WORKER" in os.environ:

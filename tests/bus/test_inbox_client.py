@@ -20,6 +20,16 @@ async def test_a_fact_is_stored_once_for_its_id(bus: Bus) -> None:
     assert inbox.decode_message(stored.data) == inbox.Tick(id="t2")
 
 
+async def test_an_answer_that_cannot_be_read_is_none(bus: Bus) -> None:
+    requesting = asyncio.create_task(bus.inbox.request(inbox.Start(id="5")))
+    async with Reader(bus, bus.subjects.inbox_stream) as reader:
+        [stored] = await reader.read()
+    for nonsense in (b"\xc1", b"\x81\xa4kind\xa2\xc3("):
+        await bus.client.publish(stored.headers[REPLY], nonsense)
+    await bus.answer(stored.headers[REPLY], inbox.Done(position=9))
+    assert (await requesting).position == 9
+
+
 @asynccontextmanager
 async def coordinator(bus: Bus, start_seq: int = 1) -> AsyncIterator[None]:
     """Answer every command with its own id, and refuse claims."""

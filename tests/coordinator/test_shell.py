@@ -251,9 +251,31 @@ async def test_r19_two_hives_share_a_server_and_stay_separate(bus: Bus, nats_url
             assert len(theirs.core.hive.engine(ENGINE).open) == 0
 
 
+def _ended_with(metadata: bytes) -> bytes:
+    """Return the end of an episode whose metadata has these bytes of msgpack in it."""
+    end = inbox.End(id="e", client="c", results=(inbox.EpisodeResult(episode="e", task="t", metadata={"a": "here"}),))
+    return inbox.encode_message(end).replace(b"\xa4here", metadata)
+
+
+NONSENSE = [
+    b"",
+    b"\xff nonsense",
+    inbox.encode_message(inbox.Stop(id="half")).replace(b"half", b"\xc3("),  # text that is not UTF-8
+    _ended_with(b"\x91" * 5000 + b"\x01"),  # lists within each other
+    _ended_with(b"\x91" * 200 + b"\x01"),  # which a reader deep in its own work could not decode again
+    _ended_with(b"\xd6\xff\x00\x00\x00\x01"),  # a time
+    _ended_with(b"\x81\x91\x01\x01"),  # a map whose key is a list
+    *(
+        inbox.encode_message(inbox.ReplicaAlive(id="r", engine=name, replica="r", url="u"))
+        for name in ("\r\nPUB x 1", "a b", "*", "")
+    ),
+]
+
+
 async def test_nonsense_in_the_inbox_does_not_stop_the_hive(bus: Bus) -> None:
     async with leading(bus):
-        await bus.publisher.publish(bus.subjects.inbox("claim"), b"\xff nonsense", msg_id="nonsense")
+        for number, body in enumerate(NONSENSE):
+            await bus.publisher.publish(bus.subjects.inbox("claim"), body, msg_id=f"nonsense-{number}")
         await boot(bus)
         assert isinstance(await bus.inbox.request(claim("k")), inbox.Granted)
 

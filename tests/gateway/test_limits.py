@@ -189,6 +189,8 @@ NUMBERS = [
     "[" * 3000,
     "&a 1",
     "{<<: {a: 1}}",
+    '"\\ud800"',
+    '"\\U0000dfff"',
 ]
 
 
@@ -199,6 +201,16 @@ JOBS = [
     "ajet:\n  data:\n    train_batch_size: @\n",
     '{"bombus": {"model": {"path": "x", "chat_template_kwargs": {"a": @}}}}',
 ]
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\udfff"])
+async def test_half_a_character_in_a_name_of_a_job_is_a_400(served: GatewayHive, half: str) -> None:
+    async with httpx.AsyncClient(base_url=served.base_url, timeout=60) as client:
+        for job in ('{"bombus": {"%s": {}}}', '{"ajet": {"%s": 1}}', 'bombus:\n  "%s": {}\n', '"%s": 1\n'):
+            for route in ("/sync_train_config", "/compare_train_config"):
+                answer = await client.post(route, content=json.dumps({"yaml_as_string": job % half}))
+                assert answer.status_code == 400, job
+                assert "surrogates not allowed" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=[number[:12] for number in NUMBERS])

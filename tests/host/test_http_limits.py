@@ -19,12 +19,16 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\n"
 
 
 class Echo:
-    """Answers with the number of bytes that the body had; `/slow` waits for `go` first."""
+    """Answers with the number of bytes that the body had.
+
+    `/slow` waits for `go` first, `/gone` until its client leaves.
+    """
 
     def __init__(self) -> None:
         self.answered = 0
         self.cut_off = 0
         self.go = asyncio.Event()
+        self.gone = asyncio.Event()
         self.busy = asyncio.Semaphore(0)  # released by each request that waits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,6 +42,11 @@ class Echo:
         if scope["path"] == "/slow":
             self.busy.release()
             await self.go.wait()
+        elif scope["path"] == "/gone":
+            self.busy.release()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.gone.set()
         self.answered += 1
         body = str(size).encode()
         headers = [(b"content-length", str(len(body)).encode())]
@@ -235,3 +244,13 @@ async def test_a_connection_over_the_limit_is_a_503_while_all_others_are_at_work
         served.app.go.set()
         for wire in busy:
             assert (await wire.answer())[0] == 200
+
+
+async def test_a_request_with_another_after_it_hears_that_its_client_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
+        wire = await served.connect()
+        await wire.send((HEAD.replace(b"/x", b"/gone") + b"content-length: 0\r\n\r\n") * 3)
+        await asyncio.wait_for(served.app.busy.acquire(), 10)
+        wire.writer.transport.abort()
+        await asyncio.wait_for(served.app.gone.wait(), 10)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

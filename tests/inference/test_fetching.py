@@ -82,12 +82,18 @@ async def into_store(given: Given, version: int) -> None:
 
 
 @asynccontextmanager
-async def trainer(bus: Bus, give: Callable[[str], Answer]) -> AsyncIterator[list[str]]:
-    """Act as the trainer of epoch 1, which gets requests for full copies. Yields these."""
+async def trainer(bus: Bus, give: Callable[[str], Answer], nonsense: int = 0) -> AsyncIterator[list[str]]:
+    """Act as the trainer of epoch 1, which gets requests for full copies. Yields these.
+
+    The first `nonsense` answers are not messages.
+    """
     requests: list[str] = []
 
     async def on_request(message: ReceivedMessage) -> None:
         requests.append(message.data.decode())
+        if len(requests) <= nonsense:
+            await bus.client.publish(message.reply, b"\xa2\xc3(")
+            return
         await bus.answer(message.reply, give(message.data.decode()))
 
     subscription = await bus.client.subscribe(bus.subjects.full_copies("main", 1), cb=on_request)
@@ -171,6 +177,22 @@ async def test_without_a_full_copy_both_reasons_are_reported_and_the_current_ver
         with pytest.raises(EngineFault, match=r"has sha256 .*; and no full copy can be had: it was lost"):
             await given.fetch(2)
     assert given.is_whole(1, before)
+
+
+async def test_a_full_copy_is_requested_again_after_an_answer_that_cannot_be_read(given: Given) -> None:
+    await given.fetch(1)
+    place = Path(given.made[2].where)
+    (place / DELTA_FILE).unlink()
+
+    def give(_: str) -> Answer:
+        write_full(place / FULL_FILE, given.tensors[2])
+        (place / "config.json").write_text("{}")
+        return Done()
+
+    async with trainer(given.bus, give, nonsense=1) as requests:
+        found = await given.fetch(2)
+    assert given.is_whole(2, found.folder)
+    assert len(requests) == 2
 
 
 async def test_a_full_copy_with_another_digest_is_not_loaded(given: Given) -> None:

@@ -125,3 +125,13 @@ def test_a_tensor_whose_size_does_not_match_its_shape_is_refused(tmp_path: Path)
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
     with pytest.raises(EngineFault, match=r"w is F32 \[2\] in 4 bytes"):
         TensorFile(path)
+
+
+@pytest.mark.parametrize(
+    "head", [b'{"a\xff": 1}', b'{"a": ' + b"[" * 5000, b'{"__metadata__": {"a": "\xff"}}', b"[]", b""]
+)
+def test_a_head_of_any_bytes_is_not_a_safetensors_file(tmp_path: Path, head: bytes) -> None:
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(struct.pack("<Q", len(head)) + head)
+    with pytest.raises(EngineFault, match="is not a safetensors file"):
+        TensorFile(file)

@@ -42,5 +42,6 @@ def is_deeper(value: Any, depth: int = DEPTH) -> bool:
 
 
 def in_short(why: str) -> str:
-    """Return the sentence of a refusal, cut where it quotes too much."""
+    """Return the sentence of a refusal, cut where it quotes too much, with halves of characters spelled out."""
+    why = why.encode(errors="backslashreplace").decode()
     return why if len(why) <= QUOTED_CHARACTERS else why[:QUOTED_CHARACTERS] + " ..."

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import msgspec
+
 from bombus.bus import Blobs, Bus
 from bombus.errors import BusUnavailable, EngineFault, LogCorrupted
 from bombus.hive.events import Weights, WeightsReady
@@ -128,12 +130,13 @@ class Fetcher:
         while True:
             subject = self._bus.subjects.full_copies(self._engine, trainer_epoch())
             try:
-                reply = await self._bus.requests.request(subject, weights.where.encode(), REQUEST_S)
+                answer = decode_answer(
+                    (await self._bus.requests.request(subject, weights.where.encode(), REQUEST_S)).data
+                )
                 break
-            except BusUnavailable as error:
+            except (BusUnavailable, msgspec.MsgspecError) as error:
                 if loop.time() > deadline:
                     raise EngineFault(f"{why}; and the trainer gives no full copy: {error}") from error
-        answer = decode_answer(reply.data)
         if isinstance(answer, Refusal):
             raise EngineFault(f"{why}; and no full copy can be had: {answer.why}")
 

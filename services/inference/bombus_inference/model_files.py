@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from bombus.errors import EngineFault
+from bombus.hive.decoding import decoded
 
 HEADER_BYTES_MAX = 100 << 20
 
@@ -30,6 +31,10 @@ class _Tensor(msgspec.Struct):
     shape: tuple[int, ...]
 
 
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensor = msgspec.json.Decoder(_Tensor)
+
+
 def read_config(folder: Path) -> TextModelConfig:
     """Read `config.json`. Raises `EngineFault`."""
     try:
@@ -51,9 +56,9 @@ def read_shapes(path: Path) -> Shapes:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > HEADER_BYTES_MAX:
                 raise ValueError(f"its header would have {length} bytes")
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+            header = decoded(_header.decode, file.read(length))
         header.pop("__metadata__", None)
-        return {name: msgspec.json.decode(raw, type=_Tensor).shape for name, raw in header.items()}
+        return {name: decoded(_tensor.decode, raw).shape for name, raw in header.items()}
     except (OSError, ValueError, struct.error) as error:  # msgspec's errors are ValueErrors
         raise EngineFault(f"{path} is not a safetensors file: {error}") from error
 

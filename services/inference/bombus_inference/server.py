@@ -140,7 +140,7 @@ class App:
         except _BodyTooLarge:
             why = f"the request is over {BODY_BYTES_MAX} bytes"
             return Fault(why=why, code=Code.TOO_LARGE)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.MsgspecError as error:
             return Fault(why=f"the body is not a msgpack Generate: {error}", code=Code.MALFORMED)
         if request.engine != self.engine:
             why = f"this replica serves engine {self.engine!r}, not {request.engine!r}"

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import logging
 import secrets
 from hashlib import sha256
 
@@ -15,6 +16,9 @@ from bombus.bus.requests import ApiCall
 from bombus.bus.streams import blob_stream
 from bombus.bus.wire import decode_info, decode_purge
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20  # less where the server takes only smaller messages
 STALL_S = 10.0
@@ -34,6 +38,21 @@ class _Meta(msgspec.Struct, kw_only=True, omit_defaults=True):
     deleted: bool = False
 
 
+_meta = msgspec.json.Decoder(_Meta)
+
+
+def _digest(data: bytes) -> str:
+    return f"SHA-256={base64.urlsafe_b64encode(sha256(data).digest()).decode()}"
+
+
+def _name_in(token: str) -> str | None:
+    """Return the name of an object in the last part of its subject, None where somebody else has written there."""
+    try:
+        return base64.urlsafe_b64decode(token).decode()
+    except ValueError:
+        return None
+
+
 class Blobs:
     """The large objects of one hive, such as snapshots, tokenizers and weights."""
 
@@ -49,7 +68,7 @@ class Blobs:
         are removed last.
         """
         nuid = secrets.token_hex(11)
-        before = await self._find(name)
+        before = await self._replaced(name)
         view = memoryview(data)
         chunk_bytes = min(CHUNK_BYTES, self._bus.publisher.message_bytes_max)
         acks = [
@@ -69,7 +88,7 @@ class Blobs:
                 nuid=nuid,
                 size=len(data),
                 chunks=len(acks),
-                digest=f"SHA-256={base64.urlsafe_b64encode(sha256(data).digest()).decode()}",
+                digest=_digest(data),
             )
             await self._bus.publisher.publish(
                 self._meta_subject(name), msgspec.json.encode(meta), msg_id=f"{nuid}.meta", headers={ROLLUP: "sub"}
@@ -98,24 +117,23 @@ class Blobs:
             if now is not None and now.nuid == meta.nuid:
                 raise LogCorrupted(f"object {name}: some of its {meta.size} bytes are missing")
             meta = now
-        digest = meta.digest.partition("=")[2]
-        if base64.urlsafe_b64decode(digest) != sha256(data).digest():
+        if meta.digest != _digest(data):
             raise LogCorrupted(f"object {name}: its bytes are not those that were stored")
         return data
 
     async def delete(self, name: str) -> None:
         """Remove an object, its description first. Do nothing when there is none of this name."""
-        meta = await self._find(name)
+        meta = await self._replaced(name)
+        await self._purge(self._meta_subject(name))
         if meta is not None:
-            await self._purge(self._meta_subject(name))
             await self._purge(self._chunks_subject(meta.nuid))
 
     async def names(self, prefix: str) -> list[str]:
         """Return the names of all objects that begin with `prefix`, sorted."""
         stem = f"$O.{self._bucket}.M."
         subjects = await self._subjects(f"{stem}>")
-        found = (base64.urlsafe_b64decode(each.removeprefix(stem)).decode() for each in subjects)
-        return sorted(name for name in found if name.startswith(prefix))
+        found = (_name_in(each.removeprefix(stem)) for each in subjects)
+        return sorted(name for name in found if name is not None and name.startswith(prefix))
 
     async def _subjects(self, pattern: str) -> list[str]:
         body = json.dumps({"subjects_filter": pattern}).encode()
@@ -143,9 +161,17 @@ class Blobs:
         if stored is None:
             return None
         try:
-            return msgspec.json.decode(stored.data, type=_Meta)
+            return decoded(_meta.decode, stored.data)
         except msgspec.MsgspecError as error:
             raise LogCorrupted(f"object {name}: its description cannot be read: {error}") from error
+
+    async def _replaced(self, name: str) -> _Meta | None:
+        """Return the description of an object that is to go; None where there is none that can be read."""
+        try:
+            return await self._find(name)
+        except LogCorrupted as error:
+            logger.warning("its chunks stay: %s", error)
+            return None
 
     async def _purge(self, subject: str) -> None:
         body = json.dumps({"filter": subject}).encode()

@@ -9,6 +9,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from bombus.bus.headers import REPLY, TRACEPARENT
 from bombus.bus.publisher import Publisher
 from bombus.bus.wire import ReceivedMessage
@@ -30,7 +32,7 @@ class InboxClient:
         self._publisher = publisher
         self._subjects = subjects
         self._prefix = f"{reply_inbox}."
-        self._pending: dict[int, asyncio.Future[bytes | None]] = {}  # None: send the command again
+        self._pending: dict[int, asyncio.Future[AnyAnswer | None]] = {}  # None: send the command again
         self._next = 0
 
     async def open(self) -> None:
@@ -75,14 +77,13 @@ class InboxClient:
             headers[TRACEPARENT] = traceparent
         try:
             async with asyncio.timeout(timeout_s):
-                body = await self._send_until_answered(message, token, headers, timeout_s)
+                answer = await self._send_until_answered(message, token, headers, timeout_s)
         except TimeoutError:
             raise BusUnavailable(
                 f"{kind_of(message)} {message.id}: no coordinator answered within {timeout_s:g} s"
             ) from None
         finally:
             self._pending.pop(token, None)
-        answer = decode_answer(body)
         if isinstance(answer, Refusal):
             raise Refused(answer.code, answer.why)
         return answer
@@ -95,13 +96,13 @@ class InboxClient:
 
     async def _send_until_answered(
         self, message: Message, token: int, headers: Mapping[str, str], timeout_s: float
-    ) -> bytes:
+    ) -> AnyAnswer:
         subject = self._subjects.inbox(kind_of(message))
         body = encode_message(message)
         loop = asyncio.get_running_loop()
         attempt = 0
         while True:
-            answered: asyncio.Future[bytes | None] = loop.create_future()
+            answered: asyncio.Future[AnyAnswer | None] = loop.create_future()
             self._pending[token] = answered
             # Not the command's own id: the stream would drop the second attempt as a duplicate, unanswered.
             msg_id = f"{message.id}@{headers[REPLY]}.{attempt}"
@@ -117,5 +118,9 @@ class InboxClient:
 
     async def _on_answer(self, message: ReceivedMessage) -> None:
         answered = self._pending.get(int(message.subject[len(self._prefix) :]))
-        if answered is not None and not answered.done() and message.data:
-            answered.set_result(message.data)
+        if answered is None or answered.done() or not message.data:
+            return
+        try:
+            answered.set_result(decode_answer(message.data))
+        except msgspec.MsgspecError as error:
+            logger.warning("an answer cannot be read; its command will be sent again: %s", error)

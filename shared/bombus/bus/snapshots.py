@@ -5,18 +5,21 @@ log was made anew, or lost its end in a power cut) is ahead of it and is not use
 """
 
 import logging
+import re
 
 import msgspec
 
 from bombus.bus import Blobs, Bus
 from bombus.bus.headers import MSG_ID
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
 from bombus.hive.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
 
 KEPT = 2  # verification starts at the older one (R12)
 _PREFIX = "snapshot-"
+_NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
 
 
@@ -46,7 +49,7 @@ def decode(body: bytes) -> Snapshot:
     if not body.startswith(_MAGIC):
         raise LogCorrupted("this is not a snapshot of a hive")
     try:
-        return _decoder.decode(memoryview(body)[len(_MAGIC) :])
+        return decoded(_decoder.decode, memoryview(body)[len(_MAGIC) :])
     except msgspec.MsgspecError as error:
         raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
 
@@ -64,7 +67,8 @@ async def save(bus: Bus, body: bytes, position: int) -> None:
 
 async def positions(bus: Bus) -> list[int]:
     """Return the positions of the log's snapshots, oldest first, including damaged ones."""
-    return sorted(int(name.removeprefix(_PREFIX)) for name in await Blobs(bus).names(_PREFIX))
+    numbers = (name.removeprefix(_PREFIX) for name in await Blobs(bus).names(_PREFIX))
+    return sorted(int(number) for number in numbers if _NUMBER.fullmatch(number))
 
 
 async def load(bus: Bus, position: int) -> Snapshot:

@@ -167,6 +167,7 @@ def read_document(text: str, name: str = "the job") -> Tree:
         raise Refused(Code.TOO_LARGE, f"{name}: {len(text)} characters are over the limit of {JOB_BYTES_MAX}")
     try:
         tree = _json_or_yaml(text, name)
+        json.dumps(tree, ensure_ascii=False, skipkeys=True, default=str).encode()  # fails for halves of characters
     except (ValueError, OverflowError, RecursionError) as error:  # an impossible date, or brackets nested too deep
         raise bad_config(f"{name}: it cannot be read as YAML: {error}") from error
     if not isinstance(tree, dict):

@@ -8,6 +8,7 @@ import msgspec
 
 from bombus.bus import Blobs
 from bombus.errors import EngineFault
+from bombus.hive.decoding import decoded
 from bombus.hive.events import Weights
 from bombus.replay.logged_run import LoggedRun
 from bombus.replay.source import BusSource, NotOnLog, Source
@@ -17,6 +18,8 @@ from bombus.weights.objects import fetch_objects
 
 FILES = {FULL_FORMAT: FULL_FILE, DELTA_FORMAT: DELTA_FILE, ADAPTER_FORMAT: ADAPTER_FILE}
 PLACE_PARTS = 5  # weights/<hive>/<engine>/run-<run>/<version> in the folder of a trainer
+
+_texts = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Finder:
 
     async def _texts(self, tokenizer: str) -> dict[str, bytes]:
         try:
-            return msgspec.msgpack.decode(await self._source.blob(tokenizer), type=dict[str, bytes])
+            return decoded(_texts.decode, await self._source.blob(tokenizer))
         except msgspec.MsgspecError as error:
             raise EngineFault(f"the object {tokenizer} is not a tokenizer: {error}") from error
 

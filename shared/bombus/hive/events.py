@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code
+from bombus.hive.decoding import decoded
 from bombus.hive.records import CallRef, CallStatus
 
 HIVE = "_hive"  # the engine token of events that belong to no engine
@@ -494,4 +495,4 @@ def encode_event(event: Event) -> bytes:
 
 def decode_event(body: bytes) -> AnyEvent:
     """Decode an event. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
-    return _decoder.decode(body)
+    return decoded(_decoder.decode, body)

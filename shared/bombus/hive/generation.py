@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from bombus.hive.decoding import decoded
 from bombus.hive.records import SamplingParams
 
 CONTENT_TYPE = "application/x-bombus-frames"
@@ -75,7 +76,8 @@ def encode_request(request: Generate) -> bytes:
 
 
 def decode_request(body: bytes) -> Generate:
-    return _requests.decode(body)
+    """Decode a request. Raises `msgspec.MsgspecError` when it is not one."""
+    return decoded(_requests.decode, body)
 
 
 def encode_frame(frame: Frame) -> bytes:
@@ -90,7 +92,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that `data` completes. Raises `ValueError` on a frame over the limit."""
+        """Yield the frames that `data` completes.
+
+        Raises `ValueError` on a frame over the limit, `msgspec.MsgspecError` on one that is not a frame.
+        """
         self._buffer += data
         start = 0
         while len(self._buffer) - start >= _header.size:
@@ -100,7 +105,7 @@ class FrameReader:
             end = start + _header.size + length
             if len(self._buffer) < end:
                 break
-            yield _frames.decode(memoryview(self._buffer)[start + _header.size : end])
+            yield decoded(_frames.decode, memoryview(self._buffer)[start + _header.size : end])
             start = end
         if start:
             del self._buffer[:start]

@@ -8,7 +8,11 @@ from typing import Any
 import msgspec
 
 from bombus.errors import Code
+from bombus.hive.decoding import decoded
 from bombus.hive.events import HIVE, Collection, ConversationFormat, EpisodeType, NotedCall, Weights
+from bombus.hive.subjects import is_name
+
+DEPTH_MAX = 128  # of lists and objects within each other in metadata
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="kind"):
@@ -307,7 +311,22 @@ def encode_message(message: Message) -> bytes:
 
 
 def decode_message(body: bytes) -> AnyMessage:
-    return _messages.decode(body)
+    """Decode a message. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    message = decoded(_messages.decode, body)
+    if message.engine != HIVE and not is_name(message.engine):  # it becomes part of a subject
+        raise msgspec.DecodeError(f"{message.engine[:40]!r} is not the name of an engine")
+    if isinstance(message, End) and not all(_is_plain(result.metadata) for result in message.results):
+        raise msgspec.DecodeError(f"metadata that is not JSON, or nested deeper than {DEPTH_MAX}")
+    return message
+
+
+def _is_plain(value: object, depth: int = DEPTH_MAX) -> bool:
+    """Whether every reader can decode a value again, however deep in its own work it is, and write it as JSON."""
+    if isinstance(value, dict):
+        return depth > 0 and all(isinstance(key, str) and _is_plain(each, depth - 1) for key, each in value.items())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_plain(each, depth - 1) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -315,4 +334,5 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def decode_answer(body: bytes) -> AnyAnswer:
-    return _answers.decode(body)
+    """Decode an answer. Raises `msgspec.MsgspecError` when this version cannot read the bytes."""
+    return decoded(_answers.decode, body)

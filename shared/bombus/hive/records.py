@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
 
 DIGEST_BYTES = 16
 
@@ -179,7 +180,7 @@ def decode_record(body: bytes, ref: CallRef | None = None) -> CallRecord:
     if ref is not None and digest(body) != ref.digest:
         raise LogCorrupted(f"call {ref.id} at {ref.seq}: the stored record is not the one that was referenced")
     try:
-        record = _decoder.decode(body)
+        record = decoded(_decoder.decode, body)
     except msgspec.MsgspecError as error:
         raise LogCorrupted(f"not a call record: {error}") from error
     if ref is not None and record.id != ref.id:

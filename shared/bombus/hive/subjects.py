@@ -7,9 +7,14 @@ SHARDS = 64
 _NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,31}\Z")
 
 
+def is_name(text: str) -> bool:
+    """Whether this is 1 to 32 lower-case letters, digits and dashes, as the names of hives and engines are."""
+    return _NAME.match(text) is not None
+
+
 def check_name(name: str, what: str) -> str:
     """Return `name` if it is 1 to 32 lower-case letters, digits and dashes. Raises `ValueError` otherwise."""
-    if not _NAME.match(name):
+    if not is_name(name):
         raise ValueError(
             f"{what} {name!r} is not a valid name: use 1 to 32 lower-case letters, digits and dashes, "
             "starting with a letter or digit"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from bombus.errors import Code
 
@@ -90,6 +90,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._patience = patience
         self._limits = patience.limits
         self._awaited = Awaited.NOTHING
+        self._cycles: list[RequestResponseCycle] = []  # of which the last is `cycle`, and one is answered at a time
         self._received = 0  # bytes of the message that is being read
         self._content = 0  # of these, the bytes of its body
 
@@ -103,6 +104,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._patience.end(self)
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells only the last one
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         if self._awaited is Awaited.END or self.transport.is_closing():
@@ -128,6 +132,8 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse_bytes()
                 raise ValueError("the head is too long")  # stops the parser
         super().on_headers_complete()
+        if self.cycle is not None:
+            self._cycles = [each for each in self._cycles if not each.response_complete] + [self.cycle]
         self._await(Awaited.BODY, self._limits.body_s)
 
     def on_body(self, body: bytes) -> None:

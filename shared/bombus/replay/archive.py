@@ -17,6 +17,7 @@ import msgspec
 
 from bombus.bus import BlobMissing, Stored, snapshots
 from bombus.errors import LogCorrupted
+from bombus.hive.decoding import decoded
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
 from bombus.replay.source import LogEnd, NotOnLog, Source
@@ -148,7 +149,7 @@ class FileSource(Source):
 def _read_header(path: Path) -> ArchiveHeader:
     try:
         with gzip.open(path) as file:
-            header = _header.decode(_body(file, path))
+            header = decoded(_header.decode, _body(file, path))
     except (gzip.BadGzipFile, zlib.error, msgspec.MsgspecError) as error:
         raise NotOnLog(f"{path} is not an archive of a log; `bombus log export` makes one") from error
     except EOFError as error:
@@ -167,7 +168,7 @@ def _frames(path: Path) -> Iterator[ArchiveFrame]:
         with gzip.open(path) as file:
             _body(file, path)
             while True:
-                frame = _frame.decode(_body(file, path))
+                frame = decoded(_frame.decode, _body(file, path))
                 yield frame
                 if isinstance(frame, Trailer):
                     file.read(1)  # reach the end of the gzip, where its checksum is

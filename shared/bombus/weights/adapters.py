@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from bombus.errors import EngineFault
+from bombus.hive.decoding import decoded
 from bombus.weights.deltas import TensorFile
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class AdapterConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
+
+
+_config = msgspec.json.Decoder(AdapterConfig)
 
 
 def adapter_names(layer: str) -> tuple[str, str]:
@@ -74,7 +78,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     with TensorFile(folder / ADAPTER_FILE) as file:
         text = file.metadata.get(ADAPTER_CONFIG, "")
     try:
-        config = msgspec.json.decode(text, type=AdapterConfig)
+        config = decoded(_config.decode, text)
         beside = (folder / ADAPTER_CONFIG).read_text()
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineFault(f"the adapter in {folder} does not say how it is made: {error}") from error

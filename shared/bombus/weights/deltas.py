@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bombus.errors import EngineFault
+from bombus.hive.decoding import decoded
 from bombus.hive.events import Weights
 
 FULL_FORMAT = "safetensors"
@@ -115,6 +116,12 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[int, int]
 
 
+_head = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_metadata = msgspec.json.Decoder(dict[str, str])
+_entry = msgspec.json.Decoder(_Entry)
+_base = msgspec.json.Decoder(Weights)
+
+
 class TensorFile:
     """A safetensors file open for reading, its tensors as flat bits.
 
@@ -170,9 +177,9 @@ class TensorFile:
         if len(text) != length:
             raise self._fault("it has no header")
         try:
-            raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-            metadata = msgspec.json.decode(raw.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-            entries = {name: msgspec.json.decode(each, type=_Entry) for name, each in raw.items()}
+            raw = decoded(_head.decode, text)
+            metadata = decoded(_metadata.decode, raw.pop("__metadata__", msgspec.Raw(b"{}")))
+            entries = {name: decoded(_entry.decode, each) for name, each in raw.items()}
         except msgspec.MsgspecError as error:
             raise self._fault(str(error)) from error
         size = self._path.stat().st_size - len(start) - length
@@ -193,7 +200,7 @@ class DeltaFile(TensorFile):
     def base(self) -> Weights:
         """Return the version that the delta changes, as the log had it. Raises `EngineFault` when it is not named."""
         try:
-            return msgspec.json.decode(self.metadata.get(BASE, ""), type=Weights)
+            return decoded(_base.decode, self.metadata.get(BASE, ""))
         except msgspec.MsgspecError as error:
             raise EngineFault(f"{self._path} does not say what it changes: {error}") from error
 

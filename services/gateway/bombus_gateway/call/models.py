@@ -10,6 +10,7 @@ import msgspec
 from bombus.bus import Blobs, Bus
 from bombus.config.job import RunConfig
 from bombus.errors import BombusError, Code, EngineFault, Refused
+from bombus.hive.decoding import decoded
 from bombus.hive.events import ConversationFormat
 from bombus.hive.state import EngineState
 from bombus_gateway.text.rendering import TextModel, TextOptions
@@ -69,7 +70,7 @@ class EngineModels:
 
     async def _load(self, blob: str, name: str, options: TextOptions) -> TextModel:
         try:
-            files = _files.decode(await Blobs(self._bus).get(blob))
+            files = decoded(_files.decode, await Blobs(self._bus).get(blob))
         except EngineFault:
             raise
         except BombusError as error:

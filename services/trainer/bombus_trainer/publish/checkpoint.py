@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bombus.errors import EngineFault
 from bombus.faults import Point, reached
+from bombus.hive.decoding import decoded
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.directories import draft_directory, fsync_directory, make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
@@ -63,6 +64,9 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: str = "torch"
     ranks: int = 1
     files: dict[str, Seal] = {}
+
+
+_manifest = msgspec.json.Decoder(_Manifest)
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -188,6 +192,6 @@ def _read_manifest(path: Path, digest: str) -> _Manifest:
     if sha256(body).hexdigest() != digest:
         raise CheckpointLost(f"the checkpoint {path} is damaged: its manifest is not the one that the log names")
     try:
-        return msgspec.json.decode(body, type=_Manifest)
+        return decoded(_manifest.decode, body)
     except msgspec.MsgspecError as error:
         raise CheckpointLost(f"the checkpoint {path} cannot be read: {error}") from error

@@ -9,6 +9,7 @@ import msgspec
 
 from bombus.bus import BlobMissing
 from bombus.errors import BombusError, LogCorrupted
+from bombus.hive.decoding import decoded
 from bombus.replay.logged_run import LoggedRun, client_metadata, read_run
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import Source
@@ -20,6 +21,8 @@ from bombus_trainer.data.samples import Origin, Sample, samples_of, text_of
 from bombus_trainer.settings import TrainerSettings
 
 VOCABULARY_MAX = 2**31 - 1  # where the model's configuration is not on the log: any token that fits a record
+
+_files = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +91,7 @@ async def batch_samples(source: Source, logged: LoggedRun, number: int) -> list[
 
 async def _tokenizer(source: Source, name: str) -> dict[str, bytes]:
     try:
-        return msgspec.msgpack.decode(await source.blob(name), type=dict[str, bytes])
-    except BlobMissing as error:
+        return decoded(_files.decode, await source.blob(name))
+    except (BlobMissing, msgspec.MsgspecError) as error:
         complain(f"the samples have no texts: {error}")
         return {}

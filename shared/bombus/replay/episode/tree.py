@@ -10,6 +10,7 @@ from bombus.cli import NotInstalled
 from bombus.config.algorithms import Overlong
 from bombus.config.job import RunConfig
 from bombus.errors import EngineFault, LogCorrupted
+from bombus.hive.decoding import decoded
 from bombus.hive.events import EpisodeType
 from bombus.hive.records import CallRecord, CallRef, CallStatus, Choice, SamplingParams, unpack_logprobs, unpack_tokens
 from bombus.replay import providers
@@ -107,7 +108,7 @@ async def read_transcript(source: Source, story: EpisodeStory, prompts: bool = F
 
 async def _token_text(source: Source, story: EpisodeStory, notes: list[str]) -> TokenText:
     try:
-        files = _files.decode(await source.blob(story.tokenizer))
+        files = decoded(_files.decode, await source.blob(story.tokenizer))
         return providers.token_texts()(files)
     except (NotInstalled, BlobMissing, EngineFault, msgspec.MsgspecError) as error:
         notes.append(f"tokens are shown by their ids: {error}")

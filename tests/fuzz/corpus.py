@@ -1,0 +1,192 @@
+"""A valid request for every route of every HTTP door, from which the wrong ones are made.
+
+`@episode@` and the like stand for what the hive that is running has: `Names` of tests/fuzz/http.py fills them in.
+"""
+
+from typing import Any
+
+from tests.fuzz.values import Tree
+
+CLIENT = "fuzz"
+TRACEPARENT = f"00-{1:032x}-{2:016x}-01"
+LENGTHS = {
+    "max_prompt_length": 256,
+    "max_response_length": 200,
+    "max_response_length_in_one_turn": 64,
+    "max_model_len": 512,
+}
+JOB: dict[str, Any] = {
+    "ajet": {
+        "model": {"path": "tiny"},
+        "data": {"train_batch_size": 2},
+        "rollout": {"num_repeat": 2, "max_env_worker": 64},
+    },
+    "bombus": {
+        "model": {"path": "tiny", "dtype": "float32"},
+        "rollout": {**LENGTHS, "allow_chat_template_kwargs": True, "allow_biased_sampling": True},
+        "collection": {"batch_size": 2, "drain_s": 5.0},  # many episodes are never ended by their clients
+        "trainer": {"lr": 0.001},
+    },
+}
+YAML = """\
+ajet:
+  model: {path: tiny}
+  data: {train_batch_size: 2}
+  rollout: {num_repeat: 2, max_env_worker: 64}
+bombus:
+  model:
+    path: tiny
+    dtype: float32
+  rollout:
+    max_prompt_length: 256
+    max_response_length: 200
+  trainer:
+    lr: 1.0e-3
+"""
+ODD_YAML = (
+    "&a [*a, *a]", "{<<: {a: 1}}", "{<<: [{a: 1}, {b: 2}]}", "*nothing", "0x" + "f" * 5000, "0b" + "1" * 5000, "0o777",
+    "1:59:59", "1" + ":59" * 5000 + ".5", "!!python/object/apply:os.system [id]", "!!binary aGk=", "!!set {a, b}",
+    "2001-12-14t21:59:43.10-05:00", ".inf", "-.INF", ".nan", "~", "? [a, b]\n: c", "|\n  text\n", ">-\n  text\n",
+    "---\na: 1",
+    "...\n", "%YAML 9.9\n---\n", "\t- tab", "'", '"\\xff"', "[" * 3000, "{a: " * 200 + "1" + "}" * 200, "yes", "01",
+    "1_000", "9" * 5000,
+    "&a {x: 1}\nb: *a", "a: 1\na: 2", "\ufeffa: 1", "@", "`", "!", "- - - - 1", "x" * 100_000, "\x07", "\ud800",
+)  # fmt: skip
+
+USER = {"role": "user", "content": "a0="}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "description": "Look it up.",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+    },
+}
+CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"what": "a"}'}}
+CHATS: list[Tree] = [
+    {"model": "any", "messages": [USER], "max_tokens": 4},
+    {
+        "model": "any",
+        "messages": [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "b"}, USER],
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "n": 2,
+        "seed": 7,
+        "stop": ["x", "\n\n"],
+        "logprobs": True,
+        "top_logprobs": 3,
+        "user": "u",
+        "metadata": {"a": "b"},
+    },
+    {
+        "model": "any",
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c1", "content": "found"},
+            {
+                "role": "user",
+                "name": "bee",
+                "content": [{"type": "text", "text": "and"}, {"type": "text", "text": "b"}],
+            },
+        ],
+        "tools": [TOOL],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "max_completion_tokens": 3,
+    },
+    {
+        "model": "any",
+        "messages": [USER],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": 16,
+        "top_p": 0.9,
+        "top_k": 5,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "response_format": {"type": "text"},
+        "frequency_penalty": 0,
+        "logit_bias": {},
+    },
+]
+COMPLETIONS: list[Tree] = [
+    {"model": "any", "prompt": "a0=", "max_tokens": 4},
+    {"model": "any", "prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 2, "stream": True, "echo": False, "best_of": 1},
+]
+OUTPUT = {
+    "reward": 1.0,
+    "is_success": True,
+    "metadata": {"a": {"b": [1, "x"]}},
+    "log_metrics": {"m": 0.5, "l": [1.0, 2.0]},
+}
+END = {"episode_uuid": "@episode@", "task_id": "t", "workflow_output": OUTPUT}
+POLICY = {"ratio": 1.5, "expected_batch_size": 2, "expected_num_repeat": 2, "current_task_id": "t"}
+EPISODES = ["@episode@", "@other@"]
+
+SWARM: dict[str, list[Tree]] = {
+    "/sync_train_config": [{"yaml_as_string": "@job@"}],
+    "/compare_train_config": [{"yaml_as_string": "@job@"}],
+    "/start_engine": [{}],
+    "/stop_engine": [{}],
+    "/claim_episode": [
+        {"client_uuid": CLIENT, "episode_type": "train", "discard_episode_timeout": 30.0, "throttle_policy": POLICY},
+        {"client_uuid": CLIENT, "episode_type": "eval"},
+    ],
+    "/end_episode": [
+        {"client_uuid": CLIENT, **END, "declare_client_active": True},
+        {"client_uuid": CLIENT, **END, "workflow_output": {**OUTPUT, "reward": [0.5, 1.0]}},
+    ],
+    "/abort_episode": [{"client_uuid": CLIENT, "episode_uuid": "@other@"}],
+    "/can_continue_episode": [{"client_uuid": CLIENT, "episode_uuid": "@episode@"}],
+    "/get_episode_buffer": [{}],
+    "/replay_latest_llm_call": [{"episode_uuid": "@episode@"}],
+    "/agree_sync_weight": [{"client_uuid": CLIENT}],
+    "/sync_train_code": [{"code": "print()"}],
+    "/push_verbose_log": [{"tag": "t", "message": "m"}],
+    "/claim_episodes": [
+        {
+            "client_uuid": CLIENT,
+            "claim_id": "c",
+            "count": 2,
+            "episode_type": "train",
+            "discard_episode_timeout": 30.0,
+            "wait_s": 0.2,
+            "waited_s": 1.0,
+            "task_id": "t",
+        }
+    ],
+    "/end_episodes": [{"client_uuid": CLIENT, "episodes": [END, {**END, "episode_uuid": "@other@"}]}],
+    "/abort_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES, "infra": True, "detail": "d"}],
+    "/touch_episodes": [{"client_uuid": CLIENT, "episode_uuids": EPISODES}],
+}
+BODIES: dict[str, list[Tree]] = {**SWARM, "/v1/chat/completions": CHATS, "/v1/completions": COMPLETIONS}
+WITHOUT_BODY = {
+    "/get_engine_status",
+    "/get_current_batch_rollout_pool_information",
+    "/get_server_experiment_dir",
+    "/v1/models",
+    "/health",
+    "/docs",
+    "/openapi.json",
+}
+GENERATE: Tree = {
+    "id": "call-1",
+    "engine": "main",
+    "run": 1,
+    "prompt": b"\x01\0\0\0\x02\0\0\0",
+    "sampling": {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": 7, "top_logprobs": 2},
+    "n": 1,
+    "stream": True,
+    "episode": "e",
+    "traceparent": TRACEPARENT,
+}
+REPLICA: dict[tuple[str, str], Tree] = {
+    ("POST", "/generate"): GENERATE,
+    ("GET", "/health"): None,
+    ("GET", "/metrics"): None,
+}
+
+
+def bare(path: str) -> str:
+    """Return a path of the gateway without the prefix of an engine."""
+    return path.removeprefix("/e/main")

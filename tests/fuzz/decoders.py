@@ -1,0 +1,230 @@
+"""Every decoder of what comes from outside a process: valid bytes for it, and the errors that it declares."""
+
+import asyncio
+import gzip
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel
+
+from bombus.bus import Stored, snapshots
+from bombus.bus.follow import read_event
+from bombus.config.documents import parse_job
+from bombus.config.job import RunConfig
+from bombus.errors import EngineFault, LogCorrupted, Refused
+from bombus.hive import events, generation, inbox, records
+from bombus.replay import archive
+from bombus.replay.source import NotOnLog
+from bombus.telemetry import traceparent_of
+from bombus.weights import adapters, deltas
+from bombus_gateway.keys import Keys
+from bombus_gateway.openai.request import read_chat, read_completion
+from bombus_gateway.swarm import bodies
+from bombus_inference.model_files import read_shapes
+from bombus_trainer.publish import checkpoint
+from tests.fuzz.corpus import CHATS, COMPLETIONS, JOB, SWARM, TRACEPARENT
+from tests.fuzz.examples import examples
+from tests.fuzz.values import Tree, to_json, to_msgpack
+
+KEYS = Keys(b"a secret of 16 bytes or more")
+WEIGHTS = {"format": "safetensors", "where": "/w", "sha256": "0" * 64, "bytes": 80}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """`read` decodes bytes, in a folder of its own, and raises nothing but `declared`.
+
+    `write` makes bytes of a tree, which is one of `valid` or a changed one.
+    """
+
+    name: str
+    read: Callable[[bytes, Path], object]
+    declared: tuple[type[Exception], ...]
+    valid: Sequence[Tree]
+    write: Callable[[Tree], bytes] = field(default=to_msgpack)
+
+
+def _plain(decode: Callable[[bytes], object]) -> Callable[[bytes, Path], object]:
+    return lambda body, _: decode(body)
+
+
+def _text(decode: Callable[[str], object]) -> Callable[[bytes, Path], object]:
+    return lambda body, _: decode(body.decode("utf-8", "replace"))
+
+
+def _latin(tree: Tree) -> bytes:
+    return tree.encode("utf-8", "replace") if isinstance(tree, str) else to_json(tree)
+
+
+# ---- the bus -------------------------------------------------------------------------------------------------------
+
+
+def _event(body: bytes) -> object:
+    return read_event(Stored(1, "bombus.h.event.e.kind", body, {}, 0))
+
+
+def _frames(body: bytes) -> object:
+    reader = generation.FrameReader()
+    return [frame for start in range(0, len(body), 37) for frame in reader.feed(body[start : start + 37])]
+
+
+def _framed(tree: Tree) -> bytes:
+    body = to_msgpack(tree)
+    return struct.pack("<I", len(body)) + body
+
+
+def _snapshot(tree: Tree) -> bytes:
+    return b"bombus snapshot\n" + to_msgpack(tree)
+
+
+# ---- archives ------------------------------------------------------------------------------------------------------
+
+
+def _archived(frames: Tree) -> bytes:
+    parts = map(_framed, frames) if isinstance(frames, list) else [_framed(frames)]
+    return gzip.compress(b"".join(parts), compresslevel=1)
+
+
+async def _read_archive(file: Path) -> None:
+    with archive.FileSource.open(file) as source:
+        await source.base()
+        async for _ in source.stored():
+            pass
+        await source.bodies([records.CallRef(3, "text", b"d")])
+
+
+def _archive(body: bytes, folder: Path) -> None:
+    file = folder / "log.bombuslog"
+    file.write_bytes(body)
+    asyncio.run(_read_archive(file))
+
+
+def _archive_examples() -> list[Tree]:
+    (header,) = examples(archive.ArchiveHeader)
+    frames = examples(archive.ArchiveFrame)
+    return [[{**header, "format": 1, "last": 9, "base": b""}, *frames]]
+
+
+# ---- weights and checkpoints ---------------------------------------------------------------------------------------
+
+
+def _tensor(dtype: str, shape: list[int], start: int, end: int) -> Tree:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+FULL = {"__metadata__": {"format": "pt"}, "a": _tensor("F32", [2, 4], 0, 32), "b": _tensor("BF16", [4], 32, 40)}
+DELTA = {
+    "__metadata__": {"format": "bombus-delta", "base": to_json(WEIGHTS).decode()},
+    "a": _tensor("F32", [3], 0, 12),
+    "gaps:a": _tensor("U8", [3], 12, 15),
+    "b": _tensor("BF16", [4], 16, 24),
+}
+ADAPTER_CONFIG = to_json({"r": 4, "lora_alpha": 8.0, "target_modules": ["q"], "peft_type": "LORA"}).decode()
+ADAPTER = {"__metadata__": {adapters.ADAPTER_CONFIG: ADAPTER_CONFIG}, "a": _tensor("F32", [2], 0, 8)}
+
+
+def _safetensors(head: Tree) -> bytes:
+    text = to_json(head)
+    return struct.pack("<Q", len(text)) + text + bytes(range(1, 13)) + bytes(28)
+
+
+def _tensors(body: bytes, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(body)
+    with deltas.TensorFile(file) as tensors:
+        for name in tensors.names:
+            tensors.bits(name)
+
+
+def _delta(body: bytes, folder: Path) -> None:
+    base, delta = folder / "base.safetensors", folder / "delta.safetensors"
+    base.write_bytes(_safetensors(FULL))
+    delta.write_bytes(body)
+    with deltas.DeltaFile(delta) as file:
+        file.base()
+        for _, patch in file.patches():
+            elements = len(patch.values) if patch.gaps is None else 8
+            deltas.apply_patch(patch, np.zeros(elements, dtype=patch.values.dtype))
+    deltas.rebuild(base, [delta], folder / "rebuilt")
+
+
+def _adapter(body: bytes, folder: Path) -> None:
+    (folder / adapters.ADAPTER_FILE).write_bytes(body)
+    (folder / adapters.ADAPTER_CONFIG).write_text(ADAPTER_CONFIG)
+    adapters.read_adapter_config(folder)
+
+
+def _shapes(body: bytes, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(body)
+    read_shapes(file)
+
+
+def _manifest(body: bytes, folder: Path) -> None:
+    (folder / checkpoint.MANIFEST).write_bytes(body)
+    checkpoint.read_facts(folder, sha256(body).hexdigest())
+
+
+# ---- doors ---------------------------------------------------------------------------------------------------------
+
+
+def _end(body: bytes) -> None:
+    end = bodies.parse(bodies.EndEpisode, body)
+    bodies.result_of("e", end.task_id, end.workflow_output)
+
+
+def _bodies() -> list[Decoder]:
+    """Return the decoder of every body of the swarm door."""
+    kinds = [kind for kind in vars(bodies).values() if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    valid = [body for found in SWARM.values() for body in found]
+    own = [kind for kind in kinds if kind.__module__ == bodies.__name__]
+    return [
+        Decoder(f"body {kind.__name__}", _plain(partial(bodies.parse, kind)), (Refused,), valid, to_json)
+        for kind in own
+    ]
+
+
+def all_decoders() -> tuple[Decoder, ...]:
+    """Return every decoder."""
+    broken = (msgspec.MsgspecError,)
+    key = KEYS.sign("main", 1, "e-1", 1 << 62)
+    return (
+        Decoder("inbox message", _plain(inbox.decode_message), broken, examples(inbox.AnyMessage)),
+        Decoder("inbox answer", _plain(inbox.decode_answer), broken, examples(inbox.AnyAnswer)),
+        Decoder("event", _plain(_event), (LogCorrupted,), examples(events.AnyEvent)),
+        Decoder("call record", _plain(records.decode_record), (LogCorrupted,), examples(records.CallRecord)),
+        Decoder("generate", _plain(generation.decode_request), broken, examples(generation.Generate)),
+        Decoder("frames", _plain(_frames), (ValueError,), examples(generation.Frame), _framed),
+        Decoder("snapshot", _plain(snapshots.decode), (LogCorrupted,), examples(snapshots.Snapshot), _snapshot),
+        Decoder("archive", _archive, (LogCorrupted, NotOnLog), _archive_examples(), _archived),
+        Decoder("safetensors", _tensors, (EngineFault,), [FULL], _safetensors),
+        Decoder("delta", _delta, (EngineFault,), [DELTA], _safetensors),
+        Decoder("adapter", _adapter, (EngineFault,), [ADAPTER], _safetensors),
+        Decoder("shapes", _shapes, (EngineFault,), [FULL], _safetensors),
+        Decoder("checkpoint", _manifest, (checkpoint.CheckpointLost,), _manifests(), to_json),
+        Decoder("key", _text(lambda text: KEYS.verify(text, 0)), (Refused,), [key], _latin),
+        Decoder("claimed id", _text(KEYS.episode_of), (Refused,), [KEYS.claimed_id("e-1")], _latin),
+        Decoder("traceparent", _text(traceparent_of), (), [TRACEPARENT], _latin),
+        Decoder("job", _text(parse_job), (Refused,), [JOB], to_json),
+        Decoder("configuration", _text(RunConfig.from_json), (Refused,), [_configuration()], to_json),
+        Decoder("chat", _plain(read_chat), (Refused,), CHATS, to_json),
+        Decoder("completion", _plain(read_completion), (Refused,), COMPLETIONS, to_json),
+        Decoder("end of an episode", _plain(_end), (Refused,), SWARM["/end_episode"], to_json),
+        *_bodies(),
+    )
+
+
+def _configuration() -> Tree:
+    return msgspec.json.decode(parse_job(JOB).to_json())
+
+
+def _manifests() -> list[Tree]:
+    kind: Any = checkpoint._Manifest
+    return examples(kind)
