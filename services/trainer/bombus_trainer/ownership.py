@@ -102,6 +102,7 @@ class RunOwnership:
             engine=self._options.engine,
             run=self.run,
             trainer=self._name,
+            patience_s=self._options.silence_s,
         )
         reached(Point.TRAINER_OPENING)
         while True:
@@ -126,7 +127,7 @@ class RunOwnership:
         if self.is_running():
             reached(Point.TRAINER_SUPERSEDED)
         patience_s = self._options.presence_s
-        while self.is_running():
+        while self.is_running() and self.engine.trainer:
             try:
                 await self._follower.wait_for(lambda _: not self.is_running(), patience_s)
             except TimeoutError:

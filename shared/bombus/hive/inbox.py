@@ -157,10 +157,31 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
-    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11)."""
+    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
+
+    A trainer of which nothing is heard for `patience_s` is taken for gone. 0: its silence means nothing.
+    """
 
     run: int
     trainer: str
+    patience_s: float = 0.0
+
+
+class TrainerAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.alive"):
+    """A trainer's heartbeat. `doing` says what it works on, "" while it waits."""
+
+    run: int
+    trainer_epoch: int
+    doing: str = ""
+
+
+class TrainerHangs(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.hangs"):
+    """A trainer has made no progress in `doing` for `still_s`. Its process ends after this message."""
+
+    run: int
+    trainer_epoch: int
+    doing: str
+    still_s: float
 
 
 class StageReached(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stage.reached"):
@@ -233,6 +254,8 @@ AnyMessage = (
     | ReplicaLeaves
     | WeightsLoadedFact
     | TrainerOpens
+    | TrainerAlive
+    | TrainerHangs
     | StageReached
     | StepDone
     | StepBroke
