@@ -26,10 +26,11 @@ class Fault(StrEnum):
     BROKEN_STEP = "a step fails"
     LOST_CHECKPOINT = "the newest checkpoint is damaged"
     FAILED_LOAD = "a trainer cannot load the model"
+    HANG = "a trainer's thread hangs"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}
-PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP, Fault.FAILED_LOAD}  # drawn at each act that can fail in this way
+PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP, Fault.FAILED_LOAD, Fault.HANG}  # drawn at each act that can fail so
 SCHEDULED = tuple(fault for fault in Fault if fault not in PER_MESSAGE | PER_ACT)
 
 
@@ -40,9 +41,11 @@ class Faults:
         self.on = True
         self.counts: Counter[Fault] = Counter()
         self._random = pick
-        drawn = [fault for fault in Fault if fault != Fault.FAILED_LOAD]
+        later = {Fault.FAILED_LOAD, Fault.HANG}  # they have the rates of others, so that seeds keep their draws
+        drawn = [fault for fault in Fault if fault not in later]
         self.rates: dict[Fault, float] = {fault: self._rate(fault) if pick.random() < 0.5 else 0.0 for fault in drawn}
         self.rates[Fault.FAILED_LOAD] = self.rates[Fault.BROKEN_STEP]
+        self.rates[Fault.HANG] = self.rates[Fault.STOP]
 
     def _rate(self, fault: Fault) -> float:
         if fault in PER_MESSAGE:

@@ -161,6 +161,9 @@ class Referee:
                 check_read(event, engine)
             case ev.TrainerOpened():
                 assert event.trainer_epoch == engine.trainer_epoch + 1
+            case ev.TrainerStalled():
+                assert (event.trainer, event.trainer_epoch) == (engine.trainer, engine.trainer_epoch)
+                self.seen["silent trainers" if event.silent else "trainers that hung"] += 1
             case ev.StepCompleted():
                 self._check_step(event, engine)
             case ev.WeightsReady():
@@ -231,6 +234,7 @@ class Referee:
         assert engine.batch.step == event.step
         assert (event.run, event.step) not in self.models, "a step happens once"
         assert event.trainer_epoch == engine.trainer_epoch, "the step is the current trainer's"
+        assert engine.trainer, "the step is that of a trainer whose epoch is not over"
         model = trained(self.models[event.run, event.step - 1], engine.batch)
         self.models[event.run, event.step] = model
         due = event.step % checkpoint_every(engine) == 0
