@@ -1,7 +1,11 @@
 """Real trainer processes that hang in a thread or as a whole. Each is replaced, and each step is made once."""
 
+import asyncio
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from bombus.faults import Point
@@ -101,3 +105,22 @@ async def test_a_load_that_hangs_is_ended_before_the_boot_fails_and_tried_again(
         await life.trainer()
         await life.version(1)
         life.digests()
+
+
+async def test_the_status_says_how_far_a_step_is_and_that_a_stopped_trainer_does_not_answer(
+    nats_url: str, hive: str, tmp_path: Path, forge: Forge
+) -> None:
+    async with running(nats_url, hive, tmp_path / "asked", forge) as life:
+        pid = await life.trainer(BOMBUS_HANG_AT=Point.TRAINER_BIN_DONE)
+        async with asyncio.timeout(WAIT_S):
+            while "step 1, micro-batch" not in (shown := await status(nats_url, hive)):
+                pass
+        assert re.search(r"^at work:\n  main   step 1, micro-batch \d of \d$", shown, re.MULTILINE)
+        os.kill(pid, signal.SIGSTOP)
+        assert re.search(r"^  main   trainer \S+ does not answer$", await status(nats_url, hive), re.MULTILINE)
+
+
+async def status(url: str, hive: str) -> str:
+    command = [sys.executable, "-m", "bombus", "status", "--nats", url, "--hive", hive]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=WAIT_S)
+    return done.stdout

@@ -277,6 +277,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 class Done(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     run: int = 0
     epoch: int = 0  # the trainer's, in the answer to `trainer.opens`
+    doing: str = ""  # what a trainer works on, in its answer to who asks whether it lives
 
 
 class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):

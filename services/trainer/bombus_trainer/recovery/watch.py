@@ -33,6 +33,7 @@ class Watch:
         self._bus = bus
         self._options = options
         self._ownership = ownership
+        ownership.doing = lambda: self.works.doing
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
