@@ -1,19 +1,21 @@
-"""Named points at which a process can be made to die or to freeze, so that tests reach the moments between two writes.
+"""Named points at which a process can be made to die, freeze or hang: tests reach the moments between two writes.
 
 Recovery code runs only after a crash in exactly the wrong place, and a test that kills at random seldom hits it.
 Therefore the points are in the code, like TiKV's failpoints and FoundationDB's buggify. They do nothing unless the
-environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP, and
-`...said:3` does it the third time.
+environment names one: `BOMBUS_KILL_AT=trainer.step.said` sends SIGKILL there, `BOMBUS_STOP_AT` sends SIGSTOP,
+`BOMBUS_HANG_AT` lets the thread that is there wait for ever, and `...said:3` does it the third time.
 """
 
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
 
-SIGNALS = {"BOMBUS_KILL_AT": signal.SIGKILL, "BOMBUS_STOP_AT": signal.SIGSTOP}
+HANG = "BOMBUS_HANG_AT"
+SIGNALS = {"BOMBUS_KILL_AT": signal.SIGKILL, "BOMBUS_STOP_AT": signal.SIGSTOP, HANG: None}
 
 
 class Point(StrEnum):
@@ -21,6 +23,7 @@ class Point(StrEnum):
 
     TRAINER_OPENING = "trainer.opening"
     TRAINER_OPENED = "trainer.opened"
+    TRAINER_MODEL_LOADING = "trainer.model.loading"
     TRAINER_MODEL_LOADED = "trainer.model.loaded"
     TRAINER_TOKENIZER_STORED = "trainer.tokenizer.stored"
     TRAINER_STEP_MADE_AGAIN = "trainer.step.made_again"  # one step between the checkpoint and the newest on the log
@@ -47,8 +50,8 @@ class Point(StrEnum):
 
 class _Fault(msgspec.Struct):
     point: Point
-    number: signal.Signals
-    left: int  # the signal is sent when the point has been reached this many times more
+    number: signal.Signals | None  # None: the thread hangs
+    left: int  # it happens when the point has been reached this many times more
 
 
 _armed: list[_Fault] = []
@@ -67,7 +70,7 @@ def arm(environment: Mapping[str, str]) -> None:
 
 
 def reached(point: Point) -> None:
-    """Mark that the process is at `point`, where it dies or freezes if the environment says so."""
+    """Mark that the process is at `point`, where it dies, freezes or hangs if the environment says so."""
     if _armed:
         _strike(point)
 
@@ -77,8 +80,16 @@ def _strike(point: Point) -> None:
         if fault.point == point:
             fault.left -= 1
             if fault.left == 0:
-                os.write(2, f"{fault.number.name} at {point}\n".encode())
-                os.kill(os.getpid(), fault.number)
+                _happen(fault)
+
+
+def _happen(fault: _Fault) -> None:
+    if fault.number is None:
+        os.write(2, f"hangs at {fault.point}\n".encode())
+        threading.Event().wait()
+    else:
+        os.write(2, f"{fault.number.name} at {fault.point}\n".encode())
+        os.kill(os.getpid(), fault.number)
 
 
 arm(os.environ)

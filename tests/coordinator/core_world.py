@@ -137,12 +137,8 @@ class World:
                 self.gone |= set(event.episodes)
             case ev.PoolCleared() | ev.EngineStarted():
                 self.gone |= set(engine.pool)
-            case ev.StepCompleted():
-                assert engine.batch is not None
-                assert engine.batch.step == event.step
-                assert event.trainer_epoch == engine.trainer_epoch
-            case ev.WeightsReady():
-                assert event.version > engine.version
+            case ev.StepCompleted() | ev.TrainerStalled() | ev.WeightsReady():
+                _check_training(event, engine)
             case ev.EpisodeAborted():
                 assert set(event.episodes) <= set(engine.open)
             case ev.ModelRead():
@@ -273,8 +269,17 @@ class World:
         engine, pick = self.fold.engine(ENGINE), self.random
         epoch = engine.trainer_epoch if pick.random() < 0.9 else engine.trainer_epoch - 1
         run = engine.run if pick.random() < 0.95 else engine.run - 1
-        if epoch < 1 or pick.random() < 0.05:
-            self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t"))
+        if epoch < 1 or not engine.trainer or pick.random() < 0.05:
+            patience_s = pick.choice((0.0, 60.0))
+            self._send(inbox.TrainerOpens(id=self._id(), engine=ENGINE, run=run, trainer="t", patience_s=patience_s))
+        elif pick.random() < 0.03:
+            self._send(
+                inbox.TrainerHangs(
+                    id=self._id(), engine=ENGINE, run=run, trainer_epoch=epoch, doing="step", still_s=600.0
+                )
+            )
+        elif pick.random() < 0.1:
+            self._send(inbox.TrainerAlive(id=self._id(), engine=ENGINE, run=run, trainer_epoch=epoch))
         elif pick.random() < 0.03:
             self._send(
                 inbox.EngineBroke(
@@ -405,6 +410,18 @@ class World:
             )  # fmt: skip
         self._send(inbox.Tick(id=self._id()))
         self._decide_all()
+
+
+def _check_training(event: ev.StepCompleted | ev.TrainerStalled | ev.WeightsReady, engine: EngineState) -> None:
+    match event:
+        case ev.StepCompleted():
+            assert engine.batch is not None
+            assert engine.batch.step == event.step
+            assert event.trainer_epoch == engine.trainer_epoch
+        case ev.TrainerStalled():
+            assert (event.trainer, event.trainer_epoch) == (engine.trainer, engine.trainer_epoch)
+        case ev.WeightsReady():
+            assert event.version > engine.version
 
 
 def reasons(world: World) -> set[AbortReason]:

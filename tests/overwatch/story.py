@@ -265,6 +265,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: tell(ev.PoolCleared, reason=ev.DropReason.OVERFLOW, episodes=3, bytes=99),
         lambda: story.train(draw.randint(0, 3)),
         lambda: tell(ev.StepFailed, step=1, trainer_epoch=1, reason="out of memory", failures=1),
+        lambda: tell(ev.TrainerStalled, trainer="trainer-0", trainer_epoch=1, doing="step 1", still_s=600.0),
         lambda: story.publish(draw.randint(0, 5)),
         lambda: story.boot(1),
         lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),

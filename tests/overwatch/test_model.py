@@ -197,7 +197,7 @@ def test_many_calls_do_not_displace_trouble(story: Story) -> None:
 
 
 def test_every_event_has_a_text_and_a_group() -> None:
-    events = {type(event): event for seed in range(20) for event in chaos(seed)}
+    events = {type(event): event for seed in range(40) for event in chaos(seed)}
     assert set(get_args(ev.AnyEvent)) == set(GROUPS) == set(events)
     assert all(line_of(event) for event in events.values())
 

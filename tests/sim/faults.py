@@ -27,10 +27,11 @@ class Fault(StrEnum):
     LOST_CHECKPOINT = "the newest checkpoint is damaged"
     FAILED_LOAD = "a trainer cannot load the model"
     NO_MOUNT = "a replica does not see the weights"
+    HANG = "a trainer's thread hangs"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}
-PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP, Fault.FAILED_LOAD}  # drawn at each act that can fail in this way
+PER_ACT = {Fault.REPEAT, Fault.BROKEN_STEP, Fault.FAILED_LOAD, Fault.HANG}  # drawn at each act that can fail so
 SCHEDULED = tuple(fault for fault in Fault if fault not in PER_MESSAGE | PER_ACT)
 
 
@@ -41,7 +42,8 @@ class Faults:
         self.on = True
         self.counts: Counter[Fault] = Counter()
         self._random = pick
-        follows = {Fault.FAILED_LOAD: Fault.BROKEN_STEP, Fault.NO_MOUNT: Fault.PARTITION}
+        # These have the rates of others, so that seeds keep their draws.
+        follows = {Fault.FAILED_LOAD: Fault.BROKEN_STEP, Fault.NO_MOUNT: Fault.PARTITION, Fault.HANG: Fault.STOP}
         drawn = [fault for fault in Fault if fault not in follows]
         self.rates: dict[Fault, float] = {fault: self._rate(fault) if pick.random() < 0.5 else 0.0 for fault in drawn}
         self.rates |= {fault: self.rates[other] for fault, other in follows.items()}

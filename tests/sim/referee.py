@@ -173,8 +173,16 @@ class Referee:
                 self.seen["begun anew beside another job"] += bool(event.anew)
             case ev.ModelRead():
                 check_read(event, engine)
+            case _:
+                self._check_training(event, engine)
+
+    def _check_training(self, event: Event, engine: EngineState) -> None:
+        match event:
             case ev.TrainerOpened():
                 assert event.trainer_epoch == engine.trainer_epoch + 1
+            case ev.TrainerStalled():
+                assert (event.trainer, event.trainer_epoch) == (engine.trainer, engine.trainer_epoch)
+                self.seen["silent trainers" if event.silent else "trainers that hung"] += 1
             case ev.StepCompleted():
                 self._check_step(event, engine)
             case ev.WeightsReady():
@@ -257,6 +265,7 @@ class Referee:
         assert engine.batch.step == event.step
         assert (event.run, event.step) not in self.models, "a step happens once"
         assert event.trainer_epoch == engine.trainer_epoch, "the step is the current trainer's"
+        assert engine.trainer, "the step is that of a trainer whose epoch is not over"
         model = trained(self.models[event.run, event.step - 1], engine.batch)
         self.models[event.run, event.step] = model
         due = event.step % checkpoint_every(engine) == 0

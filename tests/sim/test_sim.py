@@ -50,6 +50,8 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
     assert seen["resumed by a replica"] > 0
     assert seen["begun at a checkpoint"] > SEEDS / 200, "runs that go on where one was stopped"
     assert seen["begun anew beside another job"] > 0
+    assert seen["trainers that hung"] > SEEDS / 20
+    assert seen["silent trainers"] > SEEDS / 200
     assert seen["the old leader wrote in between"] > 0
     assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"
     assert seen["sampled before the step's version"] > SEEDS

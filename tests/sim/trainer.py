@@ -18,6 +18,10 @@ from tests.sim.server import CALLS_STREAM
 from tests.sim.variants import Variant
 
 ANSWER_S = 15.0
+BEAT_S = 2.0
+PATIENCE_S = 8.0  # of the coordinator with its silence
+HANGS_S = 3.0  # until a thread that hangs is noticed
+RESTART_S = 0.5
 LOADS_MAX = 2  # that fail in a row, before the run is suspended
 
 
@@ -47,25 +51,33 @@ class Trainer(Process):
         self.link = Link(self, self._net)
         self._id = self.link.token  # a different name in each life
         self.follower = Follower(self.link, self._on_event)
-        self._run, self._opened, self._over, self._attempt = 0, False, False, 0
+        self._run, self._epoch, self._opened, self._over, self._attempt = 0, 0, False, False, 0
         self.spawn(self.follower.run())
+        self._beats = self._net.faults.rates[Fault.STOP] > 0  # without, it is as one of an older version
+        if self._beats:
+            self.spawn(self._beat())
         await self.follower.caught_up()
         while True:
             await self.follower.wait_for(lambda: self._engine.phase != Phase.OFFLINE and self._engine.run > self._run)
-            self._run, self._opened, self._over = self._engine.run, False, False
-            try:
-                await self._train_run()
-            except RunOver:
-                pass
+            self._run = self._engine.run
+            while self._is_running():
+                self._opened = self._over = False
+                try:
+                    await self._train_run()
+                except RunOver:
+                    pass
+                await self.follower.wait_for(lambda: not self._is_running() or not self._engine.trainer)
 
     @property
     def _engine(self) -> EngineState:
         return self.follower.hive.engine(ENGINE)
 
+    def _is_running(self) -> bool:
+        return self._engine.run == self._run and self._engine.phase != Phase.OFFLINE
+
     def _is_over(self) -> bool:
-        engine = self._engine
-        ours = engine.trainer == self._id or not self._opened
-        return engine.run != self._run or engine.phase == Phase.OFFLINE or not ours
+        ours = self._engine.trainer_epoch == self._epoch or not self._opened
+        return not self._is_running() or not ours
 
     def _on_event(self) -> None:
         self._over = self._over or self._is_over()
@@ -90,7 +102,38 @@ class Trainer(Process):
                 await self._pause(RETRY_S)
 
     def _fact_id(self, what: str) -> str:
-        return f"{ENGINE}-{self._run}-{self._engine.trainer_epoch}-{what}"
+        return f"{ENGINE}-{self._run}-{self._epoch}-{what}"
+
+    async def _beat(self) -> None:
+        while True:
+            await self.sleep(BEAT_S)
+            if self._opened and not self._is_over():
+                alive = inbox.TrainerAlive(
+                    id=self._net.fresh("alive"), engine=ENGINE, run=self._run, trainer_epoch=self._epoch, doing="a step"
+                )
+                try:
+                    await self.link.send(alive)
+                except BusUnavailable:
+                    pass
+
+    async def _hang(self) -> None:
+        """Hang, as a thread may, until the watch in the process notices that, reports it and ends the process."""
+        await self.sleep(HANGS_S)
+        hangs = inbox.TrainerHangs(
+            id=self._fact_id("hangs"),
+            engine=ENGINE,
+            run=self._run,
+            trainer_epoch=self._epoch,
+            doing="a step",
+            still_s=HANGS_S,
+        )
+        try:
+            await self._send(hangs)
+        except RunOver:
+            pass
+        self._net.loop.soon(self.kill)
+        self._net.loop.after(RESTART_S, self.start)
+        await self.sleep(RESTART_S)  # which never ends, as this process does
 
     # ---- a run ----
 
@@ -125,7 +168,13 @@ class Trainer(Process):
             await self._pause(RETRY_S)
 
     async def _open(self) -> None:
-        opens = inbox.TrainerOpens(id=f"{self._id}-{self._run}", engine=ENGINE, run=self._run, trainer=self._id)
+        opens = inbox.TrainerOpens(
+            id=self._net.fresh("open"),
+            engine=ENGINE,
+            run=self._run,
+            trainer=self._id,
+            patience_s=PATIENCE_S if self._beats else 0.0,
+        )
         while True:
             try:
                 answer = await self.link.request(opens, ANSWER_S)
@@ -135,7 +184,8 @@ class Trainer(Process):
             except Refused:
                 raise RunOver from None
         await self.follower.wait_for(lambda: self.follower.position >= answer.position, ANSWER_S * 10)
-        self._opened = True
+        assert isinstance(answer, inbox.Done)
+        self._epoch, self._opened = answer.epoch, True
         if self._is_over():
             raise RunOver
 
@@ -147,6 +197,8 @@ class Trainer(Process):
         await self.sleep(self._net.pick.random() * 0.5)
         if self._net.faults.strikes(Fault.FAILED_LOAD):
             raise LoadBroken
+        if self._net.faults.strikes(Fault.HANG):
+            await self._hang()
         engine = self._engine
         if engine.step_done is None:
             return LOADED
@@ -189,7 +241,7 @@ class Trainer(Process):
         if self._engine.version >= version:
             return
         await self.sleep(self._net.pick.random() * 0.5)
-        epoch = self._engine.trainer_epoch
+        epoch = self._epoch
         where = f"weights/{self._run}/{version}/{epoch}"
         self._referee.weights[where] = Published(self._run, version, model)
         await self._send(
@@ -212,13 +264,15 @@ class Trainer(Process):
     async def _step(self, model: bytes, batch: BatchReady) -> None:
         """Make one attempt: read, train, write the checkpoint if one is due, report it."""
         self._attempt += 1
-        epoch = self._engine.trainer_epoch
+        epoch = self._epoch
         await self._read(batch)
         await self.sleep(self._net.pick.random() * 1.5)
         if self._over:
             raise RunOver
         if self._net.faults.strikes(Fault.BROKEN_STEP):
             raise StepBroken
+        if self._net.faults.strikes(Fault.HANG):
+            await self._hang()
         due = is_due(self._engine.steps, batch.step, checkpoint_every(self._engine))
         path = f"checkpoints/{self._run}/step-{batch.step}-epoch-{epoch}-attempt-{self._attempt}"
         saved = Checkpoint(self._run, batch.step, epoch, model, digest(path.encode() + model).hex())
@@ -273,7 +327,7 @@ class Trainer(Process):
             engine=ENGINE,
             run=self._run,
             step=batch.step,
-            trainer_epoch=self._engine.trainer_epoch,
+            trainer_epoch=self._epoch,
             reason="a simulated failure",
         )
         await self._send(broke)
@@ -290,7 +344,7 @@ class Trainer(Process):
             engine=ENGINE,
             run=self._run,
             reason="the model cannot be loaded",
-            trainer_epoch=engine.trainer_epoch,
+            trainer_epoch=self._epoch,
             may_pass=engine.version >= 0 or self._net.pick.random() < 0.7,
         )
         await self._send(broke)

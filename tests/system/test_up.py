@@ -360,6 +360,37 @@ def test_a_cluster_file_starts_its_engines_and_their_jobs(tmp_path: Path) -> Non
         assert up.interrupt() == []
 
 
+def test_a_trainer_that_is_stopped_is_killed_and_its_successor_trains_the_batch_once(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(json.dumps({"engines": {"main": {"trainer": {"stall_s": 12.0}, "inference": [{}]}}}))
+    up = Up(tmp_path, "--config", str(file))
+    try:
+        with SwarmClient(up.url) as client:
+            job = Job(model="tiny", batch_size=1, num_repeat=2, lr=1e-3, bombus={"rollout": LENGTHS})
+            client.auto_sync_train_config_and_start_engine(job)
+            client.wait_for_status("ENGINE.ROLLING", timeout_s=READY_S)
+            (stopped,) = up.services("trainer")
+            stopped.suspend()
+            for reward in (0.0, 1.0):
+                episode, credentials = client.begin_episode()
+                model = OpenAI(base_url=credentials.base_url, api_key=credentials.api_key)
+                messages = [{"role": "user", "content": "a="}]
+                model.chat.completions.create(model="any", messages=messages, max_tokens=4)  # type: ignore[arg-type]
+                client.end_episode(Task(task_id="a", main_query=""), episode, WorkflowOutput(reward=reward))
+            client.wait_for_status("ENGINE.ROLLING", timeout_s=2 * READY_S)
+            assert client.get_global_step() == 1
+        assert not stopped.is_running()
+        run = asyncio.run(newest_run(up))
+        assert len([event for event in run if isinstance(event, ev.StepCompleted)]) == 1
+        assert len([event for event in run if isinstance(event, ev.TrainerOpened)]) == 2
+        stalled = [event for event in run if isinstance(event, ev.TrainerStalled)]
+        assert all(event.silent for event in stalled)
+        assert len(stalled) <= 1, "on a machine whose bus is away for seconds, silence is not judged"
+        assert "trainer main is silent for 12 s: it is killed" in up.log.read_text()
+    finally:
+        assert up.interrupt() == []
+
+
 def limits_of(up: Up) -> dict[str, int]:
     streams = json.loads(status_of(up, "--json"))["streams"]
     return {name: stream["max_bytes"] for name, stream in streams.items()}

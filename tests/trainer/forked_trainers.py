@@ -21,11 +21,15 @@ THREADS = "1"  # of torch in a trainer, so that all its processes compute the sa
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a wait for a trainer ended: `signal` killed or stopped it. `said` is the last fault point that it logged."""
+    """How a wait for a trainer ended: `signal` killed or stopped it, or it ended by itself with `code`.
+
+    `said` is the last fault point that it logged.
+    """
 
     signal: int
     stopped: bool
     said: str
+    code: int
 
     def by(self, number: Signals, point: Point) -> bool:
         return self.signal == number and self.said == f"{number.name} at {point}"
@@ -58,7 +62,7 @@ class Forge:
             self._living.discard(pid)
         number = os.WSTOPSIG(status) if stopped else os.WTERMSIG(status)
         said = [line for line in self.log(pid).splitlines() if line.startswith("SIG")]
-        return Ended(number, stopped, said[-1] if said else "")
+        return Ended(number, stopped, said[-1] if said else "", os.WEXITSTATUS(status) if os.WIFEXITED(status) else 0)
 
     async def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

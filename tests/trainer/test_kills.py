@@ -6,24 +6,19 @@ Each step must still be completed once, and every policy version must have the b
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from bombus.bus import Blobs, Bus
-from bombus.bus.streams import stream_configs
+from bombus.bus import Blobs
 from bombus.faults import Point
 from bombus.hive.events import StepCompleted, TrainerOpened, WeightsReady
-from bombus.hive.state import Phase
 from bombus.weights.adapters import ADAPTER_FILE, ADAPTER_FORMAT
 from bombus.weights.deltas import DELTA_FORMAT, FULL_FILE, chain, file_sha256
 from bombus_inference.fetching import Fetcher
-from bombus_trainer.publish import checkpoint
-from tests.conftest import SMALL_STREAMS
-from tests.trainer.forked_trainers import Ended, Forge
-from tests.trainer.trainer_hive import WAIT_S, Stage, served, staged
+from tests.trainer.forked_trainers import Forge
+from tests.trainer.trainer_hive import WAIT_S
+from tests.trainer.trainer_lives import running, undisturbed
 
 # These are reached only with a successor, with an object store, and with checkpoints that are some steps apart.
 APART = (Point.TRAINER_SUPERSEDED, Point.TRAINER_WEIGHTS_STORED, Point.TRAINER_STEP_MADE_AGAIN)
@@ -43,120 +38,6 @@ FROZEN = [
 
 BY_OBJECTS: dict[str, object] = {"weights_by": "objects", "weights_full_every": 4}
 WAYS = {DELTA_FORMAT: 0, ADAPTER_FORMAT: 2}  # what is published, by the rank of LoRA
-
-
-class Life:
-    """A hive whose trainers are processes. Batches come automatically, and step k's is the same in every hive."""
-
-    def __init__(self, stage: Stage, forge: Forge, url: str) -> None:
-        self.stage = stage
-        self._forge = forge
-        self._url = url
-
-    async def trainer(self, **environment: str) -> int:
-        options = self.stage.options.model_dump_json()
-        return await self._forge.start(self._url, self.stage.bus.subjects.hive, options, **environment)
-
-    async def ended(self, pid: int) -> Ended:
-        async with asyncio.timeout(WAIT_S):
-            return await self._forge.wait(pid)
-
-    async def dies(self, point: Point, time: int = 1) -> None:
-        """Let a trainer work until it is killed at `point`."""
-        pid = await self.trainer(BOMBUS_KILL_AT=f"{point}:{time}")
-        ended = await self.ended(pid)
-        assert ended.by(signal.SIGKILL, point), (point, ended, self._forge.log(pid))
-
-    async def freezes(self, point: Point) -> int:
-        """Let a trainer work until it is frozen at `point`. Once resumed, it dies when it notices its successor."""
-        pid = await self.trainer(BOMBUS_STOP_AT=point, BOMBUS_KILL_AT=Point.TRAINER_SUPERSEDED)
-        ended = await self.ended(pid)
-        assert ended.by(signal.SIGSTOP, point), (point, ended, self._forge.log(pid))
-        return pid
-
-    async def version(self, version: int) -> None:
-        await self.stage.until(Phase.ROLLING, version)
-
-    def digests(self) -> list[str]:
-        """Return the sha256 of each policy version's weights, and check that versions count from 0 and steps from 1."""
-        events = self.stage.events
-        ready = [event for event in events if isinstance(event, WeightsReady)]
-        steps = [event.step for event in events if isinstance(event, StepCompleted)]
-        assert [event.version for event in ready] == list(range(len(ready)))
-        assert steps == list(range(1, len(steps) + 1))
-        return [event.weights.sha256 for event in ready]
-
-    def mirror(self, where: str) -> Path:
-        """Return the trainer's own copy of a version in the object store."""
-        (place,) = self.stage.options.folder.glob(f"weights/*/main/run-1/{Path(where).name}")
-        return place
-
-    def verify_files(self) -> None:
-        """Check that the newest checkpoint and weights on the log exist, with the digests on the log."""
-        engine = self.stage.engine
-        assert engine.weights is not None
-        served(engine.weights.weights)
-        if engine.step_done is not None:
-            done = engine.step_done
-            assert checkpoint.load(Path(done.checkpoint), done.checkpoint_digest).facts.step == done.step
-
-    def verify_tidy(self) -> None:
-        """Check that two checkpoints and two versions are kept, and nothing is left of killed trainers."""
-        newest = self.stage.engine.version
-        for what, stem in (("checkpoints", "step"), ("weights", "version")):
-            names = sorted(place.name for place in self.stage.options.folder.glob(f"{what}/*/main/run-1/*"))
-            kept = [f"{stem}-{newest - 1:08d}", f"{stem}-{newest:08d}"]
-            assert [name.partition("-epoch")[0] for name in names] == kept
-
-
-@asynccontextmanager
-async def running(
-    url: str, name: str, folder: Path, forge: Forge, lora_rank: int = 0, **options: object
-) -> AsyncIterator[Life]:
-    """`options` are the trainer's, except for the job's `checkpoint_every`."""
-    checkpoint_every = options.pop("checkpoint_every", 1)
-    async with await Bus.connect(url, name, name="test") as bus:
-        await bus.ensure_streams(SMALL_STREAMS)
-        async with staged(bus, folder) as stage:
-            # Several updates in a step, and several micro-batches in an update.
-            rate = 1e-4 if options else 1e-2
-            job = stage.job(
-                mini_batch_num=2,
-                max_tokens_per_bin=32,
-                lr=rate,
-                lora_rank=lora_rank,
-                checkpoint_every=checkpoint_every,
-            )
-            dtype = "bfloat16" if options else "float32"
-            stage.options = stage.options.model_copy(update=options)
-            await stage.start(job.model_copy(update={"model": job.model.model_copy(update={"dtype": dtype})}))
-            feeding = asyncio.create_task(stage.feed())
-            yield Life(stage, forge, url)
-            feeding.cancel()
-        for config in stream_configs(bus.subjects, SMALL_STREAMS):
-            await bus.requests.request(f"$JS.API.STREAM.DELETE.{config['name']}")
-
-
-@pytest.fixture(scope="module")
-def forges(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forge]:
-    forge = Forge(tmp_path_factory.mktemp("trainers"))
-    yield forge
-    forge.close()
-
-
-@pytest.fixture
-def forge(forges: Forge) -> Iterator[Forge]:
-    yield forges
-    forges.kill_all()
-
-
-async def undisturbed(
-    url: str, name: str, folder: Path, forge: Forge, versions: int, lora_rank: int = 0, **options: object
-) -> list[str]:
-    """Return the digests of an undisturbed run, up to so many versions."""
-    async with running(url, f"{name}-calm", folder / "calm", forge, lora_rank, **options) as life:
-        await life.dies(Point.TRAINER_WEIGHTS_PRUNED, versions)
-        return life.digests()
 
 
 async def test_r11_killed_at_each_point_a_trainer_makes_each_step_once_and_with_the_same_bytes(

@@ -12,12 +12,9 @@ from bombus.bus import Bus
 from bombus.hive import inbox
 from bombus.hive.events import WeightsReady
 from bombus.hive.state import Phase
-<<<<<<< HEAD
 from bombus.weights.models import resolve_model
-from tests.trainer.small_batches import tiny_model_folder
-=======
 from bombus_trainer.publish.checkpoint import MANIFEST, CheckpointLost, read_facts
->>>>>>> fuzz
+from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
 LOADED = "which begins with the model as loaded"
@@ -89,7 +86,6 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     assert published(stage, run=2)[1] == published(stage, run=1)[1]
 
 
-<<<<<<< HEAD
 async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_says_how_to_begin_anew(
     stage: Stage,
 ) -> None:
@@ -145,10 +141,10 @@ async def test_the_folder_of_a_lora_run_is_the_model_of_another(
     original = load_file(stage.folder / "model" / "model.safetensors")
     assert not all(torch.equal(value, original[name]) for name, value in served.items())
     await play(stage, 1, 1)
-=======
+
+
 @pytest.mark.parametrize("body", [b"", b"[" * 5000, b'{"format": 1, "facts": {"engine": "\xff"}}'])
 def test_a_manifest_of_any_bytes_is_a_lost_checkpoint(tmp_path: Path, body: bytes) -> None:
     (tmp_path / MANIFEST).write_bytes(body)
     with pytest.raises(CheckpointLost, match="cannot be read"):
         read_facts(tmp_path, sha256(body).hexdigest())
->>>>>>> fuzz

@@ -15,7 +15,7 @@ from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
-from bombus_coordinator.rules import claims, engines, episodes, replicas, transitions
+from bombus_coordinator.rules import claims, engines, episodes, replicas, trainers, transitions
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.waiting import share_of
@@ -188,6 +188,7 @@ class Core:
     def _tick(self, engine: EngineState) -> Decisions:
         yield from episodes.expire(engine, self.live)
         yield from replicas.lapse_replicas(engine, self.live)
+        yield from trainers.lapse(engine, self.live)
         yield from self._follow_up(engine)
         yield from claims.lapse(engine, self.live)
 
@@ -227,6 +228,8 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.Resume: engines.resume,
     inbox.AgreeSync: engines.agree,
     inbox.TrainerOpens: engines.trainer_opens,
+    inbox.TrainerAlive: trainers.alive,
+    inbox.TrainerHangs: trainers.hangs,
     inbox.StageReached: engines.stage_reached,
     inbox.StepDone: engines.step_done,
     inbox.StepBroke: engines.step_broke,

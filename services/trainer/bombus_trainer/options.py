@@ -56,6 +56,11 @@ class TrainerOptions(TrainerMachineOptions):
     presence_s: Annotated[float, NoFlag()] = Field(default=15.0, gt=0.0, le=3600.0)
 
     @property
+    def silence_s(self) -> float:
+        """After how much silence the hive takes this trainer for gone: before its supervisor ends it. 0: never."""
+        return self.stall_s / 2
+
+    @property
     def full_every(self) -> int:
         """How many versions one full copy serves.
 

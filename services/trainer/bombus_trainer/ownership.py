@@ -38,6 +38,7 @@ class RunOwnership:
         self.run = 0  # the run that we own, or owned last
         self.epoch = 0  # the trainer epoch in which we opened it; 0: not opened yet
         self.over = threading.Event()  # read by the training thread between micro-batches
+        self.doing: Callable[[], str] = str  # what the trainer works on
         self.batch_trace = ""  # trace context of the episode end that completed the newest batch
         self._bus = bus
         self._options = options
@@ -102,6 +103,7 @@ class RunOwnership:
             engine=self._options.engine,
             run=self.run,
             trainer=self._name,
+            patience_s=self._options.silence_s,
         )
         reached(Point.TRAINER_OPENING)
         while True:
@@ -126,7 +128,7 @@ class RunOwnership:
         if self.is_running():
             reached(Point.TRAINER_SUPERSEDED)
         patience_s = self._options.presence_s
-        while self.is_running():
+        while self.is_running() and self.engine.trainer:
             try:
                 await self._follower.wait_for(lambda _: not self.is_running(), patience_s)
             except TimeoutError:
@@ -143,7 +145,7 @@ class RunOwnership:
         """
 
         async def answer(message: ReceivedMessage) -> None:
-            await self._bus.answer(message.reply, Done(epoch=epoch))
+            await self._bus.answer(message.reply, Done(epoch=epoch, doing=self.doing()))
 
         await self._bus.client.subscribe(self._bus.subjects.trainer(self._options.engine, epoch), cb=answer)
 

@@ -4,11 +4,11 @@ import asyncio
 import gc
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from bombus import telemetry
 from bombus.bus import Blobs, Bus
@@ -32,7 +32,9 @@ from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
 from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
+from bombus_trainer.recovery.progress import Kind, in_thread, watch_here
 from bombus_trainer.recovery.restoring import restored
+from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
 from bombus_trainer.replay.retraining import read_again
 from bombus_trainer.versions import Versions
@@ -41,10 +43,11 @@ log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
 STAGE_CHARS_MAX = 200
+LOAD_STALLS = 3.0  # a load makes few marks, so it may be still for so many times as long as other works
+LOAD_SHARE = 0.75  # but no longer than this share of the time to boot, after which the run would be over
 NO_CHECKPOINT = Saved("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
 NONFINITE_STEPS = "nonfinite_steps"  # a metric: steps in a row, up to this one, of which an update was left out
-T = TypeVar("T")
 
 
 class Trainer:
@@ -67,11 +70,14 @@ class Trainer:
         self._restored = 0  # the step of the checkpoint from which the model was loaded
         self._made_again: dict[str, float] = {}  # metrics of what came after it, for the next step
         self._debug: DebugRollouts | None = None
+        self._watch = Watch(bus, options, self._ownership)
 
     async def run(self) -> None:
+        watch_here(self._watch.works)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._ownership.follow())
+                tasks.create_task(self._watch.run())
                 tasks.create_task(self._serve())
         finally:
             self._ownership.over.set()
@@ -221,7 +227,12 @@ class Trainer:
         wanted = job.trainer.save_debug_rollout_data
         template = wanted and allowed_template(wanted, self._directory("rollouts"), options.debug_root)
 
-        executor, self._restored = await _in_thread(lambda: restored(lambda: self._load_backend(job), engine))
+        executor, self._restored = await in_thread(
+            Kind.LOAD,
+            "loading the model",
+            lambda: restored(lambda: self._load_backend(job), engine),
+            limit_s=min(LOAD_STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s),
+        )
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
 
@@ -238,11 +249,13 @@ class Trainer:
             groups = await read_again(
                 BusCallReader(self._bus), step.batch, recorded, engine.collection.trained_staleness
             )
-            await _in_thread(partial(executor.train_step, groups, number, over.is_set))
+            again = partial(executor.train_step, groups, number, over.is_set)
+            await in_thread(Kind.STEP, f"step {number}, made again", again)
             reached(Point.TRAINER_STEP_MADE_AGAIN)
             self._made_again[MADE_AGAIN] = self._made_again.get(MADE_AGAIN, 0.0) + 1.0
             if engine.weights is not None and engine.weights.version == number:
-                same = await _in_thread(partial(digest_like, executor, engine.weights.weights))
+                digest = partial(digest_like, executor, engine.weights.weights)
+                same = await in_thread(Kind.WEIGHTS, f"the digest of version {number}", digest)
                 self._compare(engine.weights, same)
         return executor
 
@@ -321,7 +334,8 @@ class Trainer:
             self._made_again = {}
             engine = ownership.engine
             named = [done.checkpoint for done in (*engine.kept, *checkpoints(engine.steps))]
-            await _in_thread(lambda: remove_others(self._directory("checkpoints"), named, ownership.epoch))
+            remove = partial(remove_others, self._directory("checkpoints"), named, ownership.epoch)
+            await in_thread(Kind.REMOVAL, "removing old checkpoints", remove)
             reached(Point.TRAINER_CHECKPOINTS_PRUNED)
         log.info("step %d: reward %.4g, loss %.4g", batch.step, metrics["reward_mean"], metrics["loss"])
 
@@ -335,7 +349,8 @@ class Trainer:
         for episode, age in read.stale.items():
             log.error("episode %s is left out of step %d: it is %d versions old", episode, batch.step, age)
         groups, interrupted = list(read.groups), self._ownership.over.is_set
-        metrics = await _in_thread(lambda: executor.train_step(groups, batch.step, interrupted))
+        train = partial(executor.train_step, groups, batch.step, interrupted)
+        metrics = await in_thread(Kind.STEP, f"step {batch.step}", train)
         metrics[NONFINITE_STEPS] = nonfinite_steps(metrics, _metrics_before(self._ownership.engine))
         metrics |= self._made_again
         metrics["episodes_left_out"] += len(read.lost) + len(read.stale)
@@ -344,7 +359,7 @@ class Trainer:
         metrics["seconds_waited"] = self._waited_s
         if self._debug is not None:
             origin, debug = Origin(self._options.engine, self._ownership.run, batch.step), self._debug
-            metrics |= await _in_thread(lambda: debug.save(origin, groups))
+            metrics |= await in_thread(Kind.SAMPLES, "writing samples", lambda: debug.save(origin, groups))
         return metrics
 
     async def _checkpoint(self, executor: TrainerBackend, batch: BatchReady, metrics: dict[str, float]) -> Saved:
@@ -358,7 +373,8 @@ class Trainer:
             metrics=metrics,
             machine=this_machine(self._options.device),
         )
-        return await _in_thread(lambda: executor.save(self._directory("checkpoints"), facts))
+        save = partial(executor.save, self._directory("checkpoints"), facts)
+        return await in_thread(Kind.CHECKPOINT, f"the checkpoint of step {batch.step}", save)
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
@@ -429,11 +445,6 @@ def _metrics_before(engine: EngineState) -> Mapping[str, float]:
 def _counts(engine: EngineState) -> tuple[int, int]:
     """Return two counts of which a failed step changes one, also when the run was suspended and resumed since."""
     return engine.step_failures, engine.suspensions
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Run `work` in a thread, so that the log is still followed: that is how a stop reaches a step."""
-    return await asyncio.to_thread(work)
 
 
 def _reason(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Self
@@ -31,6 +32,7 @@ from bombus_trainer.publish.export import (
     export_delta,
 )
 from bombus_trainer.publish.host_copy import HostCopy
+from bombus_trainer.recovery.progress import Kind, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +91,10 @@ class Versions:
         async with self._lock:
             if self._options.weights_lora == "adapter" and executor.settings.config.lora_rank:
                 base = self._adapter_base = self._adapter_base or await self._publish_base(executor, newest)
-                weights = await asyncio.to_thread(export_adapter, executor, target, base)
+                write = partial(export_adapter, executor, target, base)
             else:
-                weights = await asyncio.to_thread(self._write, executor, target, newest)
+                write = partial(self._write, executor, target, newest)
+            weights = await in_thread(Kind.WEIGHTS, f"writing version {version}", write)
             self._booted = True
             return await self._store(weights)
 
@@ -99,10 +102,12 @@ class Versions:
         """Return the model that adapters apply to: that of the newest version if it is still there and the same."""
         published = None if newest is None else newest.weights.adapter_of
         if published is not None and (self._directory(published.where) / FULL_FILE).exists():
-            if await asyncio.to_thread(digest_of, executor, part=ModelPart.BASE) == published.sha256:
+            digest = partial(digest_of, executor, part=ModelPart.BASE)
+            if await in_thread(Kind.WEIGHTS, "the digest of the model", digest) == published.sha256:
                 return published
             log.warning("the model as loaded here is not the base of the run's adapters: it is published again")
-        return await self._store(await asyncio.to_thread(export_base, executor, self._root, self._epoch))
+        write = partial(export_base, executor, self._root, self._epoch)
+        return await self._store(await in_thread(Kind.WEIGHTS, "writing the model below the adapters", write))
 
     def _write(self, executor: TrainerBackend, target: VersionTarget, newest: WeightsReady | None) -> Weights:
         if self._options.full_every == 1:
@@ -136,7 +141,7 @@ class Versions:
 
     async def _put(self, directory: Path, names: Iterable[str]) -> None:
         for name in names:
-            content = await asyncio.to_thread((directory / name).read_bytes)
+            content = await in_thread(Kind.WEIGHTS, f"reading {name}", (directory / name).read_bytes)
             await Blobs(self._bus).put(f"{self._objects}{directory.name}/{name}", content)
             reached(Point.TRAINER_WEIGHTS_STORED)
 
@@ -152,7 +157,8 @@ class Versions:
         links = [link for ready in named if ready is not None for link in self._chain(ready.weights)]
         wheres = [link.where for link in links]
         async with self._lock:  # a full copy that is being written is a draft, which would be removed
-            await asyncio.to_thread(remove_others, self._root, wheres, self._epoch)
+            remove = partial(remove_others, self._root, wheres, self._epoch)
+            await in_thread(Kind.REMOVAL, "removing old versions", remove)
             if self._stored:
                 await self._prune_objects({PurePath(where).name for where in wheres})
 
@@ -190,7 +196,8 @@ class Versions:
             return
         async with self._lock:
             self._executor = executor
-            found = await asyncio.to_thread(digest_of, executor, self._held)
+            digest = partial(digest_of, executor, self._held)
+            found = await in_thread(Kind.WEIGHTS, f"the digest of version {newest.version}", digest)
             self._held.settle(newest.version, found)
         if not self._holds(newest):
             log.warning("version %d cannot be made again here: its digest would be %s", newest.version, found)
@@ -226,7 +233,8 @@ class Versions:
                 why = f"the trainer holds no values of {where}: only those of its newest version"
                 raise Refused(Code.WRONG_PHASE, why)
             log.warning("writing a full copy of %s, which a replica has asked for", directory)
-            await asyncio.to_thread(complete, executor, directory, self._held, self._epoch)
+            write = partial(complete, executor, directory, self._held, self._epoch)
+            await in_thread(Kind.WEIGHTS, f"writing a full copy of version {self._held.version}", write)
         if self._stored:
             stem = f"{self._objects}{directory.name}/"
             stored = {name.removeprefix(stem) for name in await Blobs(self._bus).names(stem)}

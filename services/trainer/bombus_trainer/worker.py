@@ -5,6 +5,7 @@ It takes the options of `bombus trainer`, and its rank from torchrun's environme
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Refused as error:
         complain(f"bombus_trainer.worker: {error.why}")
         return 2
-    os.environ[PARENT_VARIABLE] = str(os.getppid())  # when torchrun dies, so does this process
-    die_with_parent()
+    os.environ[PARENT_VARIABLE] = str(os.getppid())
+    die_with_parent(signal.SIGKILL)  # when torchrun dies, so does this process, even where it is stopped
     rank = os.environ["RANK"]
     logs.configure("trainer", arguments.log_level, hive=arguments.hive, engine=options.engine, rank=rank)
     if options.threads:

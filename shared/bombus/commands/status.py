@@ -9,10 +9,13 @@ from bombus.bus import Bus, StreamState
 from bombus.bus.follow import Follower
 from bombus.bus.streams import stream_text
 from bombus.cli import add_hive_arguments, hint_at_bus
-from bombus.errors import BombusError
-from bombus.hive.state import Hive
+from bombus.errors import BombusError, BusUnavailable
+from bombus.hive.inbox import Done, decode_answer
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.hive.status import render_status, status_dict
 from bombus.terminal import complain, say, say_json
+
+ASK_S = 2.0  # how long a trainer has to say what it works on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,23 +26,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        hive, streams = asyncio.run(_look(arguments.nats, arguments.hive))
+        hive, streams, doing = asyncio.run(_look(arguments.nats, arguments.hive))
     except (BombusError, ValueError, TimeoutError) as error:
         why = error or "the log could not be read in time"
         complain(f"bombus status: {why}", *hint_at_bus(arguments))
         return 1
     if arguments.json:
-        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams)})
+        say_json({**status_dict(hive), "streams": msgspec.to_builtins(streams), "doing": doing})
     else:
         say(*render_status(hive, arguments.engine).splitlines())
+        chosen = {name: what for name, what in doing.items() if arguments.engine in ("", name)}
+        if chosen:
+            say("", "at work:", *(f"  {name:<6} {what}" for name, what in chosen.items()))
         if not arguments.engine:
             say("", "streams:", *(f"  {name:<6} {stream_text(state)}" for name, state in streams.items()))
     return 0
 
 
-async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState]]:
+async def _look(url: str, name: str) -> tuple[Hive, dict[str, StreamState], dict[str, str]]:
     async with await Bus.connect(url, name, name="status") as bus:
-        return await fold(bus), await bus.limited_states()
+        hive = await fold(bus)
+        return hive, await bus.limited_states(), await _doing(bus, hive)
+
+
+async def _doing(bus: Bus, hive: Hive) -> dict[str, str]:
+    """Ask the trainers what they work on, which is not on the log. Those that wait are left out."""
+    engines = [engine for engine in hive.engines.values() if engine.phase != Phase.OFFLINE and engine.trainer]
+    answers = await asyncio.gather(*(_ask(bus, engine) for engine in engines))
+    return {engine.name: answer for engine, answer in zip(engines, answers, strict=True) if answer}
+
+
+async def _ask(bus: Bus, engine: EngineState) -> str:
+    try:
+        subject = bus.subjects.trainer(engine.name, engine.trainer_epoch)
+        answer = decode_answer((await bus.requests.request(subject, timeout_s=ASK_S)).data)
+    except BusUnavailable:
+        return f"trainer {engine.trainer} does not answer"
+    return answer.doing if isinstance(answer, Done) else ""
 
 
 async def fold(bus: Bus) -> Hive:

@@ -68,6 +68,14 @@ class TrainerMachineOptions(BaseModel):
             "says, on a CPU 4096",
         ),
     ] = Field(default=0, ge=0, le=1 << 24)
+    stall_s: Annotated[
+        float,
+        Flag(
+            metavar="SECONDS",
+            help="how long the first work of a kind may make no progress before the trainer is replaced; later its own "
+            "pace decides; 0: it is never replaced",
+        ),
+    ] = Field(default=600.0, ge=0.0, le=86_400.0)
     allow_download: Annotated[bool, Flag(help="models may be fetched from a hub")] = False
     weights_by: Annotated[
         Literal["folder", "objects"],
@@ -100,7 +108,8 @@ class TrainerPart(TrainerMachineOptions, PlacedPart):
 
     Each process gets one of `devices`, and `device` is then cuda; where neither is given it is cpu. `share_devices`
     lets other parts use the same GPUs. A micro-batch holds at most `bin_tokens`; 0: on a GPU what the job says, on a
-    CPU at most 4096. With `allow_download` models may be fetched from a hub.
+    CPU at most 4096. With `allow_download` models may be fetched from a hub. A trainer whose work makes no progress for
+    `stall_s` is replaced; once its own pace is known, that decides.
 
     Weights reach replicas through a folder that they share, or through the hive's object store: a full copy every
     `weights_full_every` versions (0: as suits the way), and in between what has changed. For a LoRA job that is the

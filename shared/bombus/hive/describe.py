@@ -6,7 +6,7 @@ from functools import singledispatch
 from bombus.hive import events as ev
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.events import Event
-from bombus.hive.status import byte_size, format_text, one_line
+from bombus.hive.status import byte_size, format_text, one_line, stall_text
 
 
 def line_of(event: Event) -> str:
@@ -173,6 +173,11 @@ def _(event: ev.BatchReady) -> str:
 @_text.register
 def _(event: ev.TrainerOpened) -> str:
     return f"trainer {event.trainer} opened epoch {event.trainer_epoch}"
+
+
+@_text.register
+def _(event: ev.TrainerStalled) -> str:
+    return stall_text(event)
 
 
 @_text.register

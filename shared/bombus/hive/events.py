@@ -328,10 +328,28 @@ class BatchReady(Event, frozen=True, kw_only=True, omit_defaults=True, tag="batc
 
 
 class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opened"):
+    """A trainer has opened the run. It is taken for gone after `patience_s` of silence, 0 for never."""
+
     run: int
     trainer: str
     trainer_epoch: int
     command: str = ""
+    patience_s: float = 0.0
+
+
+class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
+    """A trainer has made no progress for `still_s`, or was not heard of for as long. Its epoch is over (R11).
+
+    `doing` is what it worked on, "" when it waited. `failures` counts this as a failure of the step, if it owed one.
+    """
+
+    run: int
+    trainer: str
+    trainer_epoch: int
+    doing: str
+    still_s: float
+    silent: bool = False
+    failures: int = 0
 
 
 class StepCompleted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="step.completed"):
@@ -466,6 +484,7 @@ AnyEvent = (
     | PoolCleared
     | BatchReady
     | TrainerOpened
+    | TrainerStalled
     | StepCompleted
     | StepFailed
     | WeightsReady

@@ -173,10 +173,31 @@ class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="loa
 
 
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
-    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11)."""
+    """A trainer opens a run. This is a command: its answer has the trainer epoch (R11).
+
+    A trainer of which nothing is heard for `patience_s` is taken for gone. 0: its silence means nothing.
+    """
 
     run: int
     trainer: str
+    patience_s: float = 0.0
+
+
+class TrainerAlive(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.alive"):
+    """A trainer's heartbeat. `doing` says what it works on, "" while it waits."""
+
+    run: int
+    trainer_epoch: int
+    doing: str = ""
+
+
+class TrainerHangs(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.hangs"):
+    """A trainer has made no progress in `doing` for `still_s`. Its process ends after this message."""
+
+    run: int
+    trainer_epoch: int
+    doing: str
+    still_s: float
 
 
 class StageReached(Message, frozen=True, kw_only=True, omit_defaults=True, tag="stage.reached"):
@@ -251,6 +272,8 @@ AnyMessage = (
     | WeightsLoadedFact
     | LoadBroke
     | TrainerOpens
+    | TrainerAlive
+    | TrainerHangs
     | StageReached
     | StepDone
     | StepBroke
@@ -272,6 +295,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_
 class Done(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="done"):
     run: int = 0
     epoch: int = 0  # the trainer's, in the answer to `trainer.opens`
+    doing: str = ""  # what a trainer works on, in its answer to who asks whether it lives
 
 
 class Granted(Answer, frozen=True, kw_only=True, omit_defaults=True, tag="granted"):

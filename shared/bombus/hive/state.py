@@ -25,6 +25,7 @@ ASIDE_KEPT = 8
 ACTIVE_S = 600.0  # how long a client counts as active after it ended an episode, as in the swarm contract
 FORMATS_MAX = 4  # ways of reading the model of one run that are told apart
 STEPS_NEEDED = 2  # the older of a trainer's two checkpoints lacks this many steps, if it saves one in each step
+NO_TRAINER = "waiting for a trainer"
 BOOTED = "booted"  # the stage of an engine that has booted and is not rolling yet
 
 
@@ -150,8 +151,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     step_failures: int = 0
     step_done: ev.StepCompleted | None = None
     formats: list[ev.ModelRead] = []  # the ways in which gateways read the model of the run, oldest first
-    trainer: str = ""
+    trainer: str = ""  # "" before the first has opened the run, and after one has stalled
     trainer_epoch: int = 0
+    trainer_since_ns: int = 0
+    trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: never
+    stalled: ev.TrainerStalled | None = None  # why there is no trainer
     openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
@@ -189,6 +193,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     def granting(self) -> bool:
         """Return whether claims can be granted now."""
         return self.phase == Phase.ROLLING and not self.suspended
+
+    @property
+    def owes_weights(self) -> bool:
+        """Return whether the run waits for its trainer: for a step, for its weights, or for the first ones."""
+        return self.batch is not None or self.version < max(self.step, 0)
 
     @property
     def global_step(self) -> int:
@@ -319,7 +328,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
         newest_call=engine.newest_call,
         steps_from=engine.steps_from,
         left=engine.checkpoints_left(),
-        stage="waiting for a trainer",
+        stage=NO_TRAINER,
     )
     if event.begins is not None:
         _begin_at(fresh, event.begins)
@@ -598,8 +607,23 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
+    engine.trainer_since_ns = event.at_ns
+    engine.trainer_patience_s = event.patience_s
+    engine.stalled = None
     engine.openings[event.command] = event.trainer_epoch
     trim(engine.openings, COMMANDS_KEPT)
+
+
+@_on(ev.TrainerStalled)
+def _trainer_stalled(engine: EngineState, event: ev.TrainerStalled) -> None:
+    """End the trainer's epoch: what it still sends is ignored. Its successor has as long to boot as it had."""
+    engine.trainer = ""
+    engine.trainer_epoch = event.trainer_epoch + 1
+    engine.stalled = event
+    engine.step_failures = event.failures
+    if engine.phase == Phase.BOOTING:
+        engine.stage = NO_TRAINER
+        _enter(engine, Phase.BOOTING, event.at_ns)
 
 
 @_on(ev.StepCompleted)

@@ -9,7 +9,7 @@ import msgspec
 
 from bombus.hive.checkpoints import where_begun
 from bombus.hive.collection import Measure, measures
-from bombus.hive.events import ConversationFormat, EpisodeType, Method
+from bombus.hive.events import ConversationFormat, EpisodeType, Method, TrainerStalled
 from bombus.hive.pacing import Pace, last_chances, pace
 from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
 
@@ -62,6 +62,7 @@ class TrainerStatus(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     episodes: int
     failures: int  # of the step in flight
+    absence: str = ""  # since when and why there is no trainer, after the last one has stalled
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +122,24 @@ def seconds_between(start_ns: int, end_ns: int) -> float:
 
 
 def detail_of(engine: EngineState, now_ns: int) -> str:
-    """Return a clause about what the engine waits for in its phase, or why its run is suspended."""
+    """Return a clause about what the engine waits for in its phase, or why its run is suspended or has no trainer."""
     if engine.suspended:
         return f"suspended: {engine.suspended}"
-    return _phase_detail(engine, now_ns)
+    return "; ".join(filter(None, (_phase_detail(engine, now_ns), no_trainer(engine, now_ns))))
+
+
+def no_trainer(engine: EngineState, now_ns: int) -> str:
+    """Return since when and why a run has no trainer, "" when it has one, or had none yet."""
+    if engine.phase == Phase.OFFLINE or engine.stalled is None:
+        return ""
+    since = duration(seconds_between(engine.stalled.at_ns, now_ns))
+    return f"no trainer for {since}, since {stall_text(engine.stalled)}"
+
+
+def stall_text(stalled: TrainerStalled) -> str:
+    at = f" at {stalled.doing}" if stalled.doing else ""
+    how = "was not heard of" if stalled.silent else "made no progress"
+    return f"{stalled.trainer} {how}{at} for {duration(stalled.still_s)}"
 
 
 def _phase_detail(engine: EngineState, now_ns: int) -> str:
@@ -200,7 +215,7 @@ def _open_episode(episode: Episode, now_ns: int) -> OpenEpisode:
     )
 
 
-def _trainer(engine: EngineState) -> TrainerStatus:
+def _trainer(engine: EngineState, now_ns: int) -> TrainerStatus:
     batch = engine.batch
     return TrainerStatus(
         trainer=engine.trainer,
@@ -210,6 +225,7 @@ def _trainer(engine: EngineState) -> TrainerStatus:
         groups=len(batch.groups) if batch else 0,
         episodes=sum(len(group.episodes) for group in batch.groups) if batch else 0,
         failures=engine.step_failures,
+        absence=no_trainer(engine, now_ns),
     )
 
 
@@ -262,7 +278,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         pool_bytes=engine.pool_bytes,
         open_episodes=tuple(sorted(episodes, key=lambda row: (-row.idle_s, row.episode))),
         replicas=_replicas(engine),
-        trainer=_trainer(engine),
+        trainer=_trainer(engine, now_ns),
         last_step=StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics) if done else None,
         evals=tuple(
             EvalStatus(
@@ -410,7 +426,8 @@ def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
 
 def _training_lines(status: EngineStatus, now_ns: int) -> list[str]:
     trainer = status.trainer
-    lines = [f"trainer: {one_line(trainer.trainer) or '-'}, epoch {trainer.epoch}"]
+    name = one_line(trainer.absence or trainer.trainer) or "-"
+    lines = [f"trainer: {name}, epoch {trainer.epoch}"]
     if trainer.step_in_flight is not None:
         since = duration(seconds_between(trainer.step_since_ns, now_ns))
         failures = f", failed {trainer.failures} times" if trainer.failures else ""

@@ -19,6 +19,7 @@ from bombus.config.flags import typed_flags
 from bombus.config.parts import InferencePart, TrainerMachineOptions, TrainerPart
 from bombus.config.placement import gpus_of_replicas
 from bombus.errors import Code, EngineFault, Refused
+from bombus.host import watchdog
 from bombus.host.environments import environment_python, environments_folder
 from bombus.host.hardware import gpu_environment
 from bombus.host.hive_keys import KEY_VARIABLES, HiveKeys
@@ -69,7 +70,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 class Service(msgspec.Struct, frozen=True):
     """A process to keep running. `kind` is its subcommand, and `name` its name in the log.
 
-    `environment` has all of its variables; `gpus` are those of them that say which GPUs it sees.
+    `environment` has all of its variables; `gpus` are those of them that say which GPUs it sees. It is killed after it
+    has been silent for `silence_s`, 0 for never.
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Service(msgspec.Struct, frozen=True):
     command: tuple[str, ...]
     environment: Mapping[str, str]
     gpus: Mapping[str, str] = {}
+    silence_s: float = 0.0
 
     def __str__(self) -> str:
         """Return the command as it could be typed."""
@@ -135,7 +138,7 @@ def services(layout: Layout, nats: str) -> list[Service]:
             command = _trainer(engine.trainer, name, layout, nats)
             seen = gpu_environment(engine.trainer.devices) if engine.trainer.devices else {}
             variables = {**KEEP_FREED_MEMORY, **environment, **seen}
-            found.append(Service("trainer", f"trainer {name}", command, variables, seen))
+            found.append(Service("trainer", f"trainer {name}", command, variables, seen, engine.trainer.stall_s))
         kinds = [(part, gpus) for part in engine.inference for gpus in gpus_of_replicas(part)]
         for which, (part, gpus) in zip(_numbered(len(kinds)), kinds, strict=True):
             key = {part.api_key_env: os.environ.get(part.api_key_env, "")} if part.api_key_env else {}
@@ -151,9 +154,12 @@ def services(layout: Layout, nats: str) -> list[Service]:
 
 
 def _environment(layout: Layout) -> dict[str, str]:
-    """Return the variables of every process, without API keys: each is for the replica of its server alone."""
+    """Return the variables of every process, without API keys: each is for the replica of its server alone.
+
+    Our own watchdog is ours alone too.
+    """
     replicas = [part for engine in layout.cluster.engines.values() for part in engine.inference]
-    kept_back = {*KEY_VARIABLES, *(part.api_key_env for part in replicas)}
+    kept_back = {*KEY_VARIABLES, *watchdog.VARIABLES, *(part.api_key_env for part in replicas)}
     return {
         # Threads of torch that wait for each other must not keep busy the cores that trainer and replica share.
         "OMP_WAIT_POLICY": "PASSIVE",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from bombus.errors import BombusError, Code, Refused
+from bombus.host.watchdog import keep_alive
 
 PARENT_VARIABLE = "BOMBUS_PARENT"  # the pid of a supervisor: when it dies, so does this process
 _PR_SET_PDEATHSIG = 1
@@ -18,12 +19,12 @@ _PR_SET_PDEATHSIG = 1
 log = logging.getLogger(__name__)
 
 
-def die_with_parent() -> None:
-    """Ask for SIGTERM when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask for a signal when the supervisor dies, if there is one. Only Linux offers this; elsewhere nothing is done."""
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
         return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != int(parent):  # it died before the call above
         sys.exit("the supervisor is gone")
 
@@ -53,6 +54,7 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
     task = asyncio.ensure_future(service)
+    alive = asyncio.ensure_future(keep_alive())
     loop = asyncio.get_running_loop()
     stopped: list[signal.Signals] = []
 
@@ -67,6 +69,8 @@ async def _until_signal(service: Coroutine[Any, Any, None]) -> None:
     except asyncio.CancelledError:
         if not stopped:
             raise
+    finally:
+        alive.cancel()
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:

@@ -12,7 +12,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from bombus.bus import Bus, EmbeddedServer
 from bombus.bus.follow import Follower
@@ -24,6 +24,7 @@ from bombus.hive import inbox
 from bombus.hive.state import Hive
 from bombus.host.layout import Layout, Service, services
 from bombus.host.process import listen
+from bombus.host.watchdog import Watchdog, watchdog
 from bombus.private import private_folder, write_private
 from bombus.terminal import say
 
@@ -51,19 +52,35 @@ class Child:
         service = self._service
         while not self._stopping:
             began = time.monotonic()
-            # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
-            self._process = await asyncio.create_subprocess_exec(
-                *service.command,
-                env=dict(service.environment),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            code = await self._process.wait()
+            if service.silence_s:
+                with watchdog(service.silence_s) as watching:
+                    code = await self._run({**service.environment, **watching.environment}, watching)
+            else:
+                code = await self._run(service.environment)
             if self._stopping:
                 return
             pause_s = RESTART_S if time.monotonic() - began > HEALTHY_S else min(2 * pause_s, RESTART_S_MAX)
             log.warning("%s ended with code %s; it is restarted in %.1f s", service.name, code, pause_s)
             await asyncio.sleep(pause_s)
+
+    async def _run(self, environment: Mapping[str, str], watching: Watchdog | None = None) -> int:
+        """Run the process until it ends, or until its watchdog bites. Return its exit code."""
+        # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
+        self._process = process = await asyncio.create_subprocess_exec(
+            *self._service.command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        )
+        if watching is None:
+            return await process.wait()
+        async with asyncio.TaskGroup() as tasks:
+            biting = tasks.create_task(self._kill_when_silent(process, watching))
+            code = await process.wait()
+            biting.cancel()
+        return code
+
+    async def _kill_when_silent(self, process: asyncio.subprocess.Process, watching: Watchdog) -> None:
+        await watching.bites()
+        log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
+        process.kill()
 
     async def stop(self) -> None:
         self._stopping = True

@@ -236,6 +236,7 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
         trainer=message.trainer,
         trainer_epoch=epoch,
         command=message.id,
+        patience_s=message.patience_s,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
 

@@ -30,6 +30,13 @@ class Unconfirmed(msgspec.Struct):
     until_ns: int
 
 
+class Heard(msgspec.Struct, frozen=True):
+    """When the newest heartbeat of a trainer came, and what it was doing."""
+
+    at_ns: int
+    doing: str
+
+
 class Live(msgspec.Struct, kw_only=True):
     """The state of a leader that is not on the log.
 
@@ -48,6 +55,7 @@ class Live(msgspec.Struct, kw_only=True):
     unconfirmed: dict[str, Unconfirmed] = {}  # by claim
     queues: dict[str, Queue] = {}  # of waiting claims, by engine
     replica_seen: dict[tuple[str, str], int] = {}  # (engine, replica): its last heartbeat, in ns
+    trainers: dict[str, Heard] = {}  # by engine
     answers: dict[str, Answer] = {}  # by command
     granted: dict[str, None] = {}  # granted claims, also after their episodes have ended; oldest first
 

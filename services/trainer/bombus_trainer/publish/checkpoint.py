@@ -22,6 +22,7 @@ from bombus.hive.decoding import decoded
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish.directories import draft_directory, fsync_directory, make_durable_directory
 from bombus_trainer.publish.tensorfile import Shape, write_tensors
+from bombus_trainer.recovery.progress import advanced
 
 MANIFEST = "manifest.json"
 STATE = "state.safetensors"
@@ -164,6 +165,7 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
             seals[name] = Seal(file.stat().st_size, file_sha256(file))
+            advanced()
     for directory in (each for each in folder.rglob("*") if each.is_dir()):
         fsync_directory(directory)
     return seals

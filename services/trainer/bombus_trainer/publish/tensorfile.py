@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bombus.weights.shards import TensorHead, safetensors_head
+from bombus_trainer.recovery.progress import advanced
 
 CHUNK_BYTES = 16 << 20
 _NAMES = {
@@ -70,6 +71,7 @@ def write_tensors(
                 chunk = data[start : start + CHUNK_BYTES]
                 seal.update(chunk)
                 size += _write_all(file.fileno(), chunk)
+            advanced()
         if next(expected, None) is not None:
             raise ValueError("fewer tensors than announced")
         if durable:

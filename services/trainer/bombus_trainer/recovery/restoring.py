@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bombus.errors import EngineFault
+from bombus.faults import Point, reached
 from bombus.hive.state import EngineState
 from bombus.hive.steps import checkpoints, steps_after
 from bombus_trainer.backend import TrainerBackend
 from bombus_trainer.publish.checkpoint import CheckpointLost
+from bombus_trainer.recovery.progress import advanced
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +24,9 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
     unless the run began at a checkpoint of an earlier one.
     Raises `EngineFault` as `load` and `TrainerBackend.restore` do.
     """
+    reached(Point.TRAINER_MODEL_LOADING)
     executor, newest = load(), engine.step_done
+    advanced("loaded")
     if newest is None:
         return executor, 0
     lost: CheckpointLost | None = None

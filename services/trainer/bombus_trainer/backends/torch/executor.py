@@ -22,6 +22,7 @@ from bombus_trainer.data.sequences import Floats
 from bombus_trainer.publish import checkpoint
 from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
+from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class Executor:
         with tally.phase("optimizer"):
             norm = self.optimizer.step(rate) if isfinite(loss) else loss
         tally.note_update(loss, norm)
+        advanced("update done")
         reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, packed: Bin, old: Floats | None, tally: Tally) -> float:
@@ -146,9 +148,10 @@ class Executor:
         bins = pack(items, tokens_max, share)
         if tally is not None:
             tally.note_bins(bins, max((len(item.tokens_T) - 1 for item in items), default=0))
-        for packed in bins:
+        for number, packed in enumerate(bins, 1):
             if interrupted():
                 raise Interrupted
+            advanced(f"micro-batch {number} of {len(bins)}")
             yield packed
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------

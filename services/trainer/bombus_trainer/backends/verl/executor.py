@@ -33,6 +33,7 @@ from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.export import ModelPart, Outline, Tensors, adapter_outline
 from bombus_trainer.publish.tensorfile import Shape
 from bombus_trainer.ranks import Ranks
+from bombus_trainer.recovery.progress import advanced
 from bombus_trainer.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -121,6 +122,7 @@ class VerlExecutor:
                 norm = float(self._engine.optimizer_step())  # updates nothing when the norm is not finite
         self._engine.optimizer_zero_grad()
         tally.note_update(loss, norm)
+        advanced("update done")
         reached(Point.TRAINER_UPDATE_DONE)
 
     def _forward_backward(self, micro_batch: MicroBatch, old: Floats | None, tally: Tally) -> float:
@@ -209,9 +211,11 @@ class VerlExecutor:
                 everywhere = [micro_batch for of_rank in shards for micro_batch in of_rank]
                 computed = sum(computed_tokens(each, self._packed) for each in everywhere)
                 tally.note_tokens(len(everywhere), len(items), computed, sum(lengths), max(lengths, default=0))
-        for micro_batch in shards[self._ranks.rank]:
+        ours = shards[self._ranks.rank]
+        for number, micro_batch in enumerate(ours, 1):
             if self._ranks.agree(interrupted()):
                 raise Interrupted
+            advanced(f"micro-batch {number} of {len(ours)}")
             yield micro_batch
 
     # ---- checkpoints and weights ------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""Trainers that hang: what they say of themselves, and the silence of those that say nothing. Their epoch ends (R11).
+
+A trainer judges its own progress, by its own pace and clock. The coordinator judges silence alone, and none that a bus
+which was away, or a leader that was missing, could have caused (R5).
+"""
+
+from bombus.hive import events as ev
+from bombus.hive.inbox import TrainerAlive, TrainerHangs
+from bombus.hive.state import EngineState, Phase
+from bombus.hive.status import stall_text
+from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.engines import suspend
+from bombus_coordinator.rules.live import Heard, Live, ns
+
+DOING_CHARS_MAX = 200
+
+
+def _is_current(engine: EngineState, message: TrainerAlive | TrainerHangs) -> bool:
+    is_of_run = message.run == engine.run and engine.phase != Phase.OFFLINE
+    return is_of_run and message.trainer_epoch == engine.trainer_epoch and engine.trainer != ""
+
+
+def alive(engine: EngineState, live: Live, message: TrainerAlive) -> Decisions:
+    if _is_current(engine, message):
+        live.trainers[engine.name] = Heard(live.now_ns, message.doing[:DOING_CHARS_MAX])
+    yield from ()
+
+
+def hangs(engine: EngineState, live: Live, message: TrainerHangs) -> Decisions:
+    if _is_current(engine, message):
+        yield from _stall(engine, live, message.doing[:DOING_CHARS_MAX], message.still_s)
+
+
+def lapse(engine: EngineState, live: Live) -> Decisions:
+    """End the epoch of a trainer that has been silent for longer than it said at its opening."""
+    if engine.phase == Phase.OFFLINE or not engine.trainer or not engine.trainer_patience_s:
+        return
+    heard = live.trainers.get(engine.name)
+    if heard is None or heard.at_ns < engine.trainer_since_ns:
+        heard = Heard(engine.trainer_since_ns, "")
+    silent_ns = live.now_ns - live.since(heard.at_ns)
+    if silent_ns >= ns(engine.trainer_patience_s):
+        yield from _stall(engine, live, heard.doing, silent_ns / 1e9, silent=True)
+
+
+def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
+    """End the trainer's epoch. It is a failure of what the run waits for, of which several in a row suspend the run."""
+    live.trainers.pop(engine.name, None)
+    failures = engine.step_failures + (engine.owes_weights and not engine.suspended)
+    stalled = ev.TrainerStalled(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        trainer=engine.trainer,
+        trainer_epoch=engine.trainer_epoch,
+        doing=doing,
+        still_s=still_s,
+        silent=silent,
+        failures=failures,
+    )
+    if failures == engine.step_failures or failures < engine.collection.max_step_failures:
+        yield Decision(events=(stalled,))
+        return
+    reason = f"its trainers failed {failures} times in a row; the last, {stall_text(stalled)}"
+    yield from suspend(engine, live, reason, before=(stalled,))

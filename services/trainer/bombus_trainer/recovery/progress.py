@@ -1,0 +1,138 @@
+"""Progress of a trainer's work: marks where it advances, and how long it may take to the next one, by its own pace.
+
+Work runs in threads, which can be neither asked nor ended. So the code that works calls `advanced` where it iterates,
+and the event loop compares the marks with its clock (watch.py).
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeVar
+
+T = TypeVar("T")
+GENEROUS = 20.0  # a gap between two marks may be so many times the longest of the newest works of its kind
+NEWEST = 8  # works of a kind that make its pace
+SETTLED_S = 300.0  # the shortest limit of a pace: a file server may be away for minutes
+
+
+class Kind(StrEnum):
+    """Works of one kind have one pace."""
+
+    LOAD = "load"
+    STEP = "step"
+    SAMPLES = "samples"
+    CHECKPOINT = "checkpoint"
+    WEIGHTS = "weights"
+    REMOVAL = "removal"
+
+
+@dataclass(eq=False)
+class Work:
+    """A piece of work in a thread, which writes `marks` and `stage`. The others are written by `Works.look`.
+
+    With a `limit_s` of its own, the pace of its kind does not matter.
+    """
+
+    kind: Kind
+    what: str
+    limit_s: float | None = None
+    marks: int = 0
+    stage: str = ""
+    marks_seen: int = 0
+    still_s: float = 0.0  # since the newest mark
+    longest_s: float = 0.0  # between two marks
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.stage}" if self.stage else self.what
+
+
+@dataclass
+class WorkPace:
+    """The longest gaps in the newest works of one kind. The first work is left out: it compiles kernels."""
+
+    longest_s: deque[float] = field(default_factory=lambda: deque(maxlen=NEWEST))
+    works: int = 0
+
+    def note(self, longest_s: float) -> None:
+        if self.works:
+            self.longest_s.append(longest_s)
+        self.works += 1
+
+    def limit_s(self, first_s: float) -> float:
+        """Return how long a gap may be: `first_s` as long as the pace is not known."""
+        if not self.longest_s:
+            return first_s
+        return max(GENEROUS * max(self.longest_s), min(first_s, SETTLED_S))
+
+
+class Works:
+    """The works under way, and the paces of their kinds. A work of a kind without a pace may be still for `first_s`."""
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._works: list[Work] = []
+        self._paces: dict[Kind, WorkPace] = {}
+
+    @contextmanager
+    def of(self, work: Work) -> Iterator[None]:
+        """Watch a work for as long as it takes."""
+        self._works.append(work)
+        try:
+            yield
+        finally:
+            self._works.remove(work)
+            self._paces.setdefault(work.kind, WorkPace()).note(max(work.longest_s, work.still_s))
+
+    def look(self, passed_s: float) -> Work | None:
+        """Let `passed_s` pass. Return a work that has been still for longer than it may."""
+        for work in self._works:
+            work.still_s += passed_s
+            if work.marks != work.marks_seen:
+                work.longest_s = max(work.longest_s, work.still_s)
+                work.marks_seen, work.still_s = work.marks, 0.0
+        return next((work for work in self._works if work.still_s > self.limit_s(work)), None)
+
+    def limit_s(self, work: Work) -> float:
+        if work.limit_s is not None:
+            return work.limit_s
+        return self._paces.get(work.kind, WorkPace()).limit_s(self._first_s)
+
+    @property
+    def doing(self) -> str:
+        """Describe the work that began last, "" when there is none."""
+        return str(self._works[-1]) if self._works else ""
+
+
+_watched: ContextVar[Works | None] = ContextVar("watched", default=None)
+_current: ContextVar[Work | None] = ContextVar("work", default=None)
+
+
+def watch_here(works: Works) -> None:
+    """Watch the works of this task, and of the tasks that it creates from now on."""
+    _watched.set(works)
+
+
+async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float | None = None) -> T:
+    """Run `work` in a thread, watched, so that the log is still followed: that is how a stop reaches a step."""
+    works = _watched.get()
+    if works is None:
+        return await asyncio.to_thread(work)
+    watched = Work(kind, what, limit_s)
+    token = _current.set(watched)  # the thread has a copy of this context
+    try:
+        with works.of(watched):
+            return await asyncio.to_thread(work)
+    finally:
+        _current.reset(token)
+
+
+def advanced(stage: str = "") -> None:
+    """Note that the work of this thread has advanced, to `stage` if it is given. Without a watch nothing happens."""
+    work = _current.get()
+    if work is not None:
+        work.marks += 1
+        work.stage = stage or work.stage

@@ -1,0 +1,97 @@
+"""The trainer's watch on itself: say that it lives and what it does, and end the process when a thread of it hangs.
+
+A thread that hangs in a kernel or a file system cannot be ended, so the process has to be: its supervisor starts
+another one. The clock of the watch stands still while the event loop does, as in a process that was stopped.
+"""
+
+import asyncio
+import faulthandler
+import logging
+import os
+from itertools import count
+from time import monotonic
+
+from bombus.bus import Bus
+from bombus.errors import BusUnavailable
+from bombus.hive.inbox import TrainerAlive, TrainerHangs
+from bombus_trainer.options import TrainerOptions
+from bombus_trainer.ownership import RunOver, RunOwnership
+from bombus_trainer.recovery.progress import Work, Works
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+BEAT_S = 5.0
+EXIT_HUNG = 75  # the exit code of a process in which a thread hangs: EX_TEMPFAIL
+
+
+class Watch:
+    """Watches the works of one trainer. Without `stall_s` it only says that the trainer lives."""
+
+    def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership) -> None:
+        self.works = Works(options.stall_s)
+        self._bus = bus
+        self._options = options
+        self._ownership = ownership
+        ownership.doing = lambda: self.works.doing
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._beat())
+            if self._options.stall_s:
+                tasks.create_task(self._look())
+
+    async def _look(self) -> None:
+        pause_s = min(LOOK_S, self._options.stall_s / 4)
+        before_s = monotonic()
+        while True:
+            await asyncio.sleep(pause_s)
+            now_s = monotonic()
+            hung = self.works.look(min(now_s - before_s, 2 * pause_s))
+            before_s = now_s
+            if hung is not None:
+                await self._end(hung)
+
+    async def _end(self, hung: Work) -> None:
+        """Report what hangs and where, and end this process hard."""
+        log.critical(
+            "%s has made no progress for %.0f s, and its pace allows %.0f s: this process ends, so that its supervisor "
+            "starts another one. Where each of its threads was:",
+            *(hung, hung.still_s, self.works.limit_s(hung)),
+        )
+        faulthandler.dump_traceback()
+        ownership = self._ownership
+        fact = TrainerHangs(
+            id=ownership.id("hangs"),
+            engine=self._options.engine,
+            run=ownership.run,
+            trainer_epoch=ownership.epoch,
+            doing=str(hung),
+            still_s=hung.still_s,
+        )
+        try:
+            ownership.check()
+            await ownership.send(fact)
+        except RunOver:
+            log.info("run %d is over for it already", ownership.run)
+        logging.shutdown()
+        os._exit(EXIT_HUNG)
+
+    async def _beat(self) -> None:
+        ownership, options = self._ownership, self._options
+        pause_s = min(BEAT_S, options.silence_s / 5 or BEAT_S)
+        for number in count(1):
+            await asyncio.sleep(pause_s)
+            if not ownership.epoch or ownership.is_over():
+                continue
+            alive = TrainerAlive(
+                id=ownership.id(f"alive-{number}"),
+                engine=options.engine,
+                run=ownership.run,
+                trainer_epoch=ownership.epoch,
+                doing=self.works.doing,
+            )
+            try:
+                await self._bus.inbox.send(alive)
+            except BusUnavailable as error:
+                log.debug("a heartbeat waits for the bus: %s", error)
