@@ -174,9 +174,10 @@ def test_a_version_of_another_job_is_refused_in_words() -> None:
 
 def test_a_run_that_left_no_checkpoint_of_its_own_hands_on_the_one_at_which_it_began() -> None:
     harness = stopped(steps=2)
+    counters = harness.engine.counters
     for _ in range(3):
         start(harness, job("auto"))
-        assert harness.engine.begun == 2
+        assert (harness.engine.begun, harness.engine.counters) == (2, counters)
         roll(harness, 2)
         stop(harness)
 

@@ -54,6 +54,7 @@ async def test_a_started_engine_is_visibly_not_offline_and_its_reply_is_held(pla
     assert asyncio.get_running_loop().time() - began >= 0.6
     assert reply["success"] is True
     assert isinstance(reply["pid"], int)
+    assert reply["begun"] == "", "there was no checkpoint to begin at"
     status = (await played.http.get("/get_engine_status")).json()
     assert status["engine_status"] == "ENGINE.BOOTING"
     assert (await played.http.get("/get_current_batch_rollout_pool_information")).json()["booting_start_time"] > 0

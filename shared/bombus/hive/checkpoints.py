@@ -42,6 +42,12 @@ def step_of(engine: str, begins: Beginning) -> StepCompleted:
     )
 
 
+def goes_on(begins: Beginning, run: int, started: EngineStarted | None) -> bool:
+    """Return whether a run goes on from the `run` before it: at a checkpoint of it, or where it began itself."""
+    before = None if started is None else started.begins
+    return begins.run == run or (before is not None and before.checkpoint == begins.checkpoint)
+
+
 def where_begun(started: EngineStarted) -> str:
     """Return a clause about where a run began, "" for one that had no checkpoint to begin at."""
     begins = started.begins

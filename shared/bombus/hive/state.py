@@ -12,7 +12,7 @@ import msgspec
 
 from bombus.hive import events as ev
 from bombus.hive.bounded import trim
-from bombus.hive.checkpoints import LeftRun, keep, leave, step_of
+from bombus.hive.checkpoints import LeftRun, goes_on, keep, leave, step_of
 from bombus.hive.events import AbortReason, Collection, ConversationFormat, EpisodeType, Event, NotedCall
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
@@ -332,7 +332,7 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
     )
     if event.begins is not None:
         _begin_at(fresh, event.begins)
-        if event.begins.run == engine.run:
+        if goes_on(event.begins, engine.run, engine.started):
             fresh.counters, fresh.evals = engine.counters, engine.evals
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
