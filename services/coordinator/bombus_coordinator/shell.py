@@ -17,10 +17,11 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.state import FOLD
-from bombus_coordinator import retention, storage
+from bombus_coordinator import compaction, retention, storage
+from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
-from bombus_coordinator.recovery import Fold, stand_by
+from bombus_coordinator.recovery import Fold, Overtaken, stand_by
 from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
@@ -32,6 +33,7 @@ TICK_S = 1.0
 TRIM_S = 10.0
 RETRY_S = 1.0
 WHY_CHARS_MAX = 500
+EVENT_BYTES = 300  # what subject and headers add to an event, roughly
 
 
 class Undecidable(BombusError):
@@ -39,11 +41,15 @@ class Undecidable(BombusError):
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
-    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched."""
+    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched.
+
+    Without `compaction` the log keeps all of its events.
+    """
 
     trim_s: float = TRIM_S
     snapshot_events: int = EVENTS
     disk: Path | None = None
+    compaction: Compaction | None = None
 
 
 class Coordinator:
@@ -93,6 +99,8 @@ class Coordinator:
             tasks.create_task(self._trim())
             tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
             tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, upkeep.disk))
+            if upkeep.compaction is not None:
+                tasks.create_task(compaction.run(self.bus, upkeep.compaction, lambda: self.core.hive, self._snapshots))
             tasks.create_task(self._serve())
             if self._lease is not None:
                 tasks.create_task(self._lease.keep())
@@ -107,8 +115,11 @@ class Coordinator:
 
         Raises `Deposed` when another coordinator has opened that epoch.
         """
-        self._snapshots.note(fold.snapshot)
-        await fold.catch_up(self.bus)
+        try:
+            await fold.catch_up(self.bus)
+        except Overtaken:
+            return False
+        self._snapshots.note(fold.snapshot, await self.bus.state(self.bus.subjects.events_stream))
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = fold.answered
         self.core = Core(fold.hive, self.bus.publisher.message_bytes_max)
@@ -217,6 +228,7 @@ class Coordinator:
             try:
                 self._last = await append(self.bus, outgoing, self._last)
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
+                self._snapshots.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
             except BusUnavailable as error:
                 log.warning("decisions wait for the log: %s", error)
@@ -285,7 +297,7 @@ class Coordinator:
 
 
 async def run(
-    url: str, hive: str, name: str = "", disk: Path | None = None, limits: StreamLimits = AS_THEY_ARE
+    url: str, hive: str, name: str = "", upkeep: Housekeeping | None = None, limits: StreamLimits = AS_THEY_ARE
 ) -> None:
     """Give the hive's streams these limits. Then stand by to lead it, lead it, and stand by again when deposed, until
     cancelled.
@@ -297,7 +309,7 @@ async def run(
         lease = Lease(bus, leader)
         set_aside: dict[int, str] = {}
         while True:
-            await _lead_once(Coordinator(bus, leader, lease, Housekeeping(disk=disk), set_aside), lease)
+            await _lead_once(Coordinator(bus, leader, lease, upkeep, set_aside), lease)
 
 
 async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:

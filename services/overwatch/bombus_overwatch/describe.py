@@ -52,6 +52,8 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.StorageFilled: EventGroup.ENGINE,
     ev.StorageFreed: EventGroup.ENGINE,
     ev.MessageSetAside: EventGroup.ENGINE,
+    ev.LogCompacted: EventGroup.ENGINE,
+    ev.CompactionFailed: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
@@ -65,6 +67,7 @@ TROUBLE: frozenset[type[Event]] = frozenset(
         ev.ReplicaLeft,
         ev.StorageFilled,
         ev.MessageSetAside,
+        ev.CompactionFailed,
     }
 )
 

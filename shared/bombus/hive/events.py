@@ -417,6 +417,21 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
     size: int
 
 
+class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
+    """The events before `below` were removed, which two verified snapshots make up for.
+
+    With an archive, they were written to it first. 0: nothing had to be removed any more.
+    """
+
+    below: int
+
+
+class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.failed"):
+    """The log is more than half full, and nothing could be removed from it, for a reason that its operator can mend."""
+
+    why: str
+
+
 AnyEvent = (
     EpochOpened
     | EngineConfigured
@@ -450,6 +465,8 @@ AnyEvent = (
     | StorageFilled
     | StorageFreed
     | MessageSetAside
+    | LogCompacted
+    | CompactionFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -202,6 +202,13 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
     reserve: int
 
 
+class CompactionTried(Message, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.tried"):
+    """The leader has removed the events before `below`, 0 for none; or it could not, for the reason `why`."""
+
+    below: int = 0
+    why: str = ""
+
+
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
     """A trainer or replica cannot continue this run, for a reason given in one clear sentence.
 
@@ -239,6 +246,7 @@ AnyMessage = (
     | WeightsSaved
     | EngineBroke
     | StorageSeen
+    | CompactionTried
 )
 
 

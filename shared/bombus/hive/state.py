@@ -230,6 +230,7 @@ class Hive(msgspec.Struct, kw_only=True):
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
+    uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
 
     @property
     def refusing(self) -> str:
@@ -260,6 +261,9 @@ def evolve(hive: Hive, event: Event) -> None:
         return
     if isinstance(event, ev.MessageSetAside):
         hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
+        return
+    if isinstance(event, ev.LogCompacted | ev.CompactionFailed):
+        hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
         return
     engine = hive.engines.get(event.engine)
     if engine is None:
