@@ -29,7 +29,7 @@ from bombus_coordinator import compaction
 from bombus_coordinator.compaction import Compaction, Cut, cut_of, usable
 from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
-from bombus_coordinator.snapshotter import Snapshotter
+from bombus_coordinator.snapshotter import Pace, Snapshotter
 from tests.bus.test_snapshots import folded, put
 from tests.conftest import MB
 from tests.coordinator.test_shell import ENGINE, boot, claim, leading
@@ -164,15 +164,15 @@ def test_a_few_snapshots_are_kept_spread_over_the_log_however_long_it_is() -> No
     assert snapshots.needed(kept, 50_000, 100_000)[0] == min(each for each in kept if each >= 49_999)
 
 
-def test_a_snapshot_is_due_after_many_events_and_after_few_large_ones(bus: Bus) -> None:
-    snapshotter = Snapshotter(bus, every=100)
-    snapshotter.note(50, log_of_size(0.1, messages=60))
-    assert not snapshotter.is_due(60)
-    assert snapshotter.is_due(150)
-    snapshotter.wrote(40_000)
-    assert not snapshotter.is_due(61)
-    snapshotter.wrote(20_000)
-    assert snapshotter.is_due(62), "with what was there since the last one, a sixteenth of the stream"
+def test_a_snapshot_is_due_after_many_events_and_after_few_large_ones() -> None:
+    pace = Pace(every=100)
+    pace.note(50, log_of_size(0.1, messages=60))
+    assert not pace.is_due(60)
+    assert pace.is_due(150)
+    pace.wrote(40_000)
+    assert not pace.is_due(61)
+    pace.wrote(20_000)
+    assert pace.is_due(62), "with what was there since the last one, a sixteenth of the stream"
 
 
 # ---- a hive with a small log ------------------------------------------------------------------------------------

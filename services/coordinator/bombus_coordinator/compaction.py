@@ -116,7 +116,7 @@ class Compactor:
         cut = cut_of(events, positions)
         if cut is None:
             # With new work refused there may be no events that would make a snapshot due. The one of this message is.
-            self._taking.ask()
+            self._taking.pace.ask()
             await self._tell(CompactionTried(id="", why=f"it has {len(positions)} of 2 good snapshots to stop at"))
             return True
         self._taking.held = {cut.at, cut.until}

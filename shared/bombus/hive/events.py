@@ -240,7 +240,8 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
-    `call_rewards`, when given, has one reward for each of `calls`, in order; `reward` is then their mean.
+    On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
+    older versions list them. `call_rewards`, when given, has a reward for each, in order; `reward` is then their mean.
     """
 
     episode: str
