@@ -89,6 +89,7 @@ async def main() -> None:
                 await bus.ensure_streams(LIMITS)
                 follower, coordinator = Follower(bus), Coordinator(bus)
                 running = [asyncio.create_task(each) for each in (coordinator.lead(), follower.run())]
+                await coordinator.leading.wait()
                 await boot(bus, follower)
                 for calls in (1, 10):
                     before = await bus.state(bus.subjects.events_stream)

@@ -29,7 +29,7 @@ from bombus_coordinator import compaction
 from bombus_coordinator.compaction import Compaction, Cut, cut_of, usable
 from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
-from bombus_coordinator.snapshotter import Pace, Snapshotter
+from bombus_coordinator.snapshotter import SnapshotPace, Snapshotter
 from tests.bus.test_snapshots import folded, put
 from tests.conftest import MB
 from tests.coordinator.test_shell import ENGINE, boot, claim, leading
@@ -165,7 +165,7 @@ def test_a_few_snapshots_are_kept_spread_over_the_log_however_long_it_is() -> No
 
 
 def test_a_snapshot_is_due_after_many_events_and_after_few_large_ones() -> None:
-    pace = Pace(every=100)
+    pace = SnapshotPace(every=100)
     pace.note(50, log_of_size(0.1, messages=60))
     assert not pace.is_due(60)
     assert pace.is_due(150)

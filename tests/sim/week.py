@@ -34,7 +34,7 @@ from bombus_coordinator import compaction, retention, storage
 from bombus_coordinator.compaction import Cut, cut_of, is_long, usable
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.shell import EVENT_BYTES, GATHER_S
-from bombus_coordinator.snapshotter import EVENTS, Pace
+from bombus_coordinator.snapshotter import EVENTS, SnapshotPace
 from tests.coordinator.core_in_memory import ENGINE, SECOND
 
 BEGIN_NS = 1_000 * SECOND
@@ -159,7 +159,7 @@ class Week:
         self.snapshots: dict[int, bytes] = {}
         self.compactions = 0
         self.verified = 0  # events that were folded again
-        self._pace = Pace(limits.snapshot_events)
+        self._pace = SnapshotPace(limits.snapshot_events)
         self._pick = random.Random(1)
         self._now_s = 0.0
         self._seq = 0  # of the inbox

@@ -15,7 +15,7 @@ SHARE = 16  # of the stream's size: with large events, so much of it is between 
 LAST_S = 5.0  # allowed for the snapshot when the leader stops
 
 
-class Pace:
+class SnapshotPace:
     """Says when a snapshot is due: after `every` so many events, or when they fill a sixteenth of their stream."""
 
     def __init__(self, every: int = EVENTS) -> None:
@@ -56,7 +56,7 @@ class Snapshotter:
     """Stores snapshots at their pace."""
 
     def __init__(self, bus: Bus, every: int = EVENTS) -> None:
-        self.pace = Pace(every)
+        self.pace = SnapshotPace(every)
         self.held: Collection[int] = ()  # positions of snapshots that are not removed
         self._bus = bus
         self._storing: asyncio.Task[None] | None = None
