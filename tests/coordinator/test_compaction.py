@@ -222,6 +222,7 @@ async def check_readers(bus: Bus, url: str, archive: Path, capsys: pytest.Captur
     task = asyncio.create_task(every.run())
     await every.caught_up()
     task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert starts[0] in (first - 1, first), "the terminal begins at the first event that is kept"
     assert every.hive == await folded_from_start(bus)
 
@@ -305,6 +306,7 @@ async def test_a_deposed_leader_removes_nothing(small: Bus, nats_url: str) -> No
     task = asyncio.create_task(compaction.run(small, quick(nats_url), lambda: Hive(epoch=1), Snapshotter(small)))
     await asyncio.wait({task}, timeout=5)
     task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
     assert await first_event(small) == 1
 
 
@@ -318,6 +320,7 @@ async def test_a_leader_whose_fold_was_overtaken_by_a_compaction_folds_again(sma
     assert coordinator.leading.is_set()
     assert len(coordinator.core.hive.engine(ENGINE).pool) == 100
     task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_the_archive_of_another_log_is_not_continued(small: Bus, nats_url: str, tmp_path: Path) -> None:
