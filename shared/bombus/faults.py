@@ -45,6 +45,10 @@ class Point(StrEnum):
     TRAINER_WEIGHTS_SAID = "trainer.weights.said"
     TRAINER_WEIGHTS_SEEN = "trainer.weights.seen"
     TRAINER_WEIGHTS_PRUNED = "trainer.weights.pruned"
+    COMPACTION_VERIFIED = "compaction.verified"  # nothing archived
+    COMPACTION_ARCHIVED = "compaction.archived"  # nothing purged
+    COMPACTION_PURGING = "compaction.purging"  # the leader has checked everything and sends the purge
+    COMPACTION_PURGED = "compaction.purged"  # not noted on the log
     TRAINER_SUPERSEDED = "trainer.superseded"  # the trainer knows that another one has opened its run
 
 

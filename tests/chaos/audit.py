@@ -9,7 +9,7 @@ from bombus.bus.follow import read_event
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, NotedCall, Outcome
 from bombus.hive.records import decode_record
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import Hive, evolve, with_calls
 from bombus.replay import upkeep
 from bombus.weights.deltas import file_sha256
 from bombus_trainer.publish import checkpoint
@@ -86,6 +86,8 @@ class _Log:
             self._apply(event)
 
     def _apply(self, event: AnyEvent) -> None:
+        if isinstance(event, ev.EpisodeEnded):
+            event = with_calls(self.hive, event)
         evolve(self.hive, event)
         match event:
             case ev.CallsNoted():

@@ -42,6 +42,22 @@ def test_flags_win_over_the_file_and_the_file_keeps_what_they_do_not_name(
     assert next(line for line in lines if " coordinator " in line).endswith(flags)
 
 
+def test_compaction_and_its_archive_are_settings_of_the_coordinator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not {"--no-compact", "--archive"} & set(str(planned_by(tree({}))[0]).split()), "on, without an archive"
+    assert "--no-compact" in str(planned_by(tree({}, coordinator={"compact": False}))[0])
+    file = tmp_path / "cluster.yaml"
+    file.write_text(yaml.safe_dump(tree({}, coordinator={"archive": "from-the-file", "count": 2})))
+    for flags, wanted in (((), "from-the-file"), (("--archive", "/elsewhere"), "/elsewhere")):
+        lines = [line for line in dry_run(capsys, "--config", str(file), *flags) if " coordinator " in line]
+        assert len(lines) == 2
+        assert all(f"--archive {Path(wanted).absolute()}" in line for line in lines)
+    assert "--no-compact" in next(line for line in dry_run(capsys, "--no-compact") if " coordinator " in line)
+    refused = refused_up(capsys, "--no-compact", "--archive", "/elsewhere")
+    assert "archive (--archive) means nothing without compact" in refused
+
+
 @pytest.mark.parametrize(
     ("streams", "why"),
     [

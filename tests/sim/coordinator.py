@@ -11,8 +11,10 @@ from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, Deposed
 from bombus.hive import events as ev
 from bombus.hive import inbox
-from bombus.hive.state import FOLD, Hive
+from bombus.hive.state import FOLD, Hive, evolve
+from bombus_coordinator.compaction import Cut, cut_of, is_long, usable
 from bombus_coordinator.core import Core, PendingDecision
+from bombus_coordinator.recovery import Overtaken
 from bombus_coordinator.retention import floors_of
 from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.storage import is_full
@@ -29,6 +31,7 @@ ASK_S = 0.3
 TICK_S = 1.0
 TRIM_S = 3.0
 WATCH_S = 2.0
+COMPACT_S = 4.0
 GROUPS = (1, 8, 512)
 
 
@@ -60,6 +63,8 @@ class Coordinator(Process):
             except Deposed:
                 self._referee.count("deposed")
                 self._epoch = -1
+            except Overtaken:
+                self._referee.count("overtaken by a compaction")
             except BusUnavailable:
                 await self.sleep(RETRY_S)
 
@@ -83,11 +88,15 @@ class Coordinator(Process):
     async def _lead(self, fold: Fold) -> None:
         while not await self._take_over(fold):
             fold = await Fold.begin(self.link)
-        await self.together(self._serve(), self._tick(), self._trim(), self._retain(), self._watch(), self.lease.keep())
+        upkeep = [self._trim(), self._retain(), self._watch()]
+        if self.link.server.events_max:
+            upkeep.append(self._compact())
+        await self.together(self._serve(), self._tick(), self.lease.keep(), *upkeep)
 
     async def _take_over(self, fold: Fold) -> bool:
         """Fold to the log's end and open the next epoch. Return False when the old leader wrote in between."""
         self._snapshot_at = fold.snapshot
+        self._asked, self._held = False, set[int]()
         await fold.catch_up(self.link)
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = self._read = fold.answered
@@ -124,7 +133,7 @@ class Coordinator(Process):
             self._read = group[-1].seq
             await self._may_decide()
             await self._decide(group)
-            if self._last - self._snapshot_at >= self._snapshot_events:
+            if self._last - self._snapshot_at >= (1 if self._asked else self._snapshot_events):
                 self._take_snapshot()
 
     async def _may_decide(self) -> None:
@@ -269,14 +278,68 @@ class Coordinator(Process):
 
     def _take_snapshot(self) -> None:
         """Encode a snapshot now, before the state changes, and store it in the background."""
-        position, self._snapshot_at = self._last, self._last
+        position, self._snapshot_at, self._asked = self._last, self._last, False
+        held = frozenset(self._held)
         body = snapshots.encode(
             Snapshot(
                 fold=FOLD, position=position, event_id=self._event_id, answered=self._answered, hive=self.core.hive
             )
         )
         self._referee.count("snapshots")
-        self.link.call(lambda: self.link.server.put_snapshot(position, body))
+        self.link.call(lambda: self.link.server.put_snapshot(position, body, held))
+
+    # ---- compaction, as in compaction.py ----
+
+    async def _compact(self) -> None:
+        """Remove the log's oldest events behind two verified snapshots whenever it is too long."""
+        damaged: set[int] = set()
+        while True:
+            await self.sleep(COMPACT_S)
+            try:
+                await self._attempt_compaction(damaged)
+            except BusUnavailable:
+                pass  # it is tried again
+
+    async def _attempt_compaction(self, damaged: set[int]) -> None:
+        server = self.link.server
+        events, positions = await self.link.call(lambda: (server.events_state, sorted(server.snapshots)))
+        if not is_long(events):
+            await self._tell(inbox.CompactionTried(id=""))
+            return
+        positions = usable(events, positions, damaged)
+        cut = cut_of(events, positions)
+        if cut is None:
+            self._asked = True
+            await self._tell(inbox.CompactionTried(id="", why=f"{len(positions)} good snapshots"))
+            return
+        self._held = {cut.at, cut.until}
+        found = [position for position in (cut.at, cut.until) if position in server.damaged]
+        if found:
+            damaged.update(found)
+            await self._tell(inbox.CompactionTried(id="", why=f"{found} are damaged"))
+            return
+        if cut.at not in server.snapshots or cut.until not in server.snapshots:
+            return  # another leader's newer one has pushed it out
+        self._check_snapshots(cut)
+        await self.sleep(self._net.pick.choice((0.1, 10.0)) * self._net.pick.random())
+        newest = await self._newest()
+        if newest is None or int(newest.headers[EPOCH]) != self._epoch:
+            return
+        stream = server.streams[EVENTS_STREAM]
+        await self.link.call(lambda: stream.purge_below(cut.at))
+        await self._tell(inbox.CompactionTried(id="", below=cut.at))
+
+    async def _tell(self, tried: inbox.CompactionTried) -> None:
+        if tried.below or tried.why != self.core.hive.uncompacted:
+            await self.link.send(msgspec.structs.replace(tried, id=self._net.fresh("compaction")))
+
+    def _check_snapshots(self, cut: Cut) -> None:
+        """Check that the newer snapshot is the fold of the older one and the events in between."""
+        server = self.link.server
+        hive = snapshots.decode(server.get_snapshot(cut.at)).hive
+        for message in server.streams[EVENTS_STREAM].messages[cut.at : cut.until]:
+            evolve(hive, message.event)
+        assert hive == snapshots.decode(server.get_snapshot(cut.until)).hive, f"the snapshot at {cut.until} is wrong"
 
 
 def _without_earlier_steps(hive: Hive) -> Hive:

@@ -7,6 +7,7 @@ from bombus.bus.headers import INBOX
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.state import FOLD, Hive, evolve
+from bombus_coordinator.recovery import Overtaken
 from tests.sim.link import Link, Reader
 from tests.sim.loop import Future
 from tests.sim.server import EVENTS_STREAM, Message, Server
@@ -21,8 +22,11 @@ def _start_of(server: Server) -> Snapshot:
         except LogCorrupted:
             continue
         stream = server.streams[EVENTS_STREAM]
-        if position <= stream.last_seq and stream.get(position).msg_id == snapshot.event_id:
+        if not stream.first_seq - 1 <= position <= stream.last_seq:
+            continue
+        if position < stream.first_seq or stream.get(position).msg_id == snapshot.event_id:
             return snapshot
+    assert server.streams[EVENTS_STREAM].first_seq == 1, "no snapshot makes up for the events that were removed"
     return Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
 
 
@@ -46,7 +50,7 @@ class Fold:
     def apply(self, group: Sequence[Message]) -> None:
         for message in group:
             if message.seq != self.position + 1:
-                raise LogCorrupted(f"the log continues at {message.seq} after {self.position}")
+                raise Overtaken(f"the log continues at {message.seq} after {self.position}")
             evolve(self.hive, message.event)
             self.position = message.seq
         self.event_id = group[-1].msg_id
@@ -71,17 +75,24 @@ class Follower:
         self._waiting: list[tuple[Callable[[], bool], Future[None]]] = []
 
     async def run(self) -> None:
-        start = await Fold.begin(self._link)
-        self.hive, self.position = start.hive, start.position
-        reader = Reader(self._link, EVENTS_STREAM, self.position + 1)
-        self._wake()
         while True:
-            for message in await reader.read():
-                evolve(self.hive, message.event)
-                self.position = message.seq
-                if self._on_event is not None:
-                    self._on_event()
+            start = await Fold.begin(self._link)
+            self.hive, self.position = start.hive, start.position
+            reader = Reader(self._link, EVENTS_STREAM, self.position + 1)
             self._wake()
+            while self._fold(await reader.read()):
+                self._wake()
+
+    def _fold(self, group: Sequence[Message]) -> bool:
+        """Fold a group. Return False when the events between our position and it are gone."""
+        for message in group:
+            if message.seq != self.position + 1:
+                return False
+            evolve(self.hive, message.event)
+            self.position = message.seq
+            if self._on_event is not None:
+                self._on_event()
+        return True
 
     def _wake(self) -> None:
         waiting, self._waiting = self._waiting, []

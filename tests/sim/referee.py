@@ -12,7 +12,7 @@ from bombus.hive.checkpoints import step_of
 from bombus.hive.events import DropReason, EpisodeType, Event
 from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
-from bombus.hive.state import EngineState, Hive, Phase, evolve
+from bombus.hive.state import EngineState, Hive, Phase, ended_calls, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
 from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
@@ -225,7 +225,7 @@ class Referee:
         for outcome in event.outcomes:
             assert outcome.episode in engine.open, "only an open episode ends"
             assert outcome.episode not in self.ended
-            calls = {ref.id for ref in outcome.calls}
+            calls = {ref.id for ref in ended_calls(outcome, engine.open[outcome.episode])}
             missing = self.sealed[outcome.episode] - calls
             assert not missing, f"acknowledged calls {sorted(missing)} are not in episode {outcome.episode}"
             self.ended[outcome.episode] = outcome.digest

@@ -1,11 +1,12 @@
 """The state of the bus's server: streams with fences and duplicate detection, the lease, snapshots, a clock."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from bombus.bus.append import Outgoing
-from bombus.bus.wire import NotNow, PubAck, ServerRefused, WrongSequence
+from bombus.bus.snapshots import needed
+from bombus.bus.wire import NotNow, PubAck, ServerRefused, StreamState, WrongSequence
 from bombus.errors import LogCorrupted
 from bombus.hive import events as ev
 from bombus.hive import inbox
@@ -142,6 +143,7 @@ class Server:
         self.lease: Lease | None = None
         self.snapshots: dict[int, bytes] = {}
         self.damaged: set[int] = set()
+        self.events_max = 0  # the size of the log, in events; 0: it is not compacted
         self.jump_ns = 0
         self._loop = loop
         self._lease_seq = 0
@@ -163,9 +165,30 @@ class Server:
         self.lease = Lease(holder, self._lease_seq, self.now_ns + int(ttl_s * 1e9))
         return self._lease_seq
 
-    def put_snapshot(self, position: int, body: bytes) -> None:
+    @property
+    def events_state(self) -> StreamState:
+        """Return the log's state, in which each event takes one byte."""
+        events = self.streams[EVENTS_STREAM]
+        size = events.last_seq - events.first_seq + 1
+        return StreamState(events.first_seq, events.last_seq, size, size, self.events_max, self.replicas)
+
+    def put_snapshot(self, position: int, body: bytes, held: Collection[int] = ()) -> None:
+        """Store a snapshot; in a hive that compacts its log, remove those that are not needed, as `prune` does."""
         self.snapshots[position] = body
         self.damaged.discard(position)
+        if self.events_max:
+            events = self.events_state
+            kept = needed(sorted(self.snapshots), events.first_seq, max(events.last_seq, position))
+            for unused in {*self.snapshots} - {*kept} - {*held}:
+                del self.snapshots[unused]
+
+    def damage_snapshot(self) -> str:
+        """Damage the newest snapshot, unless it is the last good one of a log that has lost its beginning."""
+        good = [position for position in self.snapshots if position not in self.damaged]
+        if not good or (len(good) == 1 and self.streams[EVENTS_STREAM].first_seq > 1):
+            return ""
+        self.damaged.add(max(good))
+        return f"at {max(good)}"
 
     def get_snapshot(self, position: int) -> bytes:
         """Return a snapshot. The object store detects damage by its digest."""

@@ -22,6 +22,8 @@ LEADER_S = 10.0  # until a coordinator leads: the lease, the time that a clock w
 STEP_S = 150.0  # until another step is completed
 QUIET_S = 60.0  # until every command is answered
 REPORTING = 8  # in one of so many hives gateways report how they read the model
+COMPACTING = 6  # of so many seeds, some compact their logs
+EVENTS_MAX = {1: 60, 4: 150}  # by the rest of the seed: the size of a log that is compacted, in events
 
 
 class World:
@@ -41,6 +43,7 @@ class World:
             self.faults.rates = {fault: rates.get(fault, 0.0) for fault in Fault}
         self.referee = Referee()
         self.server = Server(self.loop, fence_first=pick.random() < 0.5, replicas=pick.choice((1, 1, 3)))
+        self.server.events_max = EVENTS_MAX.get(seed % COMPACTING, 0)
         self.server.streams[EVENTS_STREAM].watchers.append(self.referee.stored)
         self.mood = Mood(self.faults)
         self.net = Net(self.loop, self.server, self.faults, pick)
@@ -195,9 +198,8 @@ class World:
                 stream.used = pick.choice((SIZE - 5, SIZE, SIZE))
                 self.loop.after(seconds, setattr, stream, "used", 0)
                 return f"{stream.name} to {stream.used} %, {seconds:.1f} s"
-            case Fault.DAMAGE if server.snapshots:
-                server.damaged.add(max(server.snapshots))
-                return f"at {max(server.snapshots)}"
+            case Fault.DAMAGE:
+                return server.damage_snapshot()
             case _:
                 return ""
 

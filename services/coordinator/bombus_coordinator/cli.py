@@ -6,10 +6,13 @@ from pathlib import Path
 from bombus import logs
 from bombus.cli import add_hive_arguments
 from bombus.config.flags import add_settings_arguments, settings_from
+from bombus.config.parts import LogOptions
 from bombus.config.streams import StreamLimits
 from bombus.errors import Code, Refused
 from bombus.host.process import run_service
 from bombus_coordinator import shell
+from bombus_coordinator.compaction import Compaction
+from bombus_coordinator.shell import Housekeeping
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="the folder of the bus's data: new work is refused while its disk is nearly full (default: none)",
     )
+    add_settings_arguments(parser, LogOptions)
     add_settings_arguments(parser, StreamLimits)
 
 
@@ -35,4 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise Refused(Code.BAD_CONFIG, f"--watch-disk {disk} is refused: there is no such folder")
     limits = settings_from(StreamLimits, arguments)
     logs.configure("coordinator", arguments.log_level, hive=arguments.hive)
-    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, disk, limits))
+    options = settings_from(LogOptions, arguments)
+    archive = Path(options.archive).absolute() if options.archive else None
+    compaction = Compaction(url=arguments.nats, archive=archive) if options.compact else None
+    upkeep = Housekeeping(disk=disk, compaction=compaction)
+    return run_service(shell.run(arguments.nats, arguments.hive, arguments.name, upkeep, limits))

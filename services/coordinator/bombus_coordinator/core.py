@@ -15,7 +15,7 @@ from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
-from bombus_coordinator.rules import claims, engines, episodes, replicas, trainers, transitions
+from bombus_coordinator.rules import claims, engines, episodes, log_upkeep, replicas, trainers, transitions
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.waiting import share_of
@@ -158,6 +158,9 @@ class Core:
             return
         if isinstance(message, inbox.StorageSeen):
             yield from self._folded(storage.seen(self.hive, self.live, message))
+            return
+        if isinstance(message, inbox.CompactionTried):
+            yield from self._folded(log_upkeep.tried(self.hive, self.live, message))
             return
         engine = self.hive.engine(message.engine)
         if isinstance(message, inbox.Touch):

@@ -1,6 +1,7 @@
 """The start of a leader: the fold of the log and the position in the inbox (R2). A standby keeps it up to date."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Self
 
@@ -12,7 +13,13 @@ from bombus.errors import LogCorrupted
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.lease import Lease
 
+log = logging.getLogger(__name__)
+
 TRY_S = 0.2  # how often a standby tries to take the lease
+
+
+class Overtaken(LogCorrupted):
+    """Raised when the events after the fold are gone: a leader has compacted the log since."""
 
 
 class Fold:
@@ -34,10 +41,10 @@ class Fold:
         return cls(await snapshots.start_of(bus))
 
     def apply(self, group: Sequence[Stored]) -> None:
-        """Fold the next events. Raises `LogCorrupted` for a gap or an event that cannot be read."""
+        """Fold the next events. Raises `Overtaken` for a gap, `LogCorrupted` for an event that cannot be read."""
         for stored in group:
             if stored.seq != self.position + 1:
-                raise LogCorrupted(f"the event log continues at {stored.seq} after {self.position}")
+                raise Overtaken(f"the event log continues at {stored.seq} after {self.position}")
             evolve(self.hive, read_event(stored))
             self.position = stored.seq
         if group:
@@ -56,8 +63,19 @@ class Fold:
 
 async def stand_by(bus: Bus, lease: Lease) -> Fold:
     """Fold what the leader writes until we hold the lease."""
+    while True:
+        fold = await Fold.begin(bus)
+        try:
+            await _follow(bus, fold, lease)
+            return fold
+        except Overtaken:
+            if (await bus.state(bus.subjects.events_stream)).first_seq <= fold.position + 1:
+                raise  # nothing was compacted there: the log has a gap
+            log.warning("the log was compacted beyond event %d: folding again from a snapshot", fold.position)
+
+
+async def _follow(bus: Bus, fold: Fold, lease: Lease) -> None:
     loop = asyncio.get_running_loop()
-    fold = await Fold.begin(bus)
     async with Reader(bus, bus.subjects.events_stream, fold.position + 1) as reader:
         while not await lease.acquire():
             try_at = loop.time() + TRY_S
@@ -67,4 +85,3 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
                         fold.apply(await reader.read())
             except TimeoutError:
                 pass
-    return fold

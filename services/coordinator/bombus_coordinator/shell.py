@@ -17,10 +17,11 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.bounded import trim
 from bombus.hive.state import FOLD
-from bombus_coordinator import retention, storage
+from bombus_coordinator import compaction, retention, storage
+from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
-from bombus_coordinator.recovery import Fold, stand_by
+from bombus_coordinator.recovery import Fold, Overtaken, stand_by
 from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
@@ -28,10 +29,12 @@ log = logging.getLogger(__name__)
 
 GROUP_MAX = 512  # inbox messages decided in one append
 REPLIES_MAX = 100_000  # commands whose answer is still to be sent
+GATHER_S = 0.1  # for which calls wait for others
 TICK_S = 1.0
 TRIM_S = 10.0
 RETRY_S = 1.0
 WHY_CHARS_MAX = 500
+EVENT_BYTES = 300  # what subject and headers add to an event, roughly
 
 
 class Undecidable(BombusError):
@@ -39,11 +42,15 @@ class Undecidable(BombusError):
 
 
 class Housekeeping(msgspec.Struct, frozen=True, kw_only=True):
-    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched."""
+    """A leader's upkeep of the bus. `disk` is a folder on the bus's disk, whose free space is watched.
+
+    Without `compaction` the log keeps all of its events.
+    """
 
     trim_s: float = TRIM_S
     snapshot_events: int = EVENTS
     disk: Path | None = None
+    compaction: Compaction | None = None
 
 
 class Coordinator:
@@ -74,6 +81,9 @@ class Coordinator:
         self._consumed = 0  # inbox sequence up to which everything is decided and stored
         self._is_stored = True  # whether the log has everything that is in the core's state
         self._reply_to: dict[str, str] = {}
+        self._patient = {
+            bus.subjects.inbox(str(kind.__struct_config__.tag)) for kind in (inbox.CallRecorded, inbox.Touch)
+        }
         self._set_aside = {} if set_aside is None else set_aside
 
     async def lead(self, fold: Fold | None = None) -> None:
@@ -93,6 +103,8 @@ class Coordinator:
             tasks.create_task(self._trim())
             tasks.create_task(retention.run(self.bus, lambda: self.core.hive, lambda: self._consumed, upkeep.trim_s))
             tasks.create_task(storage.watch(self.bus, lambda: self.core.hive, upkeep.disk))
+            if upkeep.compaction is not None:
+                tasks.create_task(compaction.run(self.bus, upkeep.compaction, lambda: self.core.hive, self._snapshots))
             tasks.create_task(self._serve())
             if self._lease is not None:
                 tasks.create_task(self._lease.keep())
@@ -107,8 +119,11 @@ class Coordinator:
 
         Raises `Deposed` when another coordinator has opened that epoch.
         """
-        self._snapshots.note(fold.snapshot)
-        await fold.catch_up(self.bus)
+        try:
+            await fold.catch_up(self.bus)
+        except Overtaken:
+            return False
+        self._snapshots.pace.note(fold.snapshot, await self.bus.state(self.bus.subjects.events_stream))
         self._last, self._event_id = fold.position, fold.event_id
         self._answered = self._consumed = fold.answered
         self.core = Core(fold.hive, self.bus.publisher.message_bytes_max)
@@ -151,11 +166,26 @@ class Coordinator:
     async def _serve(self) -> None:
         async with Reader(self.bus, self.bus.subjects.inbox_stream, start_seq=self._answered + 1) as reader:
             while True:
-                group = await reader.read(GROUP_MAX)
+                group = await self._read_group(reader)
                 await self._may_decide()
                 await self._decide(group)
                 if self._snapshots.is_due(self._last):
                     self._snapshots.take(self._snapshot())
+
+    async def _read_group(self, reader: Reader) -> list[Stored]:
+        """Return what has arrived. Calls alone wait a moment for more: nobody waits for their event, and it holds all.
+
+        An event has some 200 bytes of headers, which is more than a call takes in it.
+        """
+        group = arrived = await reader.read(GROUP_MAX)
+        try:
+            async with asyncio.timeout(GATHER_S):
+                while len(group) < GROUP_MAX and all(each.subject in self._patient for each in arrived):
+                    arrived = await reader.read(GROUP_MAX - len(group))
+                    group = group + arrived
+        except TimeoutError:
+            pass
+        return group
 
     async def _decide(self, group: Sequence[Stored]) -> None:
         """Decide message by message, append all events at once, then send all replies (R3)."""
@@ -217,6 +247,7 @@ class Coordinator:
             try:
                 self._last = await append(self.bus, outgoing, self._last)
                 self._event_id = log_id(self.bus, outgoing[-1][-1])
+                self._snapshots.pace.wrote(sum(len(each.body) + EVENT_BYTES for events in outgoing for each in events))
                 return
             except BusUnavailable as error:
                 log.warning("decisions wait for the log: %s", error)
@@ -285,7 +316,7 @@ class Coordinator:
 
 
 async def run(
-    url: str, hive: str, name: str = "", disk: Path | None = None, limits: StreamLimits = AS_THEY_ARE
+    url: str, hive: str, name: str = "", upkeep: Housekeeping | None = None, limits: StreamLimits = AS_THEY_ARE
 ) -> None:
     """Give the hive's streams these limits. Then stand by to lead it, lead it, and stand by again when deposed, until
     cancelled.
@@ -297,7 +328,7 @@ async def run(
         lease = Lease(bus, leader)
         set_aside: dict[int, str] = {}
         while True:
-            await _lead_once(Coordinator(bus, leader, lease, Housekeeping(disk=disk), set_aside), lease)
+            await _lead_once(Coordinator(bus, leader, lease, upkeep, set_aside), lease)
 
 
 async def _lead_once(coordinator: Coordinator, lease: Lease) -> None:

@@ -2,37 +2,72 @@
 
 import asyncio
 import logging
+from collections.abc import Collection
 
-from bombus.bus import Bus, snapshots
+from bombus.bus import Bus, StreamState, snapshots
 from bombus.bus.snapshots import Snapshot
 from bombus.errors import BombusError
 
 log = logging.getLogger(__name__)
 
 EVENTS = 20_000  # between two snapshots; folding them takes a fifth of a second
+SHARE = 16  # of the stream's size: with large events, so much of it is between two snapshots
 LAST_S = 5.0  # allowed for the snapshot when the leader stops
 
 
+class SnapshotPace:
+    """Says when a snapshot is due: after `every` so many events, or when they fill a sixteenth of their stream."""
+
+    def __init__(self, every: int = EVENTS) -> None:
+        self.newest = 0  # position
+        self._every = every
+        self._bytes = 0.0  # written since then
+        self._bytes_max = float("inf")
+        self._asked = False
+
+    def note(self, position: int, events: StreamState) -> None:
+        """Note that there is already a snapshot at `position` of a log that looks like this."""
+        self.newest = position
+        since = min(max(0, events.last_seq - position), events.messages)
+        self._bytes = events.bytes * since / max(1, events.messages)
+        if events.max_bytes > 0:
+            self._bytes_max = events.max_bytes / SHARE
+
+    def wrote(self, size: int) -> None:
+        """Note that so many bytes were added to the log."""
+        self._bytes += size
+
+    def ask(self) -> None:
+        """Ask for a snapshot after the next event, however few there are: a full log can wait for no more."""
+        self._asked = True
+
+    def is_due(self, position: int) -> bool:
+        since = position - self.newest
+        return since > 0 and (self._asked or since >= self._every or self._bytes >= self._bytes_max)
+
+    def took(self, position: int) -> None:
+        """Note that a snapshot was taken at `position`."""
+        self.newest = position
+        self._bytes = 0.0
+        self._asked = False
+
+
 class Snapshotter:
-    """Stores a snapshot after `every` so many events."""
+    """Stores snapshots at their pace."""
 
     def __init__(self, bus: Bus, every: int = EVENTS) -> None:
+        self.pace = SnapshotPace(every)
+        self.held: Collection[int] = ()  # positions of snapshots that are not removed
         self._bus = bus
-        self._newest = 0  # position
-        self._every = every
         self._storing: asyncio.Task[None] | None = None
-
-    def note(self, position: int) -> None:
-        """Note that there is already a snapshot at `position`."""
-        self._newest = position
 
     def is_due(self, position: int) -> bool:
         idle = self._storing is None or self._storing.done()
-        return idle and position - self._newest >= self._every
+        return idle and self.pace.is_due(position)
 
     def take(self, snapshot: Snapshot) -> None:
         """Encode a snapshot now, before the state changes, and store it in the background."""
-        self._newest = snapshot.position
+        self.pace.took(snapshot.position)
         self._storing = asyncio.create_task(self._store(snapshots.encode(snapshot), snapshot.position))
 
     async def stop(self, last: Snapshot | None) -> None:
@@ -41,14 +76,14 @@ class Snapshotter:
             async with asyncio.timeout(LAST_S):
                 if self._storing is not None:
                     await self._storing
-                if last is not None and last.position > self._newest:
+                if last is not None and last.position > self.pace.newest:
                     await self._store(snapshots.encode(last), last.position)
         except TimeoutError:
             log.warning("the last snapshot was not stored within %.0f s; the log has everything", LAST_S)
 
     async def _store(self, body: bytes, position: int) -> None:
         try:
-            await snapshots.save(self._bus, body, position)
+            await snapshots.save(self._bus, body, position, self.held)
             log.info("snapshot at event %d: %d bytes", position, len(body))
         except BombusError as error:  # the log has everything: a snapshot only saves time
             log.warning("no snapshot at event %d: %s", position, error)

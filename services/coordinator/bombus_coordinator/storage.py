@@ -30,7 +30,8 @@ FREE_AGAIN = 1.5  # times the reserve
 DISK = "the disk"
 _ADVICE = {
     "inbox": "It is trimmed as soon as the coordinator has caught up; or raise its limit with --inbox-bytes-max.",
-    "events": "Run `bombus log compact`, or raise its limit with --events-bytes-max.",
+    "events": "It is compacted when it is over 60 % full, unless that is switched off or fails, which `bombus status` "
+    "would say; or raise its limit with --events-bytes-max.",
     "calls": "It is trimmed as steps are made; or raise its limit with --calls-bytes-max.",
     "blobs": "Raise its limit with --blobs-bytes-max.",
     DISK: "Make room where the bus keeps its data.",

@@ -15,7 +15,7 @@ from bombus.config.job import CollectionMethod
 from bombus.hive import events as ev
 from bombus.hive.collection import BATCH_METHODS
 from bombus.hive.events import AnyEvent, Collection, DropReason, EpisodeType, Method, Weights
-from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve
+from bombus.hive.state import EngineState, Hive, Phase, Replica, evolve, with_calls
 from bombus.replay.moments import clock
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import BadUsage, run_on_source
@@ -179,6 +179,8 @@ async def compare(source: Source, engine: str, run: int | None, changes: dict[st
         elif instant is None or found is None:
             evolve(hive, event)
         elif getattr(event, "run", wanted) == wanted:
+            if isinstance(event, ev.EpisodeEnded):
+                event = with_calls(hive, event)
             found.was.note(event, entry.seq, len(hive.engine(engine).pool))
             evolve(hive, event)
             found.was.left = len(hive.engine(engine).pool)

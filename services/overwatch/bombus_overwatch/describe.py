@@ -54,6 +54,8 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.StorageFilled: EventGroup.ENGINE,
     ev.StorageFreed: EventGroup.ENGINE,
     ev.MessageSetAside: EventGroup.ENGINE,
+    ev.LogCompacted: EventGroup.ENGINE,
+    ev.CompactionFailed: EventGroup.ENGINE,
 }
 
 TROUBLE: frozenset[type[Event]] = frozenset(
@@ -69,6 +71,7 @@ TROUBLE: frozenset[type[Event]] = frozenset(
         ev.ReplicaQuarantined,
         ev.StorageFilled,
         ev.MessageSetAside,
+        ev.CompactionFailed,
     }
 )
 

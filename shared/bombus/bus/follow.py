@@ -48,6 +48,7 @@ class Follower:
         """Fold until cancelled. Raises `LogCorrupted` at an event that cannot be read."""
         while True:
             await self._start()
+            self._wake()  # the snapshot may be of the last event
             async with Reader(self._bus, self._bus.subjects.events_stream, self.position + 1) as reader:
                 while self._fold(await reader.read()):
                     self._wake()

@@ -6,6 +6,7 @@ log was made anew, or lost its end in a power cut) is ahead of it and is not use
 
 import logging
 import re
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -17,7 +18,8 @@ from bombus.hive.state import FOLD, Hive
 
 log = logging.getLogger(__name__)
 
-KEPT = 2  # verification starts at the older one (R12)
+KEPT = 2  # of the newest: recovery begins at one of them (R12)
+PARTS = 3  # of the log, with a snapshot in between at which a compaction can stop
 _PREFIX = "snapshot-"
 _NUMBER = re.compile(r"[0-9]{16}")
 _MAGIC = b"bombus snapshot\n"
@@ -54,15 +56,39 @@ def decode(body: bytes) -> Snapshot:
         raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
 
 
-async def save(bus: Bus, body: bytes, position: int) -> None:
-    """Store an encoded snapshot, then remove all but the newest `KEPT`, and those of another log that was longer."""
-    blobs = Blobs(bus)
-    await blobs.put(_name(position), body)
+async def save(bus: Bus, body: bytes, position: int, held: Collection[int] = ()) -> None:
+    """Store an encoded snapshot, then remove others as `prune` does."""
+    await Blobs(bus).put(_name(position), body)
+    await prune(bus, position, held)
+
+
+async def prune(bus: Bus, newest: int = 0, held: Collection[int] = ()) -> None:
+    """Remove the snapshots that are neither needed nor held, and those of another log that was longer.
+
+    The log reaches up to event `newest` at least.
+    """
     found = await positions(bus)
-    ends_at = (await bus.state(bus.subjects.events_stream)).last_seq  # after the list: no snapshot in it is newer
-    own = [each for each in found if each <= max(ends_at, position)]
-    for unused in {*found} - {*own[-KEPT:]}:
-        await blobs.delete(_name(unused))
+    events = await bus.state(bus.subjects.events_stream)  # after the list: no snapshot in it is newer
+    for unused in {*found} - {*needed(found, events.first_seq, max(events.last_seq, newest))} - {*held}:
+        await Blobs(bus).delete(_name(unused))
+
+
+def needed(positions: Sequence[int], first: int, last: int) -> list[int]:
+    """Return the snapshots to keep of a log of the events `first` to `last`, of `positions` in ascending order.
+
+    They are the newest `KEPT`, the oldest from which all later events can be folded, and of those in between so many
+    that no part of the log, of `PARTS`, is without one: never more than `2 * PARTS + KEPT`.
+    """
+    own = [position for position in positions if first - 1 <= position <= last]
+    apart = (last - first + 1) // PARTS
+    begins = 0 if first == 1 else None  # the log as it was new needs no snapshot
+    kept: list[int] = []
+    for number, position in enumerate(own):
+        before = kept[-1] if kept else begins
+        is_newest = number >= len(own) - KEPT
+        if is_newest or before is None or own[number + 1] - before > apart:
+            kept.append(position)
+    return kept
 
 
 async def positions(bus: Bus) -> list[int]:

@@ -66,6 +66,14 @@ def add_deployment_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, metavar="N", help="torch's threads on the CPU; 0: one for each core (default: 0)"
     )
     add_trainer_arguments(parser)
+    parser.add_argument(
+        "--compact",
+        action=argparse.BooleanOptionalAction,
+        help="whether the oldest events are removed once the log is over 60 %% full (default: they are)",
+    )
+    parser.add_argument(
+        "--archive", metavar="DIR", help="a folder to which events are written before they are removed (default: none)"
+    )
     add_settings_arguments(parser, StreamLimits)
 
 
@@ -107,6 +115,7 @@ FLAGS = {
     ("trainer", "bin_tokens"): "--bin-tokens",
     ("inference", "device"): "--device",
     ("inference", "threads"): "--threads",
+    ("coordinator", "archive"): "--archive",
     ("", "data_dir"): "--data-dir",
     ("", "nats"): "--nats",
     **{("streams", field): flag for field, flag in flags_of(StreamLimits).items()},
@@ -194,7 +203,10 @@ def _with_flags(plain: Tree, arguments: argparse.Namespace) -> Tree:
         "hive": arguments.hive or plain.get("hive") or os.environ.get("BOMBUS_HIVE", "main"),
         **given(arguments, nats="nats", data_dir="data_dir"),
         "gateway": {**plain.get("gateway", {}), **gateway},
-        "coordinator": {**plain.get("coordinator", {}), **given(arguments, count="coordinators")},
+        "coordinator": {
+            **plain.get("coordinator", {}),
+            **given(arguments, count="coordinators", compact="compact", archive="archive"),
+        },
         "streams": {**plain.get("streams", {}), **given(arguments, **STREAM_ATTRIBUTES)},
         "engines": {name: _engine_with_flags(name, part, torch, trainer, arguments.replicas) for name, part in engines},
     }

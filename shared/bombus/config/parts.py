@@ -34,8 +34,27 @@ class GatewayPart(Part):
     host_names: tuple[HostName, ...] = Field(default=(), description="names of hosts, such as [hive.lan]")
 
 
-class CoordinatorPart(Part):
-    """One of `count` processes leads and the others stand by; 0: it runs on another machine."""
+class LogOptions(Part):
+    """What becomes of a log that grows: in a cluster file, and by the flags of `bombus coordinator`."""
+
+    compact: Annotated[bool, Flag(help="whether the oldest events are removed once the log is over 60 % full")] = True
+    archive: Annotated[
+        str, Flag(metavar="DIR", help="a folder to which events are written before they are removed", default="none")
+    ] = Field(default="", max_length=4096)
+
+    @model_validator(mode="after")
+    def _what_is_archived_is_removed(self) -> "LogOptions":
+        if self.archive and not self.compact:
+            raise ValueError("archive (--archive) means nothing without compact: nothing is removed from the log")
+        return self
+
+
+class CoordinatorPart(LogOptions):
+    """One of `count` processes leads and the others stand by; 0: it runs on another machine.
+
+    With `compact` the leader removes the oldest events once the log is over 60 % full, and leaves about 40 %. Where
+    there is a folder `archive`, they are written there first; it is relative to the working directory.
+    """
 
     count: Count = 1
 

@@ -42,6 +42,16 @@ def _(event: ev.StorageFilled) -> str:
 
 
 @_text.register
+def _(event: ev.LogCompacted) -> str:
+    return f"the log begins at event {event.below:,} now" if event.below else "the log need not be compacted any more"
+
+
+@_text.register
+def _(event: ev.CompactionFailed) -> str:
+    return f"the log could not be compacted: {event.why}"
+
+
+@_text.register
 def _(event: ev.MessageSetAside) -> str:
     return f"{event.message} {event.id} of {event.about} could not be decided and was set aside: {event.why}"
 

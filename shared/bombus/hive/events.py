@@ -253,7 +253,8 @@ class CallsNoted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="call
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode as its client reported it, and the calls that belong to it from then on (R7).
 
-    `call_rewards`, when given, has one reward for each of `calls`, in order; `reward` is then their mean.
+    On the log it has no `calls`: they are those that were noted before it as complete, which the fold has. Events of
+    older versions list them. `call_rewards`, when given, has a reward for each, in order; `reward` is then their mean.
     """
 
     episode: str
@@ -460,6 +461,21 @@ class StorageFreed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="st
     size: int
 
 
+class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="log.compacted"):
+    """The events before `below` were removed, which two verified snapshots make up for.
+
+    With an archive, they were written to it first. 0: nothing had to be removed any more.
+    """
+
+    below: int
+
+
+class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.failed"):
+    """The log is more than half full, and nothing could be removed from it, for a reason that its operator can mend."""
+
+    why: str
+
+
 AnyEvent = (
     EpochOpened
     | EngineConfigured
@@ -495,6 +511,8 @@ AnyEvent = (
     | StorageFilled
     | StorageFreed
     | MessageSetAside
+    | LogCompacted
+    | CompactionFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()

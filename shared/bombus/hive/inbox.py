@@ -239,6 +239,13 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
     reserve: int
 
 
+class CompactionTried(Message, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.tried"):
+    """The leader has removed the events before `below`, 0 for none; or it could not, for the reason `why`."""
+
+    below: int = 0
+    why: str = ""
+
+
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
     """A trainer cannot continue this run, for a reason given in one clear sentence.
 
@@ -280,6 +287,7 @@ AnyMessage = (
     | WeightsSaved
     | EngineBroke
     | StorageSeen
+    | CompactionTried
 )
 
 

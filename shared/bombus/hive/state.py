@@ -240,6 +240,7 @@ class Hive(msgspec.Struct, kw_only=True):
     engines: dict[str, EngineState] = {}
     full: dict[str, ev.StorageFilled] = {}  # streams and disks with no room for new work
     aside: list[ev.MessageSetAside] = []  # the newest messages that could not be decided
+    uncompacted: str = ""  # why the log is longer than it should be, "" when it is not
 
     @property
     def refusing(self) -> str:
@@ -271,6 +272,9 @@ def evolve(hive: Hive, event: Event) -> None:
     if isinstance(event, ev.MessageSetAside):
         hive.aside = [*hive.aside[1 - ASIDE_KEPT :], event]
         return
+    if isinstance(event, ev.LogCompacted | ev.CompactionFailed):
+        hive.uncompacted = event.why if isinstance(event, ev.CompactionFailed) else ""
+        return
     engine = hive.engines.get(event.engine)
     if engine is None:
         engine = hive.engines[event.engine] = EngineState(name=event.engine)
@@ -281,6 +285,23 @@ def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
     """Return the event that was folded last with what the fold has added: to a batch, the calls of its episodes."""
     batch = hive.engine(event.engine).batch
     return batch if isinstance(event, ev.BatchReady) and batch is not None else event
+
+
+def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
+    """Return the calls of an episode that ends so, and is still open: those that were noted as complete."""
+    if outcome.calls or episode is None:
+        return outcome.calls
+    return tuple(call.ref for call in episode.trainable_calls())
+
+
+def with_calls(hive: Hive, event: ev.EpisodeEnded) -> ev.EpisodeEnded:
+    """Return an end that is not folded yet with the calls of its episodes."""
+    engine = hive.engine(event.engine)
+    outcomes = (
+        msgspec.structs.replace(outcome, calls=ended_calls(outcome, engine.open.get(outcome.episode)))
+        for outcome in event.outcomes
+    )
+    return msgspec.structs.replace(event, outcomes=tuple(outcomes))
 
 
 def _on(
@@ -508,14 +529,15 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             trim(engine.evals, EVALS_KEPT)
             continue
         _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
-        size = 200 + 8 * outcome.completion_tokens + 100 * len(outcome.calls)
+        calls = ended_calls(outcome, episode)
+        size = 200 + 8 * outcome.completion_tokens + 100 * len(calls)
         engine.pool[outcome.episode] = Completed(
             episode=outcome.episode,
             task=outcome.task,
             client=event.client,
             reward=outcome.reward,
             call_rewards=outcome.call_rewards,
-            calls=outcome.calls,
+            calls=calls,
             oldest=outcome.oldest,
             bytes=size,
             ended_ns=event.at_ns,

@@ -111,6 +111,7 @@ class HiveStatus(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[EngineStatus, ...]
     refusing: str = ""  # why no new work is taken
     set_aside: tuple[str, ...] = ()  # the newest messages that could not be decided: a fault of bombus
+    uncompacted: str = ""  # why the log is longer than it should be
 
 
 # ---- the data ----------------------------------------------------------------------------------------------
@@ -300,7 +301,14 @@ def hive_status(hive: Hive, now_ns: int | None = None) -> HiveStatus:
     now_ns = hive.now_ns if now_ns is None else max(now_ns, hive.now_ns)
     engines = (engine_status(engine, now_ns, hive.refusing) for _, engine in sorted(hive.engines.items()))
     aside = tuple(f"{event.message} {event.id} of {event.about}: {event.why}" for event in hive.aside)
-    return HiveStatus(epoch=hive.epoch, now_ns=now_ns, engines=tuple(engines), refusing=hive.refusing, set_aside=aside)
+    return HiveStatus(
+        epoch=hive.epoch,
+        now_ns=now_ns,
+        engines=tuple(engines),
+        refusing=hive.refusing,
+        set_aside=aside,
+        uncompacted=hive.uncompacted,
+    )
 
 
 def status_dict(hive: Hive, now_ns: int | None = None) -> dict[str, object]:
@@ -460,4 +468,6 @@ def render_status(hive: Hive, engine: str = "", now_ns: int | None = None) -> st
         f"warning: a message could not be decided and was set aside, please report it: {one_line(why)}\n"
         for why in status.set_aside
     ]
+    if status.uncompacted:
+        alarms.append(f"warning: the log could not be compacted: {one_line(status.uncompacted)}\n")
     return "\n\n".join(_engine_text(row, status.now_ns) for row in chosen) + "\n" + "".join(alarms)

@@ -121,6 +121,8 @@ def services(layout: Layout, nats: str) -> list[Service]:
     stem = f"{socket.gethostname()}-{os.getpid()}"
     kept = [] if cluster.nats else ["--watch-disk", str((layout.data_dir / "nats").absolute())]
     kept += typed_flags(cluster.streams)
+    kept += [] if cluster.coordinator.compact else ["--no-compact"]
+    kept += ["--archive", str(Path(cluster.coordinator.archive).absolute())] if cluster.coordinator.archive else []
 
     def service(
         kind: str, name: str, *arguments: str, more: Mapping[str, str] = {}, gpus: Sequence[int] = ()

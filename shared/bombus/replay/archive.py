@@ -95,7 +95,7 @@ class FileSource(Source):
         if not path.is_file():
             raise NotOnLog(f"there is no file {path}")
         with tempfile.TemporaryFile() as spool:
-            yield cls(path, _read_header(path), spool)
+            yield cls(path, read_header(path), spool)
 
     async def base(self) -> tuple[Hive, int]:
         if not self._header.base:
@@ -146,7 +146,8 @@ class FileSource(Source):
         return self._spans
 
 
-def _read_header(path: Path) -> ArchiveHeader:
+def read_header(path: Path) -> ArchiveHeader:
+    """Return what an archive begins with. Raises `NotOnLog`, and `LogCorrupted` for a file that was cut off."""
     try:
         with gzip.open(path) as file:
             header = decoded(_header.decode, _body(file, path))

@@ -36,9 +36,19 @@ async def export(
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+        _sync_folder(path.parent)
     finally:
         draft.unlink(missing_ok=True)
     return trailer
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names of its files durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _Writer:

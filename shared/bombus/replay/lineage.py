@@ -7,8 +7,8 @@ from contextlib import aclosing
 import msgspec
 
 from bombus.hive import events as ev
-from bombus.hive.events import NotedCall, Outcome
-from bombus.hive.state import Hive, as_folded, evolve
+from bombus.hive.events import Outcome
+from bombus.hive.state import Episode, Hive, as_folded, ended_calls, evolve
 from bombus.hive.status import byte_size, one_line
 from bombus.replay.opening import add_source_arguments
 from bombus.replay.running import run_on_source
@@ -104,7 +104,7 @@ class _Tracer:
             return
         for outcome in event.outcomes:
             episode = engine.open.get(outcome.episode)
-            self._ended[outcome.episode] = _member(outcome, event.client, episode.calls if episode else [])
+            self._ended[outcome.episode] = _member(outcome, event.client, episode)
 
     def _complete(self, event: ev.StepCompleted | ev.WeightsReady) -> None:
         match event:
@@ -171,13 +171,14 @@ class _Tracer:
         return newest
 
 
-def _member(outcome: Outcome, client: str, calls: list[NotedCall]) -> Member:
-    mine = [call for call in calls if call.ref in outcome.calls]
+def _member(outcome: Outcome, client: str, episode: Episode | None) -> Member:
+    refs = ended_calls(outcome, episode)
+    mine = [call for call in episode.calls if call.ref in refs] if episode is not None else []
     return Member(
         episode=outcome.episode,
         client=client,
         reward=outcome.reward,
-        calls=len(outcome.calls),
+        calls=len(refs),
         tokens=outcome.completion_tokens,
         versions=(min((call.oldest for call in mine), default=-1), max((call.newest for call in mine), default=-1)),
     )

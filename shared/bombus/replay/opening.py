@@ -13,6 +13,7 @@ from bombus.bus import Bus, EmbeddedServer, ServerRefused
 from bombus.bus.wire import STREAM_NOT_FOUND
 from bombus.cli import DEFAULT_NATS, URL_FILE
 from bombus.replay.archive import FileSource
+from bombus.replay.segments import FolderSource
 from bombus.replay.source import BusSource, NotOnLog, Source
 
 CONNECT_S = 10.0
@@ -31,7 +32,12 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="the data folder of a hive, running or stopped (default: .bombus, if it is here)",
     )
-    where.add_argument("--log", metavar="FILE", type=Path, help="an archive made by `bombus log export`")
+    where.add_argument(
+        "--log",
+        metavar="FILE",
+        type=Path,
+        help="an archive made by `bombus log export`, or the folder in which compactions archive",
+    )
     parser.add_argument(
         "--hive", metavar="NAME", help="which hive, on a bus that has several (default: $BOMBUS_HIVE, or main)"
     )
@@ -43,7 +49,8 @@ async def open_source(arguments: argparse.Namespace) -> AsyncIterator[Source]:
     hive = arguments.hive or os.environ.get("BOMBUS_HIVE", "main")
     url = arguments.nats or os.environ.get("BOMBUS_NATS", "")
     if arguments.log is not None:
-        with FileSource.open(arguments.log) as archive:
+        folder = arguments.log.is_dir()
+        with FolderSource.open(arguments.log, arguments.hive) if folder else FileSource.open(arguments.log) as archive:
             yield archive
     elif arguments.data is not None or (not url and URL_FILE.parent.is_dir()):
         data = arguments.data or URL_FILE.parent

@@ -35,8 +35,10 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
-    kept = [await _load(bus, position) for position in await snapshots.positions(bus)]
-    check = _Check(await snapshots.start_of(bus, from_first=True))
+    begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
+    positions = [position for position in await snapshots.positions(bus) if position >= begins_at - 1]
+    kept = [await load_snapshot(bus, position) for position in positions]
+    check = LogCheck(await snapshots.start_of(bus, from_first=True))
     first = check.position + 1
     waiting = {snapshot.position: snapshot for snapshot in kept if first <= snapshot.position <= end}
     async with Reader(bus, bus.subjects.events_stream, first) as reader:
@@ -57,7 +59,9 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     return Verified(first, end, check.epochs, agreed, other, len(refs))
 
 
-class _Check:
+class LogCheck:
+    """Folds a log from `start` on, and checks each event against the one before."""
+
     def __init__(self, start: Snapshot) -> None:
         self.hive: Hive = start.hive
         self.position = start.position
@@ -66,6 +70,7 @@ class _Check:
         self._answered = start.answered
 
     def take(self, stored: Stored) -> None:
+        """Fold the next event. Raises `LogCorrupted` when it is not the next one, or no leader can have written it."""
         if stored.seq != self.position + 1:
             raise LogCorrupted(f"event {self.position + 1} is missing: the next one is {stored.seq}")
         event = read_event(stored)
@@ -80,11 +85,13 @@ class _Check:
         self._epoch, self._answered = epoch, answered
 
     def compare(self, snapshot: Snapshot) -> None:
+        """Raises `LogCorrupted` when this version made the snapshot, and it is not the fold up to here."""
         if snapshot.fold == FOLD and snapshot.hive != self.hive:
             raise LogCorrupted(f"the snapshot at event {self.position} is not the fold of the log up to there")
 
 
-async def _load(bus: Bus, position: int) -> Snapshot:
+async def load_snapshot(bus: Bus, position: int) -> Snapshot:
+    """Load a snapshot. Raises `LogCorrupted`, with its position."""
     try:
         return await snapshots.load(bus, position)
     except LogCorrupted as error:
@@ -105,7 +112,7 @@ async def compact(bus: Bus) -> int:
             "stops in order, and after every 20,000 events",
         )
     for position in found:
-        if (await _load(bus, position)).fold != FOLD:
+        if (await load_snapshot(bus, position)).fold != FOLD:
             raise Refused(
                 Code.NO_SNAPSHOT,
                 f"another version wrote the snapshot at event {position}: compact once this one has written two",

@@ -106,7 +106,6 @@ def _outcome(engine: EngineState, client: str, result: EpisodeResult) -> Outcome
         is_success=result.is_success,
         metadata=result.metadata,
         log_metrics=result.log_metrics,
-        calls=tuple(call.ref for call in calls),
         completion_tokens=sum(call.completion_tokens for call in calls),
         oldest=min((call.oldest for call in calls), default=episode.version),
     )

@@ -7,7 +7,7 @@ import msgspec
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent, NotedCall, Outcome
 from bombus.hive.records import CallRef
-from bombus.hive.state import Episode, Hive, as_folded, evolve
+from bombus.hive.state import Episode, Hive, as_folded, evolve, with_calls
 from bombus.replay.source import Logged, Source
 from bombus.replay.tally import EpisodesSeen
 
@@ -67,6 +67,8 @@ class _StoryReader:
         self._seen.note(event)
         before = self._hive.engines.get(event.engine)
         was_in_pool = before is not None and self._id in before.pool
+        if isinstance(event, ev.EpisodeEnded):
+            event = with_calls(self._hive, event)
         evolve(self._hive, event)
         if isinstance(event, ev.EpisodeClaimed) and self._id in event.episodes:
             self._begin(event.engine)

@@ -1,0 +1,178 @@
+"""Compact the log: once it is over 60 % full, the leader removes its oldest events, behind two verified snapshots.
+
+Nothing is removed before a process of its own (`preparing`) has folded the log from its first event up to two snapshots
+and found that both are that fold, and has written to the archive, where there is one, what will be removed. A leader
+that was deposed and does not know it removes nothing that its successor needs: the events are before a snapshot which
+is on the log for everybody, and recovery begins at that one or at a newer one.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from math import ceil
+from pathlib import Path
+
+import msgspec
+
+from bombus import faults
+from bombus.bus import EPOCH, Bus, ServerRefused, StreamState, snapshots
+from bombus.errors import BusUnavailable
+from bombus.faults import Point
+from bombus.hive.inbox import CompactionTried
+from bombus.hive.state import Hive
+from bombus.host.process import PARENT_VARIABLE
+from bombus_coordinator.preparing import Preparation, Prepared
+from bombus_coordinator.snapshotter import Snapshotter
+
+log = logging.getLogger(__name__)
+
+START = 0.6  # of the stream: above it, events are removed
+KEEP = 0.4  # of the stream: about so much is left
+PERIOD_S = 10.0
+RETRY_S, RETRY_S_MAX = 60.0, 960.0  # after a failure, twice as long after each further one
+PREPARE_S_MAX = 3600.0
+
+
+class Compaction(msgspec.Struct, frozen=True, kw_only=True):
+    """How a leader compacts its log. `url` is that of the bus, `archive` a folder for what is removed."""
+
+    url: str
+    archive: Path | None = None
+    period_s: float = PERIOD_S
+    retry_s: float = RETRY_S
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """The events before snapshot `at` are to be removed; the snapshot at `until` is the next one."""
+
+    at: int
+    until: int
+
+
+def is_long(events: StreamState) -> bool:
+    return events.fill > START
+
+
+def usable(events: StreamState, positions: Sequence[int], damaged: Collection[int] = ()) -> list[int]:
+    """Return the snapshots behind which something can be removed, of `positions` in ascending order."""
+    return [each for each in positions if events.first_seq < each <= events.last_seq and each not in damaged]
+
+
+def cut_of(events: StreamState, positions: Sequence[int]) -> Cut | None:
+    """Return where to cut a log that is too long, of usable positions. None where they are fewer than two.
+
+    The cut is at the oldest snapshot that leaves no more than `KEEP` of the stream, or else at the newest but one.
+    """
+    if len(positions) < 2:
+        return None
+    spare = 1 - KEEP * events.max_bytes / events.bytes
+    wanted = events.first_seq + ceil(spare * events.messages)
+    *older, _ = positions
+    number = next((number for number, position in enumerate(older) if position >= wanted), len(older) - 1)
+    return Cut(positions[number], positions[number + 1])
+
+
+async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: Snapshotter) -> None:
+    """Compact the log whenever it is too long, until cancelled. What came of it goes to the inbox.
+
+    `taking` takes the snapshots.
+    """
+    compactor = Compactor(bus, settings, hive, taking)
+    pause_s = settings.retry_s
+    while True:
+        await asyncio.sleep(settings.period_s)
+        try:
+            if await compactor.attempt():
+                pause_s = settings.retry_s
+                continue
+        except (BusUnavailable, ServerRefused) as error:
+            log.warning("the log could not be compacted: %s", error)
+            continue
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+
+class Compactor:
+    """Compacts the log of a hive that this process leads."""
+
+    def __init__(self, bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: Snapshotter) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._hive = hive
+        self._taking = taking
+        self._damaged: set[int] = set()
+
+    async def attempt(self) -> bool:
+        """Compact the log if it is too long. Return False when a preparation failed."""
+        stream = self._bus.subjects.events_stream
+        events = await self._bus.state(stream)
+        if not is_long(events):
+            if self._hive().uncompacted:
+                await self._tell(CompactionTried(id=""))
+            return True
+        positions = usable(events, await snapshots.positions(self._bus), self._damaged)
+        cut = cut_of(events, positions)
+        if cut is None:
+            # With new work refused there may be no events that would make a snapshot due. The one of this message is.
+            self._taking.pace.ask()
+            await self._tell(CompactionTried(id="", why=f"it has {len(positions)} of 2 good snapshots to stop at"))
+            return True
+        self._taking.held = {cut.at, cut.until}
+        found = await prepared(self._settings, self._bus.subjects.hive, cut)
+        if found.gone:
+            return True  # it was removed when a newer one was stored: choose among those that are left
+        self._damaged |= set(found.damaged)
+        if found.why:
+            log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
+            await self._tell(CompactionTried(id="", why=found.why))
+            return False
+        if not await self._leads():
+            return False
+        faults.reached(Point.COMPACTION_PURGING)
+        removed = await self._bus.purge_below(stream, cut.at)
+        faults.reached(Point.COMPACTION_PURGED)
+        log.info("compacted: %d events before event %d were removed", removed, cut.at)
+        await snapshots.prune(self._bus)
+        await self._tell(CompactionTried(id="", below=cut.at))
+        return True
+
+    async def _leads(self) -> bool:
+        newest = await self._bus.last(self._bus.subjects.events_stream)
+        return newest is not None and int(newest.headers[EPOCH]) == self._hive().epoch
+
+    async def _tell(self, tried: CompactionTried) -> None:
+        if tried.below or tried.why != self._hive().uncompacted:
+            await self._bus.inbox.send(msgspec.structs.replace(tried, id=f"compaction-{os.urandom(8).hex()}"))
+
+
+async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
+    """Have a process of its own verify the snapshots and archive what will be removed."""
+    wanted = Preparation(
+        url=settings.url,
+        hive=hive,
+        cut=cut.at,
+        until=cut.until,
+        archive="" if settings.archive is None else str(settings.archive),
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        Preparation.__module__,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+    )
+    try:
+        async with asyncio.timeout(PREPARE_S_MAX):
+            told, _ = await process.communicate(msgspec.json.encode(wanted))
+    except TimeoutError:
+        return Prepared(why=f"checking and archiving it took more than {PREPARE_S_MAX:.0f} s")
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        return Prepared(why=f"the process that checks and archives it ended with code {process.returncode}")
+    return msgspec.json.decode(told, type=Prepared)
