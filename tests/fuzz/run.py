@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -73,7 +74,7 @@ async def fuzz(folder: Path, seed: int, seconds: float, say: Say, only: Sequence
     outcome = FuzzOutcome()
     async with fuzzed_hive(folder) as hive:
         say(f"a hive at {hive.url}; seed {seed}")
-        decoding = None if only else await _decode(seed, seconds)
+        decoding = None if only else await _decode(seed, seconds, folder)
         runner = _Runner(hive, seed, outcome, say)
         try:
             if only:
@@ -259,10 +260,11 @@ class _Runner:
 # ---- decoders, in a process of their own ---------------------------------------------------------------------------
 
 
-async def _decode(seed: int, seconds: float) -> asyncio.subprocess.Process:
+async def _decode(seed: int, seconds: float, folder: Path) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.fuzz.decoding", "--seed", str(seed), "--seconds", str(seconds),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "TMPDIR": str(folder)},  # also when it is killed, it leaves nothing elsewhere
     )  # fmt: skip
 
 
