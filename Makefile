@@ -73,7 +73,7 @@ bench: $(STAMP)  ## measure; bench/RESULTS.md has the figures
 sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-# A hive of real processes, killed and stopped at random.
+# A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
 	$(BIN)/python -m tests.chaos --kills $(KILLS)
 
