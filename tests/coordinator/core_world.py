@@ -123,6 +123,7 @@ class World:
 
     def _check_before(self, event: Event, engine: EngineState) -> None:
         check_stays(event, engine)
+        check_replicas(event, engine)
         match event:
             case ev.EpisodeEnded():
                 self._check_ended(event, engine)
@@ -309,9 +310,15 @@ class World:
             self._send(inbox.ReplicaAlive(id=self._id(), engine=ENGINE, replica=replica, url=f"http://{replica}"))
         elif pick.random() < 0.95:
             version = engine.version - pick.choice((0, 0, 0, 1))
-            self._send(
-                inbox.WeightsLoadedFact(id=self._id(), engine=ENGINE, run=engine.run, version=version, replica=replica)
+            run = engine.run
+            fact: inbox.AnyMessage = inbox.WeightsLoadedFact(
+                id=self._id(), engine=ENGINE, run=run, version=version, replica=replica
             )
+            if pick.random() < 0.2:
+                fact = inbox.LoadBroke(
+                    id=self._id(), engine=ENGINE, run=run, version=version, replica=replica, reason="no mount"
+                )
+            self._send(fact)
         else:
             self._send(inbox.ReplicaLeaves(id=self._id(), engine=ENGINE, replica=replica))
 
@@ -412,6 +419,21 @@ def check_stays(event: Event, engine: EngineState) -> None:
     assert not isinstance(event, MOVES), f"a suspended run makes no {ev.kind_of(event)}"
     if isinstance(event, ev.EpisodeAborted):
         assert event.reason != AbortReason.SUPERSEDED
+
+
+def check_replicas(event: Event, engine: EngineState) -> None:
+    """Check that only a replica without the newest weights is quarantined, and what follows for the run."""
+    match event:
+        case ev.ReplicaQuarantined():
+            assert (event.run, event.version) == (engine.run, engine.version)
+            assert event.replica in engine.replicas
+            assert event.replica not in engine.loaded, f"{event.replica} serves version {event.version}"
+        case ev.EngineSuspended() if event.until_served:
+            assert engine.replicas
+            assert not engine.usable, f"{sorted(engine.usable)} are left"
+        case ev.EngineResumed() if not event.command:
+            assert engine.until_served
+            assert engine.loaded, "no replica serves the newest weights"
 
 
 def check_read(event: ev.ModelRead, engine: EngineState) -> None:

@@ -154,7 +154,9 @@ def test_a_new_run_starts_with_an_empty_pool_and_ignores_facts_of_the_old_one(ha
 
 
 def test_a_broken_engine_goes_offline_with_the_reason(harness: CoreHarness) -> None:
-    harness.send(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the model's folder has no config.json"))
+    harness.send(
+        inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the model's folder has no config.json", trainer_epoch=1)
+    )
     assert harness.phase() == Phase.OFFLINE
     assert "config.json" in refused(harness.request(harness.claim_message()), Code.WRONG_PHASE)
 

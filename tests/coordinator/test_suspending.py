@@ -191,7 +191,7 @@ def test_a_suspended_run_can_be_stopped_and_the_next_one_is_not_suspended() -> N
 def test_a_fault_of_the_job_ends_the_run_also_while_it_is_suspended() -> None:
     harness = rolling()
     suspend(harness)
-    harness.send(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the losses were not finite"))
+    harness.send(inbox.EngineBroke(id="b", engine=ENGINE, run=1, reason="the losses were not finite", trainer_epoch=1))
     assert (harness.phase(), harness.engine.failure) == (Phase.OFFLINE, "the losses were not finite")
     assert harness.engine.suspended == ""
 

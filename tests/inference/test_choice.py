@@ -11,7 +11,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from bombus.errors import Refused
-from bombus.hive.inbox import EngineBroke, ReplicaAlive, WeightsLoadedFact
+from bombus.hive.inbox import LoadBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.weights.models import build_tiny
 from bombus_inference import cli, service
 from bombus_inference.backends.protocol import Policy, with_precision
@@ -43,19 +43,18 @@ async def replica(**settings: object) -> AsyncIterator[None]:
             await running
 
 
-async def test_a_missing_environment_ends_the_run_with_the_command_that_makes_it(
+async def test_a_replica_without_its_environment_reports_the_command_that_makes_it(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BOMBUS_ENVIRONMENTS", str(tmp_path / "none"))
     await coordinator.write(started(1), ready(1, 0, weights(tmp_path / "v0", llama())))
     async with replica(hive=hive, bus_url=nats_url, backend="vllm"):
-        broke = await coordinator.receive(EngineBroke)
-        assert broke.run == 1
-        assert broke.reason.startswith("replica r1 cannot load version 0: ")
+        broke = await coordinator.receive(LoadBroke)
+        assert (broke.run, broke.version, broke.replica) == (1, 0, "r1")
         assert "run `bombus install vllm` first" in broke.reason
 
 
-async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
+async def test_a_replica_whose_server_lacks_token_ids_reports_that_sentence(
     coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", KEY)
@@ -65,7 +64,7 @@ async def test_a_server_that_lacks_token_ids_ends_the_run_with_that_sentence(
     async with serving(ExternalCompletions(model, lacks=frozenset({"ids"}))) as url:
         elsewhere = OpenAISettings(url=url, api_key_env="SERVER_KEY")
         async with replica(hive=hive, bus_url=nats_url, backend="openai", openai=elsewhere):
-            broke = await coordinator.receive(EngineBroke)
+            broke = await coordinator.receive(LoadBroke)
             assert f"{url} lacks what training needs: it returns no token ids" in broke.reason
             assert (await coordinator.receive(ReplicaAlive)).version == -1
 

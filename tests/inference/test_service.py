@@ -17,7 +17,7 @@ from bombus.bus import Bus, Reader
 from bombus.config.job import RunConfig
 from bombus.hive import events as ev
 from bombus.hive.generation import FrameReader, encode_request
-from bombus.hive.inbox import AnyMessage, EngineBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
+from bombus.hive.inbox import AnyMessage, LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact, decode_message
 from bombus_inference import service
 from bombus_inference.settings import ComputeSettings, InferenceSettings
 from bombus_trainer.publish.directories import remove_others
@@ -57,7 +57,7 @@ class FakeCoordinator:
 
     async def receive_outcome(self) -> int:
         """Return the version that is loaded next. Fails if the replica reports that it cannot load one before that."""
-        message = await self._receive(lambda message: isinstance(message, WeightsLoadedFact | EngineBroke))
+        message = await self._receive(lambda message: isinstance(message, WeightsLoadedFact | LoadBroke))
         assert isinstance(message, WeightsLoadedFact)
         return message.version
 
@@ -90,9 +90,9 @@ async def coordinator(bus: Bus) -> AsyncIterator[FakeCoordinator]:
 
 
 @asynccontextmanager
-async def replica(nats_url: str, hive: str) -> AsyncIterator[None]:
+async def replica(nats_url: str, hive: str, cache: Path | None = None) -> AsyncIterator[None]:
     settings = InferenceSettings(
-        hive=hive, bus_url=nats_url, replica="r1", alive_every_s=0.05, load_retry_s=0.2, compute=COMPUTE
+        hive=hive, bus_url=nats_url, replica="r1", alive_every_s=0.05, load_retry_s=0.2, cache=cache, compute=COMPUTE
     )
     running = asyncio.create_task(service.run(settings))
     try:
@@ -199,11 +199,56 @@ async def test_r15_weights_that_are_not_what_the_log_says_are_not_loaded(
     bad = ev.Weights(where=good.where, sha256="0" * 64)
     await coordinator.write(started(1), ready(1, 0, good), ready(1, 1, bad))
     async with replica(nats_url, hive):
-        broke = await coordinator.receive(EngineBroke)
+        broke = await coordinator.receive(LoadBroke)
         assert "sha256" in broke.reason
-        assert broke.run == 1
+        assert (broke.run, broke.version, broke.replica) == (1, 1, "r1")
         await coordinator.write(ready(1, 2, good))  # the replica itself still works
         assert (await coordinator.receive(WeightsLoadedFact)).version == 2
+
+
+async def test_a_replica_that_cannot_load_goes_on_trying_until_it_can(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
+    good = weights(tmp_path / "v0", llama())
+    (tmp_path / "v0").rename(tmp_path / "away")
+    await coordinator.write(started(1), ready(1, 0, good))
+    async with replica(nats_url, hive):
+        broke = await coordinator.receive(LoadBroke)
+        assert broke.reason.startswith(f"no weights at {tmp_path / 'v0'}: ")
+        assert (await coordinator.receive(ReplicaAlive)).version == -1, "it stays in the hive"
+        (tmp_path / "away").rename(tmp_path / "v0")
+        assert await coordinator.receive_outcome() == 0
+
+
+async def test_a_replica_reports_once_and_again_after_its_quarantine_was_lifted(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator who resumes the run gets the attempts of a new replica, without the long pauses of the old one."""
+    lacking = ev.Weights(where=str(tmp_path / "none"), sha256="0" * 64)
+    joined = ev.ReplicaJoined(engine="main", replica="r1", url="http://r1")
+    await coordinator.write(started(1), joined, ready(1, 0, lacking))
+    async with replica(nats_url, hive):
+        broke = await coordinator.receive(LoadBroke)
+        quarantined = ev.ReplicaQuarantined(engine="main", run=1, version=0, replica="r1", reason=broke.reason)
+        await coordinator.write(quarantined)
+        await coordinator.receive(ReplicaAlive, lambda _: "version 0, attempt 5: " in caplog.text)
+        await coordinator.write(ev.EngineResumed(engine="main", run=1, command="r"))
+        again = await coordinator.receive(LoadBroke)
+        assert again.reason == broke.reason
+    assert caplog.text.count("version 0, attempt 1: ") == 2
+
+
+async def test_a_cache_that_cannot_be_written_is_a_reason_and_does_not_end_the_process(
+    coordinator: FakeCoordinator, nats_url: str, hive: str, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    cache.write_text("a file where a folder should be")
+    stored = ev.Weights(where=f"{ev.OBJECTS}version-0", sha256="0" * 64)
+    await coordinator.write(started(1), ready(1, 0, stored))
+    async with replica(nats_url, hive, cache=cache):
+        broke = await coordinator.receive(LoadBroke)
+        assert broke.reason.startswith("the weights cannot be fetched: ")
+        assert str(cache) in broke.reason
 
 
 async def test_a_version_that_is_gone_because_a_newer_one_is_here_breaks_nothing(

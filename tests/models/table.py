@@ -21,10 +21,10 @@ model.
 
 What a model is called decides nothing. When trainer or replica load one, they compare what they compute with
 transformers' own forward pass, on a probe that is longer than every window that a sequence of the job can reach, and
-longer than a page of the cache. Where the logprobs differ, or the model's code fails, the run ends in BOOTING with one
-sentence that names the architecture. `bombus doctor --model PATH_OR_NAME` says so beforehand: it makes a tiny model of
-the same architecture and lets engine and trainer check it. Code in a model's own folder is never run, and a folder that
-lacks some of the model's weights is refused.
+longer than a page of the cache. Where the logprobs differ, or the model's code fails, one sentence names the
+architecture: the trainer's ends the run in BOOTING, a replica's puts that replica in quarantine. `bombus doctor
+--model PATH_OR_NAME` says so beforehand: it makes a tiny model of the same architecture and lets engine and trainer
+check it. Code in a model's own folder is never run, and a folder that lacks some of the model's weights is refused.
 
 A window that is longer than the job's `max_model_len` is no reason to refuse a model. A model whose context is shorter
 than a `max_model_len` that the job sets is refused. Where the job leaves it at its default, sequences end at the

@@ -268,6 +268,7 @@ def chaos(seed: int, count: int = 150) -> list[Event]:
         lambda: story.publish(draw.randint(0, 5)),
         lambda: story.boot(1),
         lambda: story.tell(ev.ReplicaLeft(**story.at, replica=replica, reason="silent")),
+        lambda: tell(ev.ReplicaQuarantined, replica=replica, version=0, reason="no such folder"),
         lambda: tell(ev.SyncAgreed, client="ann"),
         lambda: read(draw.choice("abc")),
         lambda: tell(ev.EngineStopped),

@@ -14,7 +14,7 @@ from bombus.hive import events as ev
 from bombus_overwatch.app import Help, Overwatch
 from bombus_overwatch.edges import Banner, KeyBar
 from bombus_overwatch.screen import Link
-from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, TailPanel
+from bombus_overwatch.widgets import EpisodesPanel, Notice, Panel, PhaseBar, ReplicasPanel, TailPanel
 from tests.overwatch.story import SECOND, Story, failed, rolling
 
 WIDE = (120, 36)
@@ -30,7 +30,9 @@ def app_of(story: Story) -> Overwatch:
     return app
 
 
-def text(app: Overwatch, panel: type[Banner | KeyBar | PhaseBar | Notice | TailPanel | EpisodesPanel]) -> str:
+def text(
+    app: Overwatch, panel: type[Banner | KeyBar | PhaseBar | Notice | TailPanel | EpisodesPanel | ReplicasPanel]
+) -> str:
     return app.screen_stack[0].query_one(panel).render().plain
 
 
@@ -185,6 +187,22 @@ async def test_how_gateways_read_the_model_is_shown_and_that_they_disagree() -> 
         assert "in 2 ways: gateway of 3fa91c2e has" in text(app, Notice)
 
 
+async def test_quarantined_replicas_are_named_with_their_reasons() -> None:
+    story = rolling(1)
+    app = app_of(story)
+    async with app.run_test(size=WIDE) as pilot:
+        assert "✗" not in text(app, ReplicasPanel)
+        quarantined = ev.ReplicaQuarantined(
+            **story.at, run=1, version=0, replica="replica-a", reason="no weights at /v0\x1b[2J"
+        )
+        app.take(len(story.events) + 1, quarantined)
+        app.report(Link.LIVE)
+        await pilot.pause()
+        assert "✗ replica-a" in text(app, ReplicasPanel)
+        assert app.screen.query_one(Notice).display
+        assert text(app, Notice) == "! replica-a is quarantined: it cannot load version 0: no weights at /v0 [2J"
+
+
 async def test_a_suspended_run_says_so_beside_its_phase_and_why_in_full() -> None:
     story = rolling(1)
     story.tell(ev.EngineSuspended(**story.at, run=1, reason="CUDA out of memory"))
@@ -193,7 +211,7 @@ async def test_a_suspended_run_says_so_beside_its_phase_and_why_in_full() -> Non
         await pilot.pause()
         assert "ROLLING, SUSPENDED" in text(app, PhaseBar)
         assert app.screen.query_one(Notice).display
-        assert text(app, Notice) == "✗ CUDA out of memory (`bombus resume` lets the run go on)"
+        assert text(app, Notice) == "✗ CUDA out of memory (once the cause is gone, `bombus resume` lets the run go on)"
 
 
 @pytest.mark.parametrize("size", [(40, 10), (20, 5), (10, 2), (300, 90)])

@@ -26,6 +26,7 @@ class Fault(StrEnum):
     BROKEN_STEP = "a step fails"
     LOST_CHECKPOINT = "the newest checkpoint is damaged"
     FAILED_LOAD = "a trainer cannot load the model"
+    NO_MOUNT = "a replica does not see the weights"
 
 
 PER_MESSAGE = {Fault.LOST_REQUEST, Fault.LOST_ACK, Fault.LATE, Fault.LOST_REPLY, Fault.LOST_RESPONSE, Fault.SLOW}
@@ -40,9 +41,10 @@ class Faults:
         self.on = True
         self.counts: Counter[Fault] = Counter()
         self._random = pick
-        drawn = [fault for fault in Fault if fault != Fault.FAILED_LOAD]
+        follows = {Fault.FAILED_LOAD: Fault.BROKEN_STEP, Fault.NO_MOUNT: Fault.PARTITION}
+        drawn = [fault for fault in Fault if fault not in follows]
         self.rates: dict[Fault, float] = {fault: self._rate(fault) if pick.random() < 0.5 else 0.0 for fault in drawn}
-        self.rates[Fault.FAILED_LOAD] = self.rates[Fault.BROKEN_STEP]
+        self.rates |= {fault: self.rates[other] for fault, other in follows.items()}
 
     def _rate(self, fault: Fault) -> float:
         if fault in PER_MESSAGE:

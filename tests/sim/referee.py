@@ -13,7 +13,7 @@ from bombus.hive.inbox import Answer
 from bombus.hive.records import digest
 from bombus.hive.state import EngineState, Hive, Phase, evolve
 from bombus_coordinator.rules.episodes import outcome_digest
-from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_stays
+from tests.coordinator.core_world import check_as_asked, check_in_time, check_read, check_replicas, check_stays
 from tests.hive.phases import TRANSITIONS
 from tests.sim.server import Message
 
@@ -94,6 +94,7 @@ class Referee:
             engine = self.hive.engine(ENGINE)
             before = engine.phase
             check_stays(event, engine)
+            check_replicas(event, engine)
             self._check(event, engine)
             evolve(self.hive, event)
             self.position = message.seq
@@ -148,8 +149,12 @@ class Referee:
 
     def _check_run(self, event: Event, engine: EngineState) -> None:
         match event:
-            case ev.EngineConfigured() | ev.EngineStopped() | ev.EngineResumed():
+            case ev.EngineConfigured() | ev.EngineStopped():
                 self._once(event.command)
+            case ev.EngineResumed():
+                self.seen["resumed by a replica"] += not event.command
+                if event.command:
+                    self._once(event.command)
             case ev.EngineStarted():
                 self._once(event.command)
                 assert event.run not in self.runs

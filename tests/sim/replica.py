@@ -2,26 +2,30 @@
 
 from bombus.errors import BusUnavailable
 from bombus.hive import inbox
-from bombus.hive.events import WeightsReady
+from bombus.hive.events import ReplicaQuarantined, WeightsReady
 from bombus.hive.state import EngineState, Phase
 from tests.sim.fold import RETRY_S, Follower
 from tests.sim.link import Link, Net
 from tests.sim.loop import Process
 from tests.sim.referee import ENGINE, Referee
+from tests.sim.variants import Variant
 
 ALIVE_S = 2.0
 LOAD_ATTEMPTS = 3
+LOAD_RETRY_MAX_S = 8.0
 
 
 class Replica(Process):
     link: Link
     follower: Follower
 
-    def __init__(self, name: str, net: Net, referee: Referee, keeps_name: bool) -> None:
+    def __init__(self, name: str, net: Net, referee: Referee, keeps_name: bool, variant: Variant | None) -> None:
         super().__init__(net.loop, name)
+        self._variant = variant
         self._net = net
         self._referee = referee
         self._keeps_name = keeps_name
+        self.mounted = True  # whether it sees the trainers' folder
 
     async def main(self) -> None:
         self.link = Link(self, self._net)
@@ -54,33 +58,77 @@ class Replica(Process):
         return (wanted.run, wanted.version) > (self._run, self._version)
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load and report it. A version that was superseded meanwhile may be gone from the folder and is skipped."""
-        for _ in range(LOAD_ATTEMPTS):
+        """Load and report it, or report that it fails and go on trying, as in service.py.
+
+        A version that was superseded meanwhile may be gone from the folder and is skipped.
+        """
+        failures = reports = 0
+        while self._wanted() is ready:
             await self.sleep(self._net.pick.random() * 0.5)
-            if ready.weights.where in self._referee.weights:
+            if self.mounted and ready.weights.where in self._referee.weights:
                 self._run, self._version = ready.run, ready.version
                 await self._report_loaded()
                 return
-            try:
-                await self.follower.wait_for(lambda: self._wanted() is not ready, RETRY_S)
-                return
-            except TimeoutError:
-                pass
+            failures += 1
+            if failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports):
+                reports += 1
+                await self._report_broken(ready, reports)
+                if self._variant == Variant.GAVE_UP:
+                    await self.follower.wait_for(lambda: self._wanted() is not ready)
+            if await self._is_released(ready, RETRY_S * 2.0 ** max(failures - LOAD_ATTEMPTS, 0)):
+                failures = 0
+
+    @property
+    def _quarantine(self) -> ReplicaQuarantined | None:
+        replica = self._engine.replicas.get(self._replica)
+        return None if replica is None else replica.quarantined
+
+    async def _is_released(self, ready: WeightsReady, wait_s: float) -> bool:
+        was_quarantined = self._quarantine is not None
+
+        def is_released() -> bool:
+            return was_quarantined and self._quarantine is None
+
+        try:
+            await self.follower.wait_for(
+                lambda: self._wanted() is not ready or is_released(), min(wait_s, LOAD_RETRY_MAX_S)
+            )
+        except TimeoutError:
+            pass
+        return is_released()
+
+    async def _report_broken(self, ready: WeightsReady, number: int) -> None:
         newest = self._referee.hive.engine(ENGINE).weights
-        assert newest is None or newest.weights != ready.weights, f"the newest weights, {ready.weights.where}, are gone"
-        await self.follower.wait_for(lambda: self._wanted() is not ready)
+        gone = (
+            newest is not None and newest.weights == ready.weights and ready.weights.where not in self._referee.weights
+        )
+        assert not gone, f"the newest weights, {ready.weights.where}, are gone"
+        await self._send(
+            inbox.LoadBroke(
+                id=f"{self.link.token}-{ready.run}-broke-{ready.version}-{number}",
+                engine=ENGINE,
+                run=ready.run,
+                version=ready.version,
+                replica=self._replica,
+                reason="no such folder",
+            )
+        )
 
     async def _report_loaded(self) -> None:
-        loaded = inbox.WeightsLoadedFact(
-            id=f"{self.link.token}-{self._run}-loaded-{self._version}",
-            engine=ENGINE,
-            run=self._run,
-            version=self._version,
-            replica=self._replica,
+        await self._send(
+            inbox.WeightsLoadedFact(
+                id=f"{self.link.token}-{self._run}-loaded-{self._version}",
+                engine=ENGINE,
+                run=self._run,
+                version=self._version,
+                replica=self._replica,
+            )
         )
+
+    async def _send(self, fact: inbox.AnyMessage) -> None:
         while True:
             try:
-                await self.link.send(loaded)
+                await self.link.send(fact)
                 return
             except BusUnavailable:
                 pass  # it is tried again for as long as the bus is away

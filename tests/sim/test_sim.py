@@ -47,6 +47,7 @@ def test_a_thousand_hives_keep_every_guarantee_through_crashes_partitions_and_cl
     assert seen["calls purged"] > SEEDS / 2
     assert seen["steps made again to the bytes on the log"] > SEEDS / 10, "some checkpoints are some steps apart"
     assert seen["checkpoints passed over"] > 0
+    assert seen["resumed by a replica"] > 0
     assert seen["the old leader wrote in between"] > 0
     assert seen["sealed with episodes open"] > SEEDS / 2, "asynchronous runs are among them"
     assert seen["sampled before the step's version"] > SEEDS

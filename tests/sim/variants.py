@@ -18,4 +18,5 @@ class Variant(StrEnum):
     TOLD_EARLY = "a call is acknowledged before it was reported to the coordinator"
     UNSAVED_STEP = "a step is published before its checkpoint is durable"
     TRAINED_ON = "a trainer continues from what a failed attempt left in memory"
+    GAVE_UP = "a replica that cannot load waits for newer weights"
     SWEPT_ALL = "a trainer removes every checkpoint that its own fold does not name"

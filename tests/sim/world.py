@@ -50,7 +50,7 @@ class World:
         self.gateways = [Gateway(f"g{n}", net, variant, reports=seed % REPORTING == 0) for n in range(2)]
         self.trainers = [Trainer(f"t{n}", net, referee, variant) for n in range(2)]
         keeps_name = pick.random() < 0.5
-        self.replicas = [Replica(f"r{n}", net, referee, keeps_name) for n in range(pick.randint(1, 2))]
+        self.replicas = [Replica(f"r{n}", net, referee, keeps_name, variant) for n in range(pick.randint(1, 2))]
         self.clients = [Client(name, self.gateways, referee, self.mood, pick) for name in ("ann", "bob", "eve")]
         self.operator = Operator(self.gateways, self.mood, pick)
         self._kinds: list[list[Process]] = [
@@ -114,6 +114,8 @@ class World:
             link.cut = False
         for stream in self.server.streams.values():
             stream.used = 0
+        for replica in self.replicas:
+            replica.mounted = True
         for process in (*self.processes, *self.clients):
             if process.stopped:
                 process.resume()
@@ -168,6 +170,8 @@ class World:
                 return second.name
             case Fault.LOST_CHECKPOINT:
                 return self.referee.damage_checkpoint()
+            case Fault.NO_MOUNT:
+                return self._unmount()
             case _:
                 return self._inject_into_server(fault, seconds)
         return f"{victim.name}, {seconds:.1f} s"
@@ -196,6 +200,14 @@ class World:
                 return f"at {max(server.snapshots)}"
             case _:
                 return ""
+
+    def _unmount(self) -> str:
+        """Take the weights' folder from a replica: for a while, or until the faults are over."""
+        replica = self.pick.choice(self.replicas)
+        replica.mounted = False
+        seconds = self.pick.choice((2.0, 8.0, FAULTS_S))
+        self.loop.after(seconds, setattr, replica, "mounted", True)
+        return f"{replica.name}, {seconds:.0f} s"
 
     def _heal(self, name: str) -> None:
         self.net.links[name].cut = False

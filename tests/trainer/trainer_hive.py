@@ -156,14 +156,18 @@ class Stage:
 
 
 @asynccontextmanager
-async def staged(bus: Bus, folder: Path) -> AsyncIterator[Stage]:
-    """Start a hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards."""
+async def staged(bus: Bus, folder: Path, serves: bool = True) -> AsyncIterator[Stage]:
+    """Start a hive with the tiny model in `folder`; everything that runs in it is cancelled afterwards.
+
+    Unless it `serves`, it has no replica but those of the test.
+    """
     tiny_model_folder(folder / "model")
     stage = Stage(bus, folder)
     coordinator = Coordinator(bus)
     tasks = [asyncio.create_task(each) for each in (coordinator.lead(), stage.follower.run())]
     await coordinator.leading.wait()
-    tasks.append(asyncio.create_task(stage.replica()))
+    if serves:
+        tasks.append(asyncio.create_task(stage.replica()))
     try:
         yield stage
     finally:

@@ -15,7 +15,7 @@ from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.state import EngineState, Hive, evolve
 from bombus_coordinator import storage
-from bombus_coordinator.rules import claims, engines, episodes, transitions
+from bombus_coordinator.rules import claims, engines, episodes, replicas, transitions
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, refusal
 from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.waiting import share_of
@@ -187,7 +187,7 @@ class Core:
 
     def _tick(self, engine: EngineState) -> Decisions:
         yield from episodes.expire(engine, self.live)
-        yield from engines.lapse_replicas(engine, self.live)
+        yield from replicas.lapse_replicas(engine, self.live)
         yield from self._follow_up(engine)
         yield from claims.lapse(engine, self.live)
 
@@ -233,7 +233,8 @@ _RULES: dict[type[inbox.Message], Callable[[EngineState, Live, Any], Decisions]]
     inbox.WeightsSaved: engines.weights_saved,
     inbox.EngineBroke: engines.broke,
     inbox.ModelReadFact: engines.model_read,
-    inbox.ReplicaAlive: engines.replica_alive,
-    inbox.ReplicaLeaves: engines.replica_leaves,
-    inbox.WeightsLoadedFact: engines.weights_loaded,
+    inbox.ReplicaAlive: replicas.replica_alive,
+    inbox.ReplicaLeaves: replicas.replica_leaves,
+    inbox.WeightsLoadedFact: replicas.weights_loaded,
+    inbox.LoadBroke: replicas.load_broke,
 }

@@ -89,6 +89,7 @@ class Instant:
         self._engine = EngineState(name=engine, run=run, phase=Phase.ROLLING, version=0)
         self._engine.configured = self._engine.active = configured
         self._engine.replicas = {INSTANT: Replica(url="", capacity=1, joined_ns=0, run=run, version=0)}
+        self._engine.loaded = {INSTANT}
         self._engine.weights = ev.WeightsReady(engine=engine, run=run, version=0, weights=Weights(where=""))
         self._hive = Hive(engines={engine: self._engine})
         self._claimed: dict[str, int] = {}  # open episodes, with the policy version at their claim

@@ -12,8 +12,8 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.job import RunConfig
 from bombus.errors import BusUnavailable, EngineFault
-from bombus.hive.events import WeightsReady
-from bombus.hive.inbox import EngineBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
+from bombus.hive.events import ReplicaQuarantined, WeightsReady
+from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, StageReached, WeightsLoadedFact
 from bombus.hive.state import EngineState, Phase
 from bombus.host.host_names import OwnHostsOnly, host_of
 from bombus.host.http_limits import HttpLimits
@@ -27,7 +27,8 @@ from bombus_inference.settings import InferenceSettings
 log = logging.getLogger(__name__)
 
 CONNECTIONS_FOR_A_REQUEST = 2  # gateways keep some open without a request
-LOAD_ATTEMPTS = 3
+LOAD_ATTEMPTS = 3  # before the replica reports that it cannot load a version
+LOAD_RETRY_MAX_S = 60.0
 
 
 def make_backend(settings: InferenceSettings, deliver: Deliver) -> InferenceBackend:
@@ -140,33 +141,59 @@ class ReplicaService:
     # ---- weights ----------------------------------------------------------------------------------------------
 
     async def _load(self, ready: WeightsReady) -> None:
-        """Load weights and report it, or report that they cannot be loaded.
+        """Load weights and report it. While that fails go on trying, and report why: a mount may come back.
 
         A version that is overtaken meanwhile is given up, since its files may be gone.
         """
-        for attempt in range(1, LOAD_ATTEMPTS + 1):
+        failures = reports = 0
+        while self._wanted() is ready:
             served = self.app.backend.version >= 0
             try:
                 await self._while_run_lasts(ready.run, self._load_version(ready))
                 return
             except EngineFault as fault:
-                if served and self.app.backend.version < 0:
+                failures += 1
+                if self.app.backend.lost.is_set() or (served and self.app.backend.version < 0):
+                    self.app.backend.lost.clear()
                     await self._leave_without_weights()
-                log.warning("version %d, attempt %d: %s", ready.version, attempt, fault, extra={"run": ready.run})
-                why = str(fault)
-            try:
-                await self._follower.wait_for(lambda _: self._wanted() is not ready, self._settings.load_retry_s)
-                return
-            except TimeoutError:
-                pass
-        broke = EngineBroke(
-            id=f"{self._instance}-{ready.run}-broke-{ready.version}",
+                log.warning("version %d, attempt %d: %s", ready.version, failures, fault, extra={"run": ready.run})
+                if failures >= LOAD_ATTEMPTS and (self._quarantine is None or not reports):
+                    reports += 1
+                    await self._report_broken(ready, str(fault), reports)
+            if await self._is_released(ready, self._retry_s(failures)):
+                failures = 0
+
+    def _retry_s(self, failures: int) -> float:
+        """Return how long to wait after so many failures: the setting, then twice as long after each."""
+        doubled = 2.0 ** min(max(failures - LOAD_ATTEMPTS, 0), 16)
+        return min(self._settings.load_retry_s * doubled, LOAD_RETRY_MAX_S)
+
+    @property
+    def _quarantine(self) -> ReplicaQuarantined | None:
+        replica = self._engine.replicas.get(self.name)
+        return None if replica is None else replica.quarantined
+
+    async def _is_released(self, ready: WeightsReady, wait_s: float) -> bool:
+        """Wait before the next attempt, or until other weights are wanted or a quarantine is over; return the last."""
+        was_quarantined = self._quarantine is not None
+
+        def is_released() -> bool:
+            return was_quarantined and self._quarantine is None
+
+        with contextlib.suppress(TimeoutError):
+            await self._follower.wait_for(lambda _: self._wanted() is not ready or is_released(), wait_s)
+        return is_released()
+
+    async def _report_broken(self, ready: WeightsReady, why: str, number: int) -> None:
+        broke = LoadBroke(
+            id=f"{self._instance}-{ready.run}-broke-{ready.version}-{number}",
             engine=self._settings.engine,
             run=ready.run,
-            reason=f"replica {self.name} cannot load version {ready.version}: {why}",
+            version=ready.version,
+            replica=self.name,
+            reason=why,
         )
         await self._bus.inbox.send_when_back(broke)
-        await self._follower.wait_for(lambda _: self._wanted() is not ready)
 
     async def _while_run_lasts(self, run: int, loading: Coroutine[None, None, None]) -> None:
         """Run `loading`, but cancel it when its run ends: a backend may take minutes to start."""
@@ -187,7 +214,10 @@ class ReplicaService:
         run, version = ready.run, ready.version
         loop = asyncio.get_running_loop()
         started = loop.time()
-        fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
+        try:
+            fetched = await self._fetcher.materialise(ready, lambda: self._engine.trainer_epoch)
+        except OSError as error:
+            raise EngineFault(f"the weights cannot be fetched: {error}") from error
         job = self._job(run)
         limit, dtype = job.rollout.max_model_len, job.model.dtype
         policy = Policy(fetched.folder, run, version, limit, fetched.delta, fetched.base, fetched.adapter, dtype)

@@ -49,6 +49,7 @@ GROUPS: dict[type[Event], EventGroup] = {
     ev.WeightsLoaded: EventGroup.WEIGHTS,
     ev.ReplicaJoined: EventGroup.WEIGHTS,
     ev.ReplicaLeft: EventGroup.WEIGHTS,
+    ev.ReplicaQuarantined: EventGroup.WEIGHTS,
     ev.StorageFilled: EventGroup.ENGINE,
     ev.StorageFreed: EventGroup.ENGINE,
     ev.MessageSetAside: EventGroup.ENGINE,
@@ -63,6 +64,7 @@ TROUBLE: frozenset[type[Event]] = frozenset(
         ev.PoolCleared,
         ev.StepFailed,
         ev.ReplicaLeft,
+        ev.ReplicaQuarantined,
         ev.StorageFilled,
         ev.MessageSetAside,
     }

@@ -8,7 +8,7 @@ from textual.widget import Widget
 from bombus.hive.collection import Measure
 from bombus.hive.events import EpisodeType
 from bombus.hive.state import Phase
-from bombus.hive.status import byte_size, duration, format_text, one_line
+from bombus.hive.status import EngineStatus, ReplicaStatus, byte_size, duration, format_text, one_line, way_on
 from bombus_overwatch import palette as pal
 from bombus_overwatch.drawing import bar, sparkline
 from bombus_overwatch.palette import figure, fit, fit_end, harmless
@@ -105,11 +105,11 @@ class PhaseBar(Panel):
 
 
 class Notice(Panel):
-    """Shows in full why the run is suspended or failed, or how gateways disagree about its model; else hidden."""
+    """Shows in full why the run is suspended or failed, or what is wrong with some of its services; else hidden."""
 
     def retitle(self, screen: Screen) -> None:
         status = screen.status
-        self.display = bool(status and (status.failure or status.suspended or status.disagreement))
+        self.display = bool(status and (status.failure or status.suspended or _warning(status)))
 
     def render(self) -> Text:
         if self.data is None or self.data.status is None:
@@ -118,9 +118,14 @@ class Notice(Panel):
         if status.failure:
             return Text(f"✗ {one_line(status.failure)}", f"bold {pal.VERMILLION}")
         if status.suspended:
-            hint = "`bombus resume` lets the run go on"
-            return Text(f"✗ {one_line(status.suspended)} ({hint})", f"bold {pal.VERMILLION}")
-        return Text(f"! {one_line(status.disagreement)}", f"bold {pal.AMBER}")
+            return Text(f"✗ {one_line(status.suspended)} ({way_on(status)})", f"bold {pal.VERMILLION}")
+        return Text(f"! {one_line(_warning(status))}", f"bold {pal.AMBER}")
+
+
+def _warning(status: EngineStatus) -> str:
+    """Return what is wrong with replicas or gateways while the run goes on."""
+    apart = [f"{each.replica} is quarantined: {each.quarantined}" for each in status.replicas if each.quarantined]
+    return ". ".join([*apart, status.disagreement] if status.disagreement else apart)
 
 
 class CollectionPanel(Panel):
@@ -292,6 +297,13 @@ def _curve(label: str, values: tuple[float, ...], room: int, colour: str) -> Tex
     return row.append(fit(figure(values[-1]), 9, right=True), f"bold {pal.TEXT}")
 
 
+def _health(replica: ReplicaStatus) -> tuple[str, str]:
+    """Return the mark of a replica and its colour."""
+    if replica.quarantined:
+        return "✗", pal.VERMILLION
+    return ("●", pal.GREEN) if replica.current else ("○", pal.YELLOW)
+
+
 class ReplicasPanel(Panel):
     """Shows inference replicas and what they serve, then how many episodes were lost and why."""
 
@@ -305,7 +317,7 @@ class ReplicasPanel(Panel):
         room = max(1, height - len(losses))
         rows = [] if replicas else [Text("none", pal.QUIET)]
         for replica in replicas[: room if len(replicas) <= room else room - 1]:
-            mark, colour = ("●", pal.GREEN) if replica.current else ("○", pal.YELLOW)
+            mark, colour = _health(replica)
             version = f"v{replica.version}" if replica.version >= 0 else "empty"
             row = Text(f"{mark} ", colour).append(fit(one_line(replica.replica), width - 10), pal.TEXT)
             rows.append(row.append(fit(version, 8, right=True), f"bold {colour}"))

@@ -208,7 +208,7 @@ class Versions:
                 await self._complete(where)
         except Refused as refused:
             return Refusal(code=refused.code, why=refused.why)
-        except (BombusError, OSError) as error:  # sent to the replica, which ends the run with it
+        except (BombusError, OSError) as error:  # sent to the replica, which reports it
             log.exception("no full copy of %s", where)
             return Refusal(code=Code.INTERNAL, why=f"the trainer could not write it: {error}")
         return Done()

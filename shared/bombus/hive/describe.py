@@ -211,5 +211,10 @@ def _(event: ev.ReplicaJoined) -> str:
 
 
 @_text.register
+def _(event: ev.ReplicaQuarantined) -> str:
+    return f"replica {event.replica} is quarantined, it cannot load version {event.version}: {event.reason}"
+
+
+@_text.register
 def _(event: ev.ReplicaLeft) -> str:
     return f"replica {event.replica} left{': ' + event.reason if event.reason else ''}"

@@ -138,14 +138,21 @@ class EngineFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="en
 
 
 class EngineSuspended(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.suspended"):
-    """The run cannot go on for now. It keeps all it has, and waits for its operator to resume or stop it."""
+    """The run cannot go on for now. It keeps all it has, and waits for its operator to resume or stop it.
+
+    With `until_served` it also goes on by itself, once a replica serves its newest weights.
+    """
 
     run: int
     reason: str
+    until_served: bool = False
 
 
 class EngineResumed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="engine.resumed"):
-    """The operator lets a suspended run try again. The deadlines of its phase start again."""
+    """A suspended run tries again: its operator said so by `command`, or a replica serves its weights again.
+
+    The deadlines of its phase start again. After a command, quarantined replicas try again at once.
+    """
 
     run: int
     command: str = ""
@@ -393,6 +400,18 @@ class ReplicaLeft(Event, frozen=True, kw_only=True, omit_defaults=True, tag="rep
     reason: str = ""
 
 
+class ReplicaQuarantined(Event, frozen=True, kw_only=True, omit_defaults=True, tag="replica.quarantined"):
+    """A replica cannot load the newest weights. It goes on trying.
+
+    Until it has loaded, it gets no calls and nothing waits for it. A new run and a command to resume release it too.
+    """
+
+    run: int
+    version: int
+    replica: str
+    reason: str
+
+
 class MessageSetAside(Event, frozen=True, kw_only=True, omit_defaults=True, tag="message.set_aside"):
     """An inbox message could not be decided, by a fault of bombus, and the next one was read."""
 
@@ -447,6 +466,7 @@ AnyEvent = (
     | WeightsLoaded
     | ReplicaJoined
     | ReplicaLeft
+    | ReplicaQuarantined
     | StorageFilled
     | StorageFreed
     | MessageSetAside

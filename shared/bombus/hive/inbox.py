@@ -156,6 +156,18 @@ class WeightsLoadedFact(Message, frozen=True, kw_only=True, omit_defaults=True, 
     sequence_tokens: int = 0
 
 
+class LoadBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="load.broke"):
+    """A replica has failed to load a version several times, for a reason given in one clear sentence.
+
+    It goes on trying, and reports `weights.loaded` when it has succeeded.
+    """
+
+    run: int
+    version: int
+    replica: str
+    reason: str
+
+
 class TrainerOpens(Message, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.opens"):
     """A trainer opens a run. This is a command: its answer has the trainer epoch (R11)."""
 
@@ -203,10 +215,11 @@ class StorageSeen(Message, frozen=True, kw_only=True, omit_defaults=True, tag="s
 
 
 class EngineBroke(Message, frozen=True, kw_only=True, omit_defaults=True, tag="engine.broke"):
-    """A trainer or replica cannot continue this run, for a reason given in one clear sentence.
+    """A trainer cannot continue this run, for a reason given in one clear sentence.
 
-    `trainer_epoch` is set by a trainer: one that was superseded does not end the run of its successor (R11). With
-    `may_pass` the run is suspended rather than ended: the cause lies in the moment, not in the job.
+    One that was superseded does not end the run of its successor (R11). With `may_pass` the run is suspended rather
+    than ended: the cause lies in the moment, not in the job. So it is without `trainer_epoch`, as replicas of older
+    versions send it.
     """
 
     run: int
@@ -232,6 +245,7 @@ AnyMessage = (
     | ReplicaAlive
     | ReplicaLeaves
     | WeightsLoadedFact
+    | LoadBroke
     | TrainerOpens
     | StageReached
     | StepDone

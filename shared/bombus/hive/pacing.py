@@ -24,7 +24,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
-    """Return the replicas that may answer a call: their weights are of this run and recent enough.
+    """Return the replicas that may answer a call: not quarantined, with weights of this run that are recent enough.
 
     Recent enough is at most `max_staleness` versions older than the newest, and for a call of an open episode also not
     older than the version served when it was claimed.
@@ -35,7 +35,7 @@ def fitting(engine: EngineState, episode: str = "") -> dict[str, Replica]:
         oldest = max(oldest, claimed.version)
     return {
         name: replica
-        for name, replica in engine.replicas.items()
+        for name, replica in engine.usable.items()
         if replica.run == engine.run and replica.version >= oldest
     }
 

@@ -88,6 +88,7 @@ class Replica(msgspec.Struct, kw_only=True):
     run: int = 0
     version: int = -1
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    quarantined: ev.ReplicaQuarantined | None = None  # why it gets no calls, and nothing waits for it
 
 
 class LeftCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,6 +132,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     stage: str = ""  # while booting: what it waits for
     failure: str = ""  # why the last run ended, "" when it did not fail
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
+    until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
@@ -177,6 +179,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     def steps_needed(self) -> int:
         """Return how many of the newest sealed steps must be kept, because they may have to be made (again)."""
         return max(STEPS_NEEDED, lacking(self.steps))
+
+    @property
+    def usable(self) -> dict[str, Replica]:
+        """Return the replicas that are not quarantined."""
+        return {name: replica for name, replica in self.replicas.items() if replica.quarantined is None}
 
     @property
     def rolling(self) -> bool:
@@ -325,8 +332,14 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
             fresh.counters, fresh.evals = engine.counters, engine.evals
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
+    _release_replicas(engine)
     _enter(engine, Phase.BOOTING, event.at_ns)
     _remember(engine, event.command)
+
+
+def _release_replicas(engine: EngineState) -> None:
+    for replica in engine.replicas.values():
+        replica.quarantined = None
 
 
 def _begin_at(engine: EngineState, begins: ev.Beginning) -> None:
@@ -357,6 +370,7 @@ def _booted(engine: EngineState, event: ev.EngineBooted) -> None:
 
 def _end_run(engine: EngineState, at_ns: int) -> None:
     engine.stage = engine.suspended = ""
+    engine.until_served = False
     _enter(engine, Phase.OFFLINE, at_ns)
 
 
@@ -375,6 +389,7 @@ def _failed(engine: EngineState, event: ev.EngineFailed) -> None:
 @_on(ev.EngineSuspended)
 def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
     engine.suspended = event.reason
+    engine.until_served = event.until_served
     engine.suspensions += 1
 
 
@@ -382,7 +397,10 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
 def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
     engine.suspended = ""
+    engine.until_served = False
     engine.step_failures = 0
+    if event.command:
+        _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
 
@@ -622,6 +640,7 @@ def _weights_loaded(engine: EngineState, event: ev.WeightsLoaded) -> None:
     if replica is not None:
         replica.run, replica.version = event.run, event.version
         replica.sequence_tokens = event.sequence_tokens
+        replica.quarantined = None
     if event.run == engine.run and event.version == engine.version:
         engine.loaded.add(event.replica)
 
@@ -636,3 +655,10 @@ def _replica_joined(engine: EngineState, event: ev.ReplicaJoined) -> None:
 def _replica_left(engine: EngineState, event: ev.ReplicaLeft) -> None:
     engine.replicas.pop(event.replica, None)
     engine.loaded.discard(event.replica)
+
+
+@_on(ev.ReplicaQuarantined)
+def _replica_quarantined(engine: EngineState, event: ev.ReplicaQuarantined) -> None:
+    replica = engine.replicas.get(event.replica)
+    if replica is not None:
+        replica.quarantined = event

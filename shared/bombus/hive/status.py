@@ -10,7 +10,7 @@ import msgspec
 from bombus.hive.collection import Measure, measures
 from bombus.hive.events import ConversationFormat, EpisodeType, Method
 from bombus.hive.pacing import Pace, last_chances, pace
-from bombus.hive.state import EngineState, Episode, Hive, Phase
+from bombus.hive.state import EngineState, Episode, Hive, Phase, Replica
 
 BAR_CELLS = 24
 EPISODES_SHOWN = 12  # in the plain text; the data has all of them
@@ -43,6 +43,7 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int  # -1: nothing loaded
     current: bool  # serves the newest weights of this run
     sequence_tokens: int = 0  # the longest sequence that it serves, 0 where it does not say
+    quarantined: str = ""  # why it gets no calls, and nothing waits for it
 
 
 class FormatStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +83,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     failure: str  # why the last run ended, "" when it did not fail
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
+    until_served: bool = False  # it also goes on by itself, once a replica serves its weights
     model: str
     run: int
     global_step: int
@@ -144,8 +146,9 @@ def _phase_detail(engine: EngineState, now_ns: int) -> str:
         case Phase.WEIGHT_SYNCING:
             if engine.batch is not None:
                 return f"training step {engine.batch.step}"
-            loaded = f"{len(engine.loaded)} of {len(engine.replicas)} replicas"
-            return f"loading version {engine.version}: {loaded}"
+            loaded = f"{len(engine.loaded)} of {len(engine.usable)} replicas"
+            apart = len(engine.replicas) - len(engine.usable)
+            return f"loading version {engine.version}: {loaded}" + (f", {apart} quarantined" if apart else "")
 
 
 def _asynchronous(engine: EngineState, waited_for: Measure) -> str:
@@ -208,6 +211,11 @@ def _trainer(engine: EngineState) -> TrainerStatus:
     )
 
 
+def _quarantine(replica: Replica) -> str:
+    found = replica.quarantined
+    return "" if found is None else f"it cannot load version {found.version}: {found.reason}"
+
+
 def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     return tuple(
         ReplicaStatus(
@@ -218,6 +226,7 @@ def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
             version=replica.version,
             current=name in engine.loaded,
             sequence_tokens=replica.sequence_tokens,
+            quarantined=_quarantine(replica),
         )
         for name, replica in sorted(engine.replicas.items())
     )
@@ -239,6 +248,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         detail=noting(detail_of(engine, now_ns), refusing),
         failure=engine.failure,
         suspended=engine.suspended,
+        until_served=engine.until_served,
         model=source.model if source else "",
         run=engine.run,
         global_step=engine.global_step,
@@ -345,6 +355,13 @@ def _episode_lines(episodes: tuple[OpenEpisode, ...]) -> list[str]:
     return lines
 
 
+def way_on(status: EngineStatus) -> str:
+    """Return what lets a suspended run go on."""
+    if status.until_served:
+        return "the run goes on once a replica serves its weights; `bombus resume` lets all of them try at once"
+    return "once the cause is gone, `bombus resume` lets the run go on"
+
+
 def _head_lines(status: EngineStatus) -> list[str]:
     phase = status.phase.removeprefix("ENGINE.")
     version = status.version if status.version >= 0 else "-"
@@ -352,7 +369,7 @@ def _head_lines(status: EngineStatus) -> list[str]:
     if status.failure:
         lines.append(f"  failure: {one_line(status.failure)}")
     if status.suspended:
-        lines.append("  once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it")
+        lines.append(f"  {way_on(status)}; `bombus stop` ends it")
     model = one_line(status.model) or "-"
     lines.append(f"  model {model}, run {status.run}, step {status.global_step}, policy version {version}")
     if status.disagreement:
@@ -374,12 +391,15 @@ def _collection_lines(status: EngineStatus) -> list[str]:
 
 
 def _replica_lines(replicas: tuple[ReplicaStatus, ...]) -> list[str]:
-    lines = [f"replicas: {len(replicas)}"]
+    apart = sum(bool(replica.quarantined) for replica in replicas)
+    lines = [f"replicas: {len(replicas)}" + (f", {apart} of them quarantined" if apart else "")]
     for replica in replicas:
         version = f"version {replica.version}" if replica.version >= 0 else "nothing loaded"
         if replica.sequence_tokens:
             version += f", sequences of up to {replica.sequence_tokens} tokens"
         lines.append(f"  {one_line(replica.replica)} {one_line(replica.url)} {version}")
+        if replica.quarantined:
+            lines.append(f"    quarantined: {one_line(replica.quarantined)}")
     return lines
 
 

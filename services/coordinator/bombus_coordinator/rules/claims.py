@@ -21,7 +21,8 @@ def why_none(engine: EngineState, claim: Claim | None = None) -> Refused:
     if not engine.suspended:
         return refused
     why = NONE_AVAILABLE if engine.phase == Phase.ROLLING else refused.why
-    return Refused(refused.code, f"{why} The run is suspended until its operator resumes it: {engine.suspended}")
+    until = "a replica serves its weights" if engine.until_served else "its operator resumes it"
+    return Refused(refused.code, f"{why} The run is suspended until {until}: {engine.suspended}")
 
 
 def _why_in_phase(engine: EngineState, claim: Claim | None) -> Refused:

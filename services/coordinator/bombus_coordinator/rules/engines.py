@@ -1,4 +1,4 @@
-"""The life of an engine: configure, start, stop, and the facts that its trainers and replicas report."""
+"""The life of an engine: configure, start, stop, and the facts that its trainers report."""
 
 from bombus.errors import Code, Refused
 from bombus.hive import events as ev
@@ -12,8 +12,6 @@ from bombus.hive.inbox import (
     Message,
     ModelReadFact,
     Refusal,
-    ReplicaAlive,
-    ReplicaLeaves,
     Resume,
     StageReached,
     Start,
@@ -21,7 +19,6 @@ from bombus.hive.inbox import (
     StepDone,
     Stop,
     TrainerOpens,
-    WeightsLoadedFact,
     WeightsSaved,
 )
 from bombus.hive.state import ACTIVE_S, EngineState, Phase
@@ -29,7 +26,7 @@ from bombus_coordinator.rules.beginning import beginning
 from bombus_coordinator.rules.claims import no_room, why_none
 from bombus_coordinator.rules.decision import CommandReply, Decision, Decisions, wrong_phase
 from bombus_coordinator.rules.episodes import aborted
-from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
+from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
 EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
@@ -158,10 +155,17 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
     yield Decision(events=(resumed,), replies=reply)
 
 
-def suspend(engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = ()) -> Decisions:
+def suspend(
+    engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
+) -> Decisions:
     """Let the run wait for its operator, with all that it has. One that waits already goes on waiting."""
-    reason = reason[:REASON_CHARS_MAX]
-    suspended = ev.EngineSuspended(at_ns=live.now_ns, engine=engine.name, run=engine.run, reason=reason)
+    suspended = ev.EngineSuspended(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        reason=reason[:REASON_CHARS_MAX],
+        until_served=until_served,
+    )
     events = before if engine.suspended else (*before, suspended)
     if events:
         yield Decision(events=events)
@@ -175,7 +179,8 @@ def fail(engine: EngineState, live: Live, reason: str) -> Decisions:
 def broke(engine: EngineState, live: Live, message: EngineBroke) -> Decisions:
     superseded = message.trainer_epoch not in (None, engine.trainer_epoch)
     if message.run == engine.run and engine.phase != Phase.OFFLINE and not superseded:
-        end = suspend if message.may_pass else fail
+        of_trainer = message.trainer_epoch is not None
+        end = fail if of_trainer and not message.may_pass else suspend
         yield from end(engine, live, message.reason)
 
 
@@ -310,80 +315,3 @@ def weights_saved(engine: EngineState, live: Live, message: WeightsSaved) -> Dec
             ),
         )
     )
-
-
-# ---- facts from replicas --------------------------------------------------------------------------------------
-
-
-def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
-    live.replica_seen[engine.name, message.replica] = live.now_ns
-    joined = engine.replicas.get(message.replica)
-    if joined is None or joined.url != message.url:
-        yield Decision(
-            events=(
-                ev.ReplicaJoined(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    replica=message.replica,
-                    url=message.url,
-                    capacity=message.capacity,
-                ),
-            )
-        )
-    if message.version >= 0:
-        yield from weights_loaded(
-            engine,
-            live,
-            WeightsLoadedFact(
-                id=message.id,
-                engine=message.engine,
-                run=message.run,
-                version=message.version,
-                replica=message.replica,
-                sequence_tokens=message.sequence_tokens,
-            ),
-        )
-
-
-def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
-    """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
-    replica = engine.replicas.get(message.replica)
-    if replica is None or message.run != engine.run:
-        return False
-    if message.version == engine.version:
-        return message.replica not in engine.loaded
-    before = replica.version if replica.run == engine.run else -1
-    return engine.collection.max_staleness > 0 and before < message.version < engine.version
-
-
-def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
-    if _is_new(engine, message):
-        yield Decision(
-            events=(
-                ev.WeightsLoaded(
-                    at_ns=live.now_ns,
-                    engine=engine.name,
-                    run=engine.run,
-                    version=message.version,
-                    replica=message.replica,
-                    sequence_tokens=message.sequence_tokens,
-                ),
-            )
-        )
-
-
-def _leave(engine: EngineState, live: Live, replica: str, reason: str) -> Decision:
-    live.replica_seen.pop((engine.name, replica), None)
-    return Decision(events=(ev.ReplicaLeft(at_ns=live.now_ns, engine=engine.name, replica=replica, reason=reason),))
-
-
-def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> Decisions:
-    if message.replica in engine.replicas:
-        yield _leave(engine, live, message.replica, "stopped")
-
-
-def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
-    for name, replica in list(engine.replicas.items()):
-        seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
-        if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
-            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")

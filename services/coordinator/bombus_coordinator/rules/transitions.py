@@ -12,19 +12,22 @@ from bombus_coordinator.rules.decision import NAMES_PER_EVENT, Decision, Decisio
 from bombus_coordinator.rules.engines import fail
 from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live, ns
+from bombus_coordinator.rules.replicas import look_after
 
 
-def _all_loaded(engine: EngineState, live: Live) -> bool:
-    """Return whether all replicas serve the newest weights, or at least one does and `sync_s` has passed (R15)."""
+def _all_loaded(engine: EngineState) -> bool:
+    """Return whether the newest weights are served by a replica, and by all that are waited for (R15).
+
+    Those are the ones that were there when the weights were ready, less those in quarantine.
+    """
     if not engine.loaded or engine.weights is None:
         return False
-    if engine.loaded >= set(engine.replicas):
-        return True
-    return live.since(engine.weights.at_ns) + ns(engine.collection.sync_s) <= live.now_ns
+    ready_ns = engine.weights.at_ns
+    return all(name in engine.loaded or replica.joined_ns > ready_ns for name, replica in engine.usable.items())
 
 
 def _booting(engine: EngineState, live: Live) -> Decisions:
-    if _all_loaded(engine, live):
+    if _all_loaded(engine):
         if engine.stage != BOOTED:
             yield Decision(events=(ev.EngineBooted(at_ns=live.now_ns, engine=engine.name, run=engine.run),))
         yield _roll(engine, live)
@@ -142,7 +145,7 @@ def _roll(engine: EngineState, live: Live) -> Decision:
 
 
 def _syncing(engine: EngineState, live: Live) -> Decisions:
-    if engine.version < engine.step or not _all_loaded(engine, live):
+    if engine.version < engine.step or not _all_loaded(engine):
         return
     rules = engine.collection
     is_by_agreement = BATCH_METHODS[rules.method].is_by_agreement
@@ -169,6 +172,7 @@ def settle(engine: EngineState, live: Live) -> Decisions:
     Each is one event and can be derived again from the fold: the next leader makes those that a crash cuts off. So none
     of them needs an atomic batch, which would cost the server a sync of its disk.
     """
+    yield from look_after(engine, live)
     while (rule := _SETTLE.get(engine.phase)) is not None and not engine.suspended:
         moved = False
         for decision in rule(engine, live):

@@ -102,9 +102,10 @@ class Upstream:
             state = self._follower.hive.engine(engine)
             candidates = fitting(state, episode)
         if not candidates or state.run != run:
+            why = f" The run is suspended: {state.suspended}" if state.suspended else ""
             raise Refused(
                 Code.NO_REPLICA,
-                f"No inference replica serves version {state.version} of engine {engine} just now; try again.",
+                f"No inference replica serves version {state.version} of engine {engine} just now; try again.{why}",
             )
         now = time.monotonic()
         reachable = {name: found for name, found in candidates.items() if self._avoid.get(name, 0.0) < now}

@@ -2,8 +2,9 @@
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from bombus.architectures.probing import refusing, sequence_limit
 from bombus.architectures.shapes import layer_shapes
-from bombus.errors import EngineFault
+from bombus.errors import EngineFault, in_one_line
 from bombus.hive.generation import Generate
 from bombus.weights.deltas import FULL_FILE
 from bombus.weights.merging import Adapter
@@ -32,6 +33,8 @@ from bombus_inference.backends.torch.engine import Engine
 from bombus_inference.backends.torch.patching import read_patches
 from bombus_inference.backends.torch.thread import EngineThread
 from bombus_inference.settings import ComputeSettings
+
+T = TypeVar("T")
 
 # The engine's thread takes the interpreter's lock thousands of times a second. With Python's interval of 5 ms it would
 # wait for longer than it computes whenever the HTTP side is busy.
@@ -83,12 +86,12 @@ class TorchBackend:
             patches = await asyncio.to_thread(read_patches, policy.delta, self._run_settings)
             await self.thread.patch(patches, version, run)
         elif serving:
-            state, adapter = await asyncio.to_thread(self._read, policy)
+            state, adapter = await _in_thread(self._read, policy)
             await self.thread.swap(state, version, run, adapter)
         else:
             await self.unload()
             self._run_settings = await asyncio.to_thread(with_precision, self._settings, policy)
-            engine = await asyncio.to_thread(self._make_engine, policy)
+            engine = await _in_thread(self._make_engine, policy)
             self.sequence_tokens, self._dtypes = engine.max_model_len, engine.dtypes
             await self.thread.install(engine, UNLOADED)
         self.run, self.version = run, version
@@ -118,6 +121,14 @@ class TorchBackend:
 
     async def stop(self) -> None:
         await self.thread.stop()
+
+
+async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
+    """Read a policy, while what is served stays as it is. Raises `EngineFault` also for want of memory."""
+    try:
+        return await asyncio.to_thread(read, policy)
+    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+        raise EngineFault(f"version {policy.version} cannot be loaded: {in_one_line(error)}") from error
 
 
 def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:

@@ -1,0 +1,168 @@
+"""What replicas report, and how a run goes on without those that cannot load its weights."""
+
+from collections.abc import Iterator
+
+from bombus.hive import events as ev
+from bombus.hive.inbox import LoadBroke, ReplicaAlive, ReplicaLeaves, WeightsLoadedFact
+from bombus.hive.state import EngineState, Phase, Replica
+from bombus_coordinator.rules.decision import Decision, Decisions
+from bombus_coordinator.rules.engines import REASON_CHARS_MAX, suspend
+from bombus_coordinator.rules.live import REPLICA_LAPSE_S, Live, ns
+
+REASONS_MAX = 3  # of quarantined replicas, in the reason of a suspended run
+
+
+def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
+    live.replica_seen[engine.name, message.replica] = live.now_ns
+    joined = engine.replicas.get(message.replica)
+    if joined is None or joined.url != message.url:
+        yield Decision(
+            events=(
+                ev.ReplicaJoined(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    replica=message.replica,
+                    url=message.url,
+                    capacity=message.capacity,
+                ),
+            )
+        )
+    if message.version >= 0:
+        yield from weights_loaded(
+            engine,
+            live,
+            WeightsLoadedFact(
+                id=message.id,
+                engine=message.engine,
+                run=message.run,
+                version=message.version,
+                replica=message.replica,
+                sequence_tokens=message.sequence_tokens,
+            ),
+        )
+
+
+def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
+    """Return whether a replica now serves the newest weights; in an asynchronous run, newer ones than before."""
+    replica = engine.replicas.get(message.replica)
+    if replica is None or message.run != engine.run:
+        return False
+    if message.version == engine.version:
+        return message.replica not in engine.loaded
+    before = replica.version if replica.run == engine.run else -1
+    return engine.collection.max_staleness > 0 and before < message.version < engine.version
+
+
+def weights_loaded(engine: EngineState, live: Live, message: WeightsLoadedFact) -> Decisions:
+    if _is_new(engine, message):
+        yield Decision(
+            events=(
+                ev.WeightsLoaded(
+                    at_ns=live.now_ns,
+                    engine=engine.name,
+                    run=engine.run,
+                    version=message.version,
+                    replica=message.replica,
+                    sequence_tokens=message.sequence_tokens,
+                ),
+            )
+        )
+
+
+def _leave(engine: EngineState, live: Live, replica: str, reason: str) -> Decision:
+    live.replica_seen.pop((engine.name, replica), None)
+    return Decision(events=(ev.ReplicaLeft(at_ns=live.now_ns, engine=engine.name, replica=replica, reason=reason),))
+
+
+def replica_leaves(engine: EngineState, live: Live, message: ReplicaLeaves) -> Decisions:
+    if message.replica in engine.replicas:
+        yield _leave(engine, live, message.replica, "stopped")
+
+
+def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
+    for name, replica in list(engine.replicas.items()):
+        seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
+        if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
+            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
+
+
+# ---- quarantine -----------------------------------------------------------------------------------------------
+
+
+def load_broke(engine: EngineState, live: Live, message: LoadBroke) -> Decisions:
+    """Quarantine a replica that cannot load the newest weights. What it says of older ones is out of date."""
+    newest = (message.run, message.version) == (engine.run, engine.version)
+    if newest and engine.phase != Phase.OFFLINE and message.replica not in engine.loaded:
+        yield from _quarantine(engine, live, message.replica, message.reason)
+
+
+def look_after(engine: EngineState, live: Live) -> Decisions:
+    """Quarantine replicas that are late, suspend a run that has no other, and let it go on once one serves (R15)."""
+    if engine.phase == Phase.OFFLINE or engine.weights is None:
+        return
+    if engine.suspended:
+        if engine.until_served and engine.loaded:
+            resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run)
+            yield Decision(events=(resumed,))
+        return
+    for name in list(_late(engine, live)):
+        yield from _quarantine(engine, live, name, f"not loaded within {engine.collection.sync_s:.0f} s")
+    if _none_is_left(engine, live):
+        yield from suspend(engine, live, _why_none_is_left(engine), until_served=True)
+
+
+def _quarantine(engine: EngineState, live: Live, name: str, reason: str) -> Decisions:
+    replica = engine.replicas.get(name)
+    if replica is None:
+        return
+    before, reason = replica.quarantined, reason[:REASON_CHARS_MAX]
+    if before is not None and (before.version, before.reason) == (engine.version, reason):
+        return
+    quarantined = ev.ReplicaQuarantined(
+        at_ns=live.now_ns,
+        engine=engine.name,
+        run=engine.run,
+        version=engine.version,
+        replica=name,
+        reason=reason,
+    )
+    yield Decision(events=(quarantined,))
+
+
+def _late(engine: EngineState, live: Live) -> Iterator[str]:
+    """Yield the replicas that have not loaded the newest weights in time. While booting, one must have."""
+    assert engine.weights is not None
+    if len(engine.loaded) >= len(engine.replicas) or (engine.phase == Phase.BOOTING and not engine.loaded):
+        return
+    since_ns = max(engine.weights.at_ns, engine.phase_since_ns)
+    for name, replica in engine.usable.items():
+        if name not in engine.loaded and _sync_is_over(engine, live, max(since_ns, replica.joined_ns)):
+            yield name
+
+
+def _sync_is_over(engine: EngineState, live: Live, since_ns: int) -> bool:
+    return live.since(since_ns) + ns(engine.collection.sync_s) <= live.now_ns
+
+
+def _none_is_left(engine: EngineState, live: Live) -> bool:
+    """Return whether every replica is quarantined. One that failed at an older version may still load the newest."""
+    assert engine.weights is not None
+    if engine.loaded or not engine.replicas or engine.usable:
+        return False
+    has_failed = all(_version(replica) == engine.version for replica in engine.replicas.values())
+    return has_failed or _sync_is_over(engine, live, engine.weights.at_ns)
+
+
+def _version(replica: Replica) -> int:
+    """Return the version that a replica could not load, -1 while it is not quarantined."""
+    return -1 if replica.quarantined is None else replica.quarantined.version
+
+
+def _why_none_is_left(engine: EngineState) -> str:
+    reasons = [
+        f"{name}: {replica.quarantined.reason}"
+        for name, replica in sorted(engine.replicas.items())
+        if replica.quarantined is not None
+    ]
+    more = f"; and {len(reasons) - REASONS_MAX} more" if len(reasons) > REASONS_MAX else ""
+    return f"no replica can load version {engine.version}. {'; '.join(reasons[:REASONS_MAX])}{more}"
