@@ -75,7 +75,7 @@ sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 
 # A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
-	$(BIN)/python -m tests.chaos --kills $(KILLS)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
 
 clean:  ## remove the environments and what runs left in this folder
 	rm -rf $(VENV) $(TEMPLATES_VENV) .bombus runs

@@ -29,8 +29,10 @@ async def audit(bus: Bus, ledgers: Mapping[str, Ledger]) -> Report:
         if isinstance(event, ev.MessageSetAside):
             report.wrong_in_hive.append(f"a message {event.message} was set aside: {event.why}")
     for engine, ledger in ledgers.items():
-        found = report.engines[engine] = EngineReport(errors_seen=ledger.troubles.total())
         log = EngineLog(engine, events)
+        found = report.engines[engine] = EngineReport(
+            replicas_quarantined=len(log.quarantined), pauses=len(log.pauses), errors_seen=ledger.troubles.total()
+        )
         found.wrong += [f"the run waits or is over: {why}" for why in log.stops]
         await _check_calls(bus, ledger, log, found)
         _check_claims_and_aborts(ledger, log, found)

@@ -8,7 +8,11 @@ from bombus.hive.events import AnyEvent, NotedCall, Outcome
 
 
 class EngineLog:
-    """What a hive's events say of one engine. A run that ended or waits for its operator is among its `stops`."""
+    """What a hive's events say of one engine.
+
+    `stops` has the reason of each run that ended or had to wait for its operator, `pauses` that of each wait for a
+    replica.
+    """
 
     def __init__(self, engine: str, events: Sequence[AnyEvent]) -> None:
         self.noted: dict[str, list[NotedCall]] = {}
@@ -22,6 +26,8 @@ class EngineLog:
         self.steps: dict[int, list[ev.StepCompleted]] = {}
         self.weights: dict[int, list[ev.WeightsReady]] = {}
         self.stops: list[str] = []
+        self.pauses: list[str] = []
+        self.quarantined: set[str] = set()  # replicas
         for event in events:
             if event.engine == engine:
                 self._apply(event)
@@ -52,10 +58,6 @@ class EngineLog:
                         self.evaluated.add(outcome.episode)
             case ev.EpisodeAborted():
                 self.aborted.update(event.episodes)
-            case ev.EngineStopped():
-                self.stops.append("its run was stopped")
-            case ev.EngineFailed() | ev.EngineSuspended():
-                self.stops.append(event.reason)
             case _:
                 self._apply_training(event)
 
@@ -72,5 +74,18 @@ class EngineLog:
                 self.steps.setdefault(event.step, []).append(event)
             case ev.WeightsReady():
                 self.weights.setdefault(event.version, []).append(event)
+            case _:
+                self._apply_trouble(event)
+
+    def _apply_trouble(self, event: AnyEvent) -> None:
+        match event:
+            case ev.EngineStopped():
+                self.stops.append("it was stopped")
+            case ev.EngineFailed():
+                self.stops.append(event.reason)
+            case ev.EngineSuspended():
+                (self.pauses if event.until_served else self.stops).append(event.reason)
+            case ev.ReplicaQuarantined():
+                self.quarantined.add(event.replica)
             case _:
                 pass

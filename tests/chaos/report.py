@@ -19,6 +19,8 @@ class EngineReport:
     steps: int = 0
     steps_after: int = 0  # those of them that were made once the killing had ended
     trained_again: bool = False  # the last step, from the log, with the same bytes
+    replicas_quarantined: int = 0
+    pauses: int = 0  # without any replica that could load
     errors_seen: int = 0  # by agents, of calls and claims that were not acknowledged
     lost: int = 0
     doubled: int = 0
@@ -65,6 +67,8 @@ _LINES: Mapping[str, str] = {
     "  evaluation": "episodes_evaluated",
     "steps": "steps",
     "  after the killing": "steps_after",
+    "replicas quarantined": "replicas_quarantined",
+    "waits for a replica": "pauses",
     "lost": "lost",
     "doubled": "doubled",
     "otherwise wrong": "otherwise_wrong",

@@ -14,7 +14,7 @@ from bombus.hive.state import EngineState, Hive, Phase
 from bombus.sdk.aio import AsyncSwarmClient
 from tests.chaos.agents import Agents
 from tests.chaos.audit import audit
-from tests.chaos.engines import ENGINES
+from tests.chaos.engines import ENGINES, LEFT
 from tests.chaos.hive import RunningHive
 from tests.chaos.killer import Killer
 from tests.chaos.report import Report, lines
@@ -59,6 +59,8 @@ async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: boo
                 each.stop()
             await asyncio.wait_for(playing, QUIET_S)
         report = await _audit(hive, agents)
+        if broken_replica and not report.engines[LEFT.name].replicas_quarantined:
+            report.engines[LEFT.name].wrong.append("the replica that never loads was not quarantined")
         for engine, steps in made.items():
             report.engines[engine].steps_after = steps
             if steps < STEPS_AFTER:
@@ -187,7 +189,8 @@ async def _unsettled(bus: Bus) -> list[str]:
 
 
 def _is_settled(engine: EngineState) -> bool:
-    return engine.phase == Phase.ROLLING and engine.batch is None and engine.version == engine.step
+    resting = engine.phase == Phase.ROLLING and not engine.suspended
+    return resting and engine.batch is None and engine.version == engine.step
 
 
 async def _train_again(hive: RunningHive, engine: str, report: Report) -> None:
