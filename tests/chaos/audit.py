@@ -21,8 +21,9 @@ from tests.chaos.report import EngineReport, Report
 
 async def audit(bus: Bus, ledgers: Mapping[str, Ledger]) -> Report:
     """Read the whole log and check it. The hive may run, but no agent may play."""
-    report = Report(leaders=(await upkeep.verify(bus)).epochs)
+    leaders = (await upkeep.verify(bus)).epochs
     events = await _events(bus)
+    report = Report(events=len(events), leaders=leaders)
     hive = Hive()
     for event in events:
         evolve(hive, event)

@@ -33,7 +33,7 @@ class ChaosEngine:
             lr=1e-3,
             bombus={
                 "model": {"dtype": "float32"},
-                "collection": {"max_staleness": self.max_staleness},
+                "collection": {"max_staleness": self.max_staleness, "replay_steps": 10_000},  # the audit reads all
                 "rollout": LENGTHS,
             },
         )

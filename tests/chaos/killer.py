@@ -14,7 +14,7 @@ from tests.chaos.hive import RunningHive
 SHARES = {"coordinator": 5, "gateway": 5, "inference": 4, "nats-server": 3, "trainer": 3}
 STOPS = 0.3  # the share of stops; the others are kills
 TOGETHER = (1, 1, 1, 2, 3)  # how many processes are killed at once, each as often
-PAUSE_S = (0.3, 4.0)
+PAUSE_S = (0.3, 6.0)  # two cores are half busy with starting again what was killed
 STOPPED_S = (0.3, 4.0)
 
 

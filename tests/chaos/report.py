@@ -44,6 +44,7 @@ class Report:
     """What was found of a hive, and of each of its engines."""
 
     engines: dict[str, EngineReport] = field(default_factory=dict)
+    events: int = 0  # of the log, when it was checked
     leaders: int = 0
     verified: bool = False  # by `bombus log verify`, with the state that the last leader had
     wrong_in_hive: list[str] = field(default_factory=list)
@@ -86,4 +87,9 @@ def lines(report: Report) -> list[str]:
     again = ("same bytes" if each.trained_again else "OTHER BYTES" for each in engines)
     table.append(f"{'last step made again':24}" + "".join(f"{each:>12}" for each in again))
     state = "the log's, folded again" if report.verified else "NOT THAT OF THE LOG"
-    return [*table, f"state of the last leader {state}", f"leaders {report.leaders}"]
+    return [
+        *table,
+        f"state of the last leader      {state}",
+        f"leaders                 {report.leaders:12}",
+        f"events                  {report.events:12}",
+    ]
