@@ -10,7 +10,7 @@ from bombus.bus import Bus
 from bombus.bus.follow import Follower
 from bombus.config.documents import parse_job
 from bombus.errors import Code, Refused
-from bombus.hive.events import Collection, EngineConfigured, EpisodeType
+from bombus.hive.events import Collection, EngineConfigured, EpisodeType, ReplicaQuarantined
 from bombus.hive.generation import Generate
 from bombus.hive.pacing import fitting
 from bombus.hive.records import LengthLimit, SamplingParams
@@ -72,6 +72,17 @@ def test_an_asynchronous_job_is_also_served_by_replicas_that_are_behind_within_i
         "none": replica(version=-1),
     }
     assert list(fitting(state)) == ["old", "good"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_quarantined_replica_gets_no_calls_whatever_it_serves(max_staleness: int) -> None:
+    rules = Collection(max_staleness=max_staleness)
+    job = EngineConfigured(config="", config_digest="", collection=rules, model="")
+    state = EngineState(name="main", run=1, version=4, active=job)
+    state.replicas = {"apart": replica(), "apart too": replica(version=3), "good": replica()}
+    for name in ("apart", "apart too"):
+        state.replicas[name].quarantined = ReplicaQuarantined(run=1, version=4, replica=name, reason="no mount")
+    assert list(fitting(state)) == ["good"]
 
 
 def test_a_busier_home_gives_way_to_the_replica_with_the_most_free_capacity() -> None:
@@ -168,6 +179,12 @@ async def test_a_call_at_a_hung_replica_is_aborted_once_the_replica_has_left_the
     request = Generate(id="c", engine="main", run=1, prompt=b"", sampling=SamplingParams(), episode="main-1-1")
     generation, _ = await upstream.start(request)
     waiting = asyncio.create_task(generation.frames())
+    quarantined = ReplicaQuarantined(run=1, version=1, replica="r", reason="no mount")
+    state.replicas["r"].quarantined = quarantined
+    upstream.abort_orphans(now=0.0)
+    upstream.abort_orphans(now=99.0)
+    await asyncio.sleep(0)
+    assert not waiting.done(), "calls of a quarantined replica go on: it may still serve what they are of"
     upstream.abort_orphans(now=100.0)
     del state.replicas["r"]
     upstream.abort_orphans(now=200.0)

@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from bombus.errors import Refused
+from bombus.errors import EngineFault, Refused
 from bombus.hive.inbox import LoadBroke, ReplicaAlive, WeightsLoadedFact
 from bombus.weights.models import build_tiny
 from bombus_inference import cli, service
@@ -23,6 +23,8 @@ from tests.inference.backends.small_engines import llama, request
 from tests.inference.test_service import COMPUTE, FakeCoordinator, ask, coordinator, ready, started, weights
 
 __all__ = ["coordinator"]
+
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 @asynccontextmanager
@@ -118,6 +120,22 @@ async def test_the_torch_engine_computes_in_the_precision_of_its_job(tmp_path: P
         finally:
             await backend.stop()
     assert 0 < abs(made[0] - made[1]) < 0.1
+
+
+@pytest.mark.skipif(OVERCOMMIT.read_text().strip() == "1", reason="this system grants any memory that is asked for")
+async def test_want_of_memory_is_a_fault_of_the_load_and_not_the_end_of_the_process(tmp_path: Path) -> None:
+    """It ended the process, which was started again and ended again until the boot took too long."""
+    llama().save_pretrained(tmp_path)
+    four_tebibytes = ComputeSettings(kv_cache_bytes=4 << 40)
+    client = BackendClient()
+    backend = TorchBackend(four_tebibytes, client.deliver)
+    try:
+        with pytest.raises(EngineFault, match=r"version 0 cannot be loaded: .*can't allocate memory"):
+            await backend.load(Policy(tmp_path, 1, 0, 64), ignore_stage)
+        assert backend.version == -1
+        assert not backend.failed.done()
+    finally:
+        await backend.stop()
 
 
 def test_the_openai_backend_needs_a_url() -> None:

@@ -278,7 +278,8 @@ async def test_r15_a_version_that_is_removed_while_it_is_read_is_let_be_for_the_
         await coordinator.write(ready(1, 2, named[2]), ready(1, 3, named[3]))
         remove_others(tmp_path, [named[version].where for version in (2, 3)], trainer_epoch=1)
         writer.close()
-        assert await coordinator.receive_outcome() == 3
+        while await coordinator.receive_outcome() != 3:
+            pass  # version 2, if the replica has not read of the next one yet
         alive = await coordinator.receive(ReplicaAlive, lambda message: message.version == 3)
         made = (await ask(alive.url, 1, [1, 2, 3])).only
         assert worst_difference(models[3], [1, 2, 3], made) < 1e-4

@@ -105,6 +105,8 @@ def look_after(engine: EngineState, live: Live) -> Decisions:
             resumed = ev.EngineResumed(at_ns=live.now_ns, engine=engine.name, run=engine.run)
             yield Decision(events=(resumed,))
         return
+    if len(engine.loaded) >= len(engine.replicas):  # as nearly always, and this is asked for every message
+        return
     for name in list(_late(engine, live)):
         yield from _quarantine(engine, live, name, f"not loaded within {engine.collection.sync_s:.0f} s")
     if _none_is_left(engine, live):
@@ -132,7 +134,7 @@ def _quarantine(engine: EngineState, live: Live, name: str, reason: str) -> Deci
 def _late(engine: EngineState, live: Live) -> Iterator[str]:
     """Yield the replicas that have not loaded the newest weights in time. While booting, one must have."""
     assert engine.weights is not None
-    if len(engine.loaded) >= len(engine.replicas) or (engine.phase == Phase.BOOTING and not engine.loaded):
+    if engine.phase == Phase.BOOTING and not engine.loaded:
         return
     since_ns = max(engine.weights.at_ns, engine.phase_since_ns)
     for name, replica in engine.usable.items():
@@ -147,7 +149,7 @@ def _sync_is_over(engine: EngineState, live: Live, since_ns: int) -> bool:
 def _none_is_left(engine: EngineState, live: Live) -> bool:
     """Return whether every replica is quarantined. One that failed at an older version may still load the newest."""
     assert engine.weights is not None
-    if engine.loaded or not engine.replicas or engine.usable:
+    if engine.loaded or engine.usable:
         return False
     has_failed = all(_version(replica) == engine.version for replica in engine.replicas.values())
     return has_failed or _sync_is_over(engine, live, engine.weights.at_ns)

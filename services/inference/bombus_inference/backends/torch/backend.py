@@ -127,8 +127,15 @@ async def _in_thread(read: Callable[[Policy], T], policy: Policy) -> T:
     """Read a policy, while what is served stays as it is. Raises `EngineFault` also for want of memory."""
     try:
         return await asyncio.to_thread(read, policy)
-    except (MemoryError, OSError, torch.OutOfMemoryError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _lacks_memory(error):
+            raise
         raise EngineFault(f"version {policy.version} cannot be loaded: {in_one_line(error)}") from error
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Return whether it is about memory. torch has a type for that of a GPU, and none for that of a CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def make_engine(policy: Policy, settings: ComputeSettings) -> Engine:
