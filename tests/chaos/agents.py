@@ -1,6 +1,7 @@
 """The load: agents that play two turns with the OpenAI SDK, unmodified, and report with ours or with plain HTTP."""
 
 import asyncio
+import contextlib
 import random
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ class _Agent:
     pick: random.Random
 
     async def play_one(self) -> None:
-        """Play an episode. What goes wrong was not acknowledged: the episode becomes idle, or is over.
+        """Play an episode. What goes wrong was not acknowledged.
 
         Raises `EngineOffline` when the run is over.
         """
@@ -81,6 +82,13 @@ class _Agent:
             await self._play(credentials, kind)
         except (OpenAIError, SwarmError) as error:
             self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
+            await self._give_up(credentials)
+
+    async def _give_up(self, credentials: Credentials) -> None:
+        """Abort the episode, if it is not over, or let it become idle, as an agent that has died would."""
+        if self.pick.random() < 0.5:
+            with contextlib.suppress(SwarmError):
+                await self.client.abort_episode(credentials.episode_uuid, infra=True)
 
     async def _play(self, credentials: Credentials, kind: EpisodeKind) -> None:
         task = self.pick.choice(TASKS)

@@ -10,7 +10,7 @@ from bombus.errors import EngineFault
 from bombus.hive import events as ev
 from bombus.hive.events import AnyEvent
 from bombus.hive.records import decode_record
-from bombus.hive.state import EngineState, Hive, evolve
+from bombus.hive.state import EngineState, Hive, as_folded, evolve
 from bombus.replay import upkeep
 from bombus_inference.fetching import Fetcher
 from bombus_trainer.publish import checkpoint
@@ -25,8 +25,9 @@ async def audit(bus: Bus, ledgers: Mapping[str, Ledger]) -> Report:
     events = await _events(bus)
     report = Report(events=len(events), leaders=leaders)
     hive = Hive()
-    for event in events:
+    for number, event in enumerate(events):
         evolve(hive, event)
+        events[number] = as_folded(hive, event)
         if isinstance(event, ev.MessageSetAside):
             report.wrong_in_hive.append(f"a message {event.message} was set aside: {event.why}")
     for engine, ledger in ledgers.items():
@@ -71,11 +72,10 @@ async def _check_calls(bus: Bus, ledger: Ledger, log: EngineLog, report: EngineR
             text = (record.choices[0].message or {}).get("content") or ""
             if record.episode != episode or text != ledger.texts[call]:
                 report.wrong.append(f"call {call} of {episode} is recorded as {record.episode} with the text {text!r}")
-        ended = log.ended.get(episode)
-        if episode in ledger.ends and ended:
-            missing = set(calls) - {ref.id for ref in ended[0].calls}
+        for batched in log.batched.get(episode, ()):
+            missing = set(calls) - {ref.id for ref in batched.calls}
             if missing:
-                report.lose(f"episode {episode} ended without its calls {sorted(missing)}")
+                report.lose(f"episode {episode} was trained without its calls {sorted(missing)}")
 
 
 def _check_ends(ledger: Ledger, log: EngineLog, report: EngineReport) -> None:
@@ -114,13 +114,13 @@ def _check_training(log: EngineLog, engine: EngineState, report: EngineReport) -
             report.double(f"step {step}: {len(batches)} batches, {len(done)} completions")
         if not done and step != last:
             report.lose(f"step {step} was sealed and never done")
-    for episode, rewards in log.batched.items():
-        if len(rewards) > 1:
-            report.double(f"episode {episode} is in {len(rewards)} batches")
+    for episode, batched in log.batched.items():
+        if len(batched) > 1:
+            report.double(f"episode {episode} is in {len(batched)} batches")
         if episode not in log.ended:
             report.wrong.append(f"episode {episode} was trained and never ended")
-        elif rewards[0] != log.ended[episode][0].reward:
-            report.wrong.append(f"episode {episode} was trained with the reward {rewards[0]!r}")
+        elif batched[0].reward != log.ended[episode][0].reward:
+            report.wrong.append(f"episode {episode} was trained with the reward {batched[0].reward!r}")
     for episode in set(log.ended) - log.evaluated - set(log.batched) - log.dropped:
         if episode not in engine.pool:
             report.lose(f"episode {episode} was ended, and neither trained nor dropped, nor does it wait")

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from bombus.hive import events as ev
-from bombus.hive.events import AnyEvent, NotedCall, Outcome
+from bombus.hive.events import AnyEvent, BatchEpisode, NotedCall, Outcome
 
 
 class EngineLog:
-    """What a hive's events say of one engine.
+    """What a hive's events say of one engine. Batches have their calls, as the fold adds them.
 
     `stops` has the reason of each run that ended or had to wait for its operator, `pauses` that of each wait for a
     replica.
@@ -20,7 +20,7 @@ class EngineLog:
         self.evaluated: set[str] = set()
         self.claimed: Counter[str] = Counter()
         self.aborted: Counter[str] = Counter()
-        self.batched: dict[str, list[float]] = {}  # the rewards in the batches that an episode is in
+        self.batched: dict[str, list[BatchEpisode]] = {}
         self.dropped: set[str] = set()
         self.batches: dict[int, list[ev.BatchReady]] = {}
         self.steps: dict[int, list[ev.StepCompleted]] = {}
@@ -69,7 +69,7 @@ class EngineLog:
                 self.batches.setdefault(event.step, []).append(event)
                 for group in event.groups:
                     for episode in group.episodes:
-                        self.batched.setdefault(episode.episode, []).append(episode.reward)
+                        self.batched.setdefault(episode.episode, []).append(episode)
             case ev.StepCompleted():
                 self.steps.setdefault(event.step, []).append(event)
             case ev.WeightsReady():
