@@ -366,16 +366,6 @@ def test_an_engine_that_fails_while_it_boots_raises_with_the_reason() -> None:
         driver.run(driver.core.auto_start({}))
 
 
-def test_a_run_that_is_suspended_while_it_boots_is_waited_for_and_the_reason_is_logged_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    suspended = status("ENGINE.BOOTING", suspended="no replica can load version 0. r1: no mount")
-    driver = Driver([suspended, suspended, NoReply("reset"), suspended, status("ENGINE.ROLLING")])
-    driver.run(driver.core.wait_for_status("ENGINE.ROLLING"))
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages.count("the run is suspended: no replica can load version 0. r1: no mount") == 1
-
-
 def test_a_server_that_does_not_reply_has_a_status_of_its_own() -> None:
     driver = Driver([NoReply("refused")] * 50, retry_s=1.0)
     assert driver.run(driver.core.get_engine_status())[0] == "ENGINE.CANNOT_CONNECT"

@@ -337,17 +337,10 @@ class ClientCore:
         yield from self.wait_for_status(OFFLINE)
 
     def wait_for_status(self, wanted: str, timeout_s: float = 3600.0) -> ClientOperation[None]:
-        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`.
-
-        Why its run is suspended is logged, once for each reason.
-        """
-        began, logged = self._clock(), ""
+        """Wait until the engine is in this phase. Raises `EngineOffline` when it goes OFFLINE, `TimeoutError`."""
+        began = self._clock()
         while True:
             status, reply = yield from self.get_engine_status()
-            suspended = str(reply.get("suspended", ""))
-            if suspended not in ("", logged):
-                log.warning("the run is suspended: %s", suspended)
-                logged = suspended
             if status == wanted:
                 return
             if status == OFFLINE:
