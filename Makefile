@@ -80,9 +80,9 @@ bench: $(STAMP)  ## measure; bench/RESULTS.md has the figures
 sim: $(STAMP)  ## whole hives in virtual time (SEEDS=10000)
 	$(BIN)/python -m tests.sim --seeds $(SEEDS)
 
-# A hive of real processes, killed and stopped at random.
+# A hive of two engines in real processes, killed and stopped at random, and once all at the same time.
 chaos: $(STAMP)  ## kill the processes of a real hive at random (KILLS=200)
-	$(BIN)/python -m tests.chaos --kills $(KILLS)
+	$(BIN)/python -m tests.chaos --kills $(KILLS) --broken-replica
 
 # Wrong requests and messages of every kind, from one seed.
 fuzz: $(STAMP)  ## send a real hive all that is wrong, then let it train a step (MINUTES=2, SEED=0)

@@ -18,7 +18,9 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=None, help="of the choice of victims and times (default: the clock)"
     )
-    parser.add_argument("--staleness", type=int, default=0, help="max_staleness of the job (default: synchronous)")
+    parser.add_argument(
+        "--broken-replica", action="store_true", help="one replica more, which never loads: its server is not there"
+    )
     arguments = parser.parse_args()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     seed = int(time.time()) if arguments.seed is None else arguments.seed
@@ -29,12 +31,13 @@ def main() -> int:
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
 
-    outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.staleness))
+    outcome = asyncio.run(run(folder, arguments.kills, seed, say, arguments.broken_replica))
     print(summary(outcome))
     for wrong in outcome.report.wrong:
         print(f"WRONG {wrong}")
-    for trouble, count in outcome.agents.ledger.troubles.most_common(10):
-        print(f"  seen by agents {count:5} times: {trouble}")
+    for engine, agents in outcome.agents.items():
+        for trouble, count in agents.ledger.troubles.most_common(5):
+            print(f"  seen by agents of {engine} {count:5} times: {trouble}")
     if outcome.report.wrong:
         print(f"everything is kept in {folder}")
         return 1

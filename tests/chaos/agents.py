@@ -1,50 +1,36 @@
-"""The load: agents that play two turns with the OpenAI SDK, unmodified, and report with ours."""
+"""The load: agents that play two turns with the OpenAI SDK, unmodified, and report with ours or with plain HTTP."""
 
 import asyncio
+import contextlib
 import random
+from dataclasses import dataclass
 
 import httpx
 from openai import AsyncOpenAI, OpenAIError
 
-from bombus import Job, Task, WorkflowOutput
+from bombus import Task, WorkflowOutput
 from bombus.sdk.aio import AsyncSwarmClient
-from bombus.sdk.errors import SwarmError
-from bombus.sdk.types import Credentials
+from bombus.sdk.errors import BadReward, EngineOffline, SwarmError
+from bombus.sdk.types import Credentials, EpisodeKind
+from tests.chaos.engines import ChaosEngine
 from tests.chaos.ledger import Ledger
+from tests.chaos.plain import end_plainly
+from tests.chaos.rewards import REFUSED, reward_of
 
-AGENTS = 8
+AGENTS = 6
 TASKS = "abc"
 CALL_S = 30.0
 RETRIES = 12
 IDLE_S = 60.0
 
 
-def job_of(max_staleness: int) -> Job:
-    return Job(
-        model="tiny",
-        batch_size=2,
-        num_repeat=4,
-        lr=1e-3,
-        bombus={
-            "model": {"dtype": "float32"},
-            "collection": {"max_staleness": max_staleness},
-            "rollout": {
-                "max_prompt_length": 256,
-                "max_response_length": 200,
-                "max_response_length_in_one_turn": 64,
-                "max_model_len": 512,
-            },
-        },
-    )
-
-
 class Agents:
-    """Agents that work until `stop`; `ledger` has the answers that they got."""
+    """Agents of one engine, which work until `stop`; `ledger` has the answers that they got."""
 
-    def __init__(self, url: str, seed: int, max_staleness: int) -> None:
+    def __init__(self, url: str, engine: ChaosEngine, seed: int) -> None:
         self.ledger = Ledger()
-        self.url = url
-        self._job = job_of(max_staleness)
+        self.engine = engine
+        self._url = url
         self._seed = seed
         self._stopping = False
 
@@ -53,54 +39,104 @@ class Agents:
         self._stopping = True
 
     async def run(self) -> None:
-        async with AsyncSwarmClient(self.url, verbose=False) as client, httpx.AsyncClient(timeout=CALL_S) as http:
-            await client.auto_sync_train_config_and_start_engine(self._job)
+        name = self.engine.name
+        async with (
+            AsyncSwarmClient(self._url, verbose=False, engine=name) as client,
+            httpx.AsyncClient(timeout=CALL_S) as http,
+        ):
+            await client.auto_sync_train_config_and_start_engine(self.engine.job())
             async with asyncio.TaskGroup() as tasks:
                 for number in range(AGENTS):
-                    tasks.create_task(self._work(client, http, random.Random(self._seed * 1000 + number)))
+                    pick = random.Random(f"{self._seed} {name} {number}")
+                    agent = _Agent(client, http, f"{self._url}/e/{name}", self.ledger, pick)
+                    tasks.create_task(self._work(agent))
 
-    async def _work(self, client: AsyncSwarmClient, http: httpx.AsyncClient, pick: random.Random) -> None:
+    async def _work(self, agent: "_Agent") -> None:
         while not self._stopping:
-            kind = "eval" if pick.random() < 0.05 else "train"
-            try:
-                _, credentials = await client.begin_episode(IDLE_S, kind, max_wait_s=20.0)  # type: ignore[arg-type]
-            except SwarmError as error:
-                self.ledger.troubles[f"claim: {type(error).__name__}"] += 1
-                continue
-            self.ledger.claims.add(credentials.episode)
-            try:
-                await self._play(client, _model(credentials, http), credentials, kind, pick)
-            except (OpenAIError, SwarmError) as error:  # nothing was acknowledged: the episode becomes idle or is over
-                self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
+            await agent.play_one()
 
-    async def _play(
-        self, client: AsyncSwarmClient, model: AsyncOpenAI, credentials: Credentials, kind: str, pick: random.Random
-    ) -> None:
-        episode = credentials.episode
-        task = Task(task_id=pick.choice(TASKS), main_query="")
+
+@dataclass(frozen=True)
+class _Agent:
+    client: AsyncSwarmClient
+    http: httpx.AsyncClient
+    engine_url: str
+    ledger: Ledger
+    pick: random.Random
+
+    async def play_one(self) -> None:
+        """Play an episode. What goes wrong was not acknowledged.
+
+        Raises `EngineOffline` when the run is over.
+        """
+        kind: EpisodeKind = "eval" if self.pick.random() < 0.05 else "train"
+        try:
+            _, credentials = await self.client.begin_episode(IDLE_S, kind, max_wait_s=20.0)
+        except EngineOffline:
+            raise
+        except SwarmError as error:
+            self.ledger.troubles[f"claim: {type(error).__name__}"] += 1
+            return
+        self.ledger.claims.add(credentials.episode)
+        try:
+            await self._play(credentials, kind)
+        except (OpenAIError, SwarmError) as error:
+            self.ledger.troubles[f"{type(error).__name__}: {str(error)[:60]}"] += 1
+            await self._give_up(credentials)
+
+    async def _give_up(self, credentials: Credentials) -> None:
+        """Abort the episode, if it is not over, or let it become idle, as an agent that has died would."""
+        if self.pick.random() < 0.5:
+            with contextlib.suppress(SwarmError):
+                await self.client.abort_episode(credentials.episode_uuid, infra=True)
+
+    async def _play(self, credentials: Credentials, kind: EpisodeKind) -> None:
+        task = self.pick.choice(TASKS)
+        text = await self._converse(credentials, task)
+        if self.pick.random() < 0.05:
+            await self.client.abort_episode(credentials.episode_uuid)
+            self.ledger.aborts.add(credentials.episode)
+            return
+        if self.pick.random() < 0.1:
+            await self._be_refused(credentials, task)
+        reward = reward_of(text.count(task), self.pick)
+        await self._end(credentials, task, reward)
+        self.ledger.ends[credentials.episode] = reward
+        if kind == "eval":
+            self.ledger.evals.add(credentials.episode)
+
+    async def _converse(self, credentials: Credentials, task: str) -> str:
+        """Play two turns and return the model's last answer."""
+        model = AsyncOpenAI(
+            base_url=credentials.base_url,
+            api_key=credentials.api_key,
+            max_retries=RETRIES,
+            http_client=self.http,  # type: ignore[arg-type]  # its own copy of httpx, with the same interface
+        )
         text = ""
         messages: list[dict[str, str]] = []
         for turn in range(2):
-            messages.append({"role": "user", "content": f"{task.task_id}{turn}="})
+            messages.append({"role": "user", "content": f"{task}{turn}="})
             reply = await model.chat.completions.create(model="any", messages=messages, max_tokens=8)  # type: ignore[arg-type]
             text = reply.choices[0].message.content or ""
-            self.ledger.called(episode, reply.id.removeprefix("chatcmpl-"), text)
+            self.ledger.called(credentials.episode, reply.id.removeprefix("chatcmpl-"), text)
             messages.append({"role": "assistant", "content": text})
-        if pick.random() < 0.05:
-            await client.abort_episode(credentials.episode_uuid)
-            self.ledger.aborts.add(episode)
-            return
-        reward = float(text.count(task.task_id)) + pick.random() / 8
-        await client.end_episode(task, credentials.episode_uuid, WorkflowOutput(reward=reward))
-        self.ledger.ends[episode] = reward
-        if kind == "eval":
-            self.ledger.evals.add(episode)
+        return text
 
+    async def _be_refused(self, credentials: Credentials, task: str) -> None:
+        """Report a reward that no hive takes. The episode stays open."""
+        reward = self.pick.choice(REFUSED)
+        try:
+            await self._end(credentials, task, reward)
+        except BadReward:
+            self.ledger.refused.setdefault(credentials.episode, []).append(reward)
+        else:
+            raise AssertionError(f"episode {credentials.episode} was ended with the reward {reward!r}")
 
-def _model(credentials: Credentials, http: httpx.AsyncClient) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=credentials.base_url,
-        api_key=credentials.api_key,
-        max_retries=RETRIES,
-        http_client=http,  # type: ignore[arg-type]  # its own copy of httpx, with the same interface
-    )
+    async def _end(self, credentials: Credentials, task: str, reward: float) -> None:
+        if self.pick.random() < 0.5:
+            output = WorkflowOutput(reward=reward)
+            await self.client.end_episode(Task(task_id=task), credentials.episode_uuid, output)
+        else:
+            uuid = credentials.episode_uuid
+            await end_plainly(self.http, self.engine_url, self.client.client_uuid, uuid, task, reward)

@@ -1,63 +1,89 @@
 """Kill and stop the processes of a hive at random."""
 
 import asyncio
+import contextlib
 import random
 import signal
+import time
 from collections import Counter
 
 import psutil
 
-WEIGHTS = {"coordinator": 5, "gateway": 5, "inference": 4, "nats-server": 3, "trainer": 2}
+from tests.chaos.hive import RunningHive
+
+SHARES = {"coordinator": 5, "gateway": 5, "inference": 4, "nats-server": 3, "trainer": 3}
 STOPS = 0.3  # the share of stops; the others are kills
-PAUSE_S = (0.3, 3.0)
+TOGETHER = (1, 1, 1, 2, 3)  # how many processes are killed at once, each as often
+PAUSE_S = (0.3, 6.0)  # two cores are half busy with starting again what was killed
 STOPPED_S = (0.3, 4.0)
 
 
 class Killer:
-    """Kills and stops children of the process `supervisor`."""
+    """Kills and stops the processes that a hive's supervisor has started."""
 
-    def __init__(self, supervisor: int, seed: int) -> None:
+    def __init__(self, hive: RunningHive, seed: int) -> None:
         self.kills: Counter[str] = Counter()
         self.stops: Counter[str] = Counter()
-        self._supervisor = psutil.Process(supervisor)
+        self._hive = hive
         self._random = random.Random(seed)
         self._stopped: set[asyncio.Task[None]] = set()
+        self._seconds = 0.0
 
     async def run(self, kills: int) -> None:
-        """Run until there were `kills` kills, at least one of each service, and all processes run again."""
+        """Run until there were `kills` kills, at least one of each service. All processes run again afterwards."""
         try:
-            while self.kills.total() < kills or set(self.kills) != set(WEIGHTS):
+            while self.kills.total() < kills or set(self.kills) != set(SHARES):
+                began = time.monotonic()
                 await asyncio.sleep(self._random.uniform(*PAUSE_S))
                 self._strike()
+                self._seconds += time.monotonic() - began
         finally:
             await asyncio.gather(*self._stopped)
 
+    def seconds_left(self, kills: int) -> float:
+        """Return how long it takes to come to `kills`, at the pace so far."""
+        done = self.kills.total()
+        return self._seconds / done * max(0, kills - done) if done else 0.0
+
     def _strike(self) -> None:
-        missing = [kind for kind in WEIGHTS if kind not in self.kills]
-        kind = self._random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        if missing and self._random.random() < 0.5:
-            kind = self._random.choice(missing)
-        victims = [child for child in self._supervisor.children() if kind_of(child) == kind]
-        running = [victim for victim in victims if victim.status() != psutil.STATUS_STOPPED]
-        if not running:
-            return  # dead and not restarted yet, or stopped
-        victim = self._random.choice(running)
         if self._random.random() < STOPS:
-            self.stops[kind] += 1
-            resumed = asyncio.create_task(self._stop(victim, self._random.uniform(*STOPPED_S)))
-            self._stopped.add(resumed)
-            resumed.add_done_callback(self._stopped.discard)
+            for kind, victim in self._victims(1):
+                self.stops[kind] += 1
+                resumed = asyncio.create_task(self._stop(victim, self._random.uniform(*STOPPED_S)))
+                self._stopped.add(resumed)
+                resumed.add_done_callback(self._stopped.discard)
         else:
-            self.kills[kind] += 1
-            victim.kill()
+            for kind, victim in self._victims(self._random.choice(TOGETHER)):
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended by itself
+                    victim.kill()
+                    self.kills[kind] += 1
+
+    def _victims(self, count: int) -> list[tuple[str, psutil.Process]]:
+        """Choose up to `count` processes, each with its kind. Those that are dead or stopped are left alone."""
+        running: dict[str, list[psutil.Process]] = {}
+        for child in self._hive.children():
+            if (kind := kind_of(child)) in SHARES and _is_running(child):
+                running.setdefault(kind, []).append(child)
+        chosen: list[tuple[str, psutil.Process]] = []
+        while running and len(chosen) < count:
+            kind = self._choose(list(running))
+            victims = running[kind]
+            chosen.append((kind, victims.pop(self._random.randrange(len(victims)))))
+            if not victims:
+                del running[kind]
+        return chosen
+
+    def _choose(self, kinds: list[str]) -> str:
+        missing = [kind for kind in kinds if kind not in self.kills]
+        if missing and self._random.random() < 0.5:
+            return self._random.choice(missing)
+        return self._random.choices(kinds, [SHARES[kind] for kind in kinds])[0]
 
     async def _stop(self, victim: psutil.Process, seconds: float) -> None:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was killed while it was stopped
             victim.send_signal(signal.SIGSTOP)
             await asyncio.sleep(seconds)
             victim.send_signal(signal.SIGCONT)
-        except psutil.NoSuchProcess:
-            pass  # killed while it was stopped
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -69,3 +95,11 @@ def kind_of(process: psutil.Process) -> str:
     if words and words[0].endswith("nats-server"):
         return "nats-server"
     return words[3] if words[1:3] == ["-m", "bombus"] and len(words) > 3 else ""
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Return whether a process is neither dead nor stopped."""
+    try:
+        return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

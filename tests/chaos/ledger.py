@@ -1,4 +1,4 @@
-"""The answers that clients got, all of which must be found on the log."""
+"""The answers that the clients of one engine got, all of which must be found on the log."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ class Ledger:
     calls: dict[str, list[str]] = field(default_factory=dict)  # episode: call ids, in order
     texts: dict[str, str] = field(default_factory=dict)  # call: the text of the model
     ends: dict[str, float] = field(default_factory=dict)  # episode: reward
+    refused: dict[str, list[float]] = field(default_factory=dict)  # episode: rewards that were not taken
     evals: set[str] = field(default_factory=set)  # those of the ended episodes that evaluated
     aborts: set[str] = field(default_factory=set)
     troubles: Counter[str] = field(default_factory=Counter)  # errors that reached an agent through its SDK's retries
@@ -23,3 +24,7 @@ class Ledger:
     @property
     def acknowledged_calls(self) -> int:
         return len(self.texts)
+
+    @property
+    def refused_rewards(self) -> int:
+        return sum(map(len, self.refused.values()))

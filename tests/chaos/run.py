@@ -1,27 +1,32 @@
-"""One chaos run: a hive, its load, the killer, the audit."""
+"""One chaos run: a hive of two engines, their load, the killer, a restart of everything, the audit."""
 
 import asyncio
-import contextlib
-import os
-import subprocess
-import sys
+import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bombus.bus import Bus
-from bombus.demo.hive import free_port
+from bombus.bus.follow import Follower
+from bombus.hive.state import EngineState, Hive, Phase
 from bombus.sdk.aio import AsyncSwarmClient
 from tests.chaos.agents import Agents
-from tests.chaos.audit import Report, audit
+from tests.chaos.audit import audit
+from tests.chaos.engines import ENGINES, LEFT
+from tests.chaos.hive import RunningHive
 from tests.chaos.killer import Killer
+from tests.chaos.report import Report, lines
 
-READY_S = 120.0
-QUIET_S = 120.0  # allowed for a step once the killing has ended
-PROCESSES = ("--gateways", "2", "--coordinators", "2", "--replicas", "2")
+QUIET_S = 240.0  # allowed for some steps once the killing has ended
+STEPS_AFTER = 2
+TOLD_EVERY_S = 10.0
+AGREED = re.compile(r"the snapshot at event ([\d,]+) is the fold of the events before it")
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,122 +35,198 @@ class Outcome:
 
     report: Report
     killer: Killer
-    agents: Agents
+    agents: Mapping[str, Agents]  # by engine
+    restarted: int  # processes that were killed at once in the middle
     seconds: float
 
 
-async def run(folder: Path, kills: int, seed: int, say: Say, max_staleness: int = 0) -> Outcome:
-    """Run once. Raises `AssertionError` when the hive does not start, or makes no progress after the kills."""
+async def run(folder: Path, kills: int, seed: int, say: Say, broken_replica: bool = False) -> Outcome:
+    """Run once. Raises `AssertionError` when the hive does not start, or what stopped an agent."""
     began = time.monotonic()
-    log = folder / "up.log"
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "bombus", "up", "--port", str(free_port()), "--data-dir", str(folder / "data"),
-            "--threads", "1", *PROCESSES,
-            stdout=subprocess.PIPE, stderr=out, start_new_session=True,
-            env={**os.environ, "BOMBUS_CACHE": str(folder / "cache")},
-        )  # fmt: skip
+    hive = RunningHive(folder, broken_replica)
+    killer = Killer(hive, seed)
+    agents = {engine.name: Agents(hive.url, engine, seed) for engine in ENGINES}
     try:
-        url = await _ready(process, log)
-        say(f"a hive of {' '.join(PROCESSES)} at {url}")
-        agents, killer = Agents(url, seed, max_staleness), Killer(process.pid, seed)
-        playing = asyncio.create_task(agents.run())
-        telling = asyncio.create_task(_report_progress(killer, agents, say))
-        try:
+        await hive.start()
+        say(f"a hive at {hive.url}, whose log is {hive.log}")
+        async with _playing(agents) as playing, _telling(killer, kills, agents, say):
+            await _while(playing, killer.run(kills // 2))
+            await _while(playing, _more_steps(hive.url, 1))  # so that there is something to lose
+            restarted = await _while(playing, _restart(hive))
+            say(f"{restarted} processes were killed at once and are up again")
             await _while(playing, killer.run(kills))
-            say("the killing has ended; waiting for two more steps")
-            await _while(playing, _makes_progress(url))
-            agents.stop()
+            say("the killing has ended; waiting for more steps")
+            made = await _while(playing, _more_steps(hive.url, STEPS_AFTER))
+            for each in agents.values():
+                each.stop()
             await asyncio.wait_for(playing, QUIET_S)
-        finally:
-            telling.cancel()
-            playing.cancel()
-            await asyncio.gather(telling, playing, return_exceptions=True)
-        async with await Bus.connect((folder / "data/nats-url").read_text().strip(), "main", name="audit") as bus:
-            report = await audit(bus, agents.ledger)
-        if report.steps:
-            await _train_again(folder / "data", report)
+        report = await _audit(hive, agents)
+        if broken_replica and not report.engines[LEFT.name].replicas_quarantined:
+            report.engines[LEFT.name].wrong.append("the replica that never loads was not quarantined")
+        for engine, steps in made.items():
+            report.engines[engine].steps_after = steps
+            if steps < STEPS_AFTER:
+                report.engines[engine].wrong.append(f"{steps} steps were made within {QUIET_S:.0f} s of the killing")
+        await asyncio.gather(*(_train_again(hive, engine, report) for engine in agents))
+        await hive.stop()
+        await _verify(hive, report)
     finally:
-        process.terminate()
-        await process.wait()
-    return Outcome(report, killer, agents, time.monotonic() - began)
+        await hive.stop()
+    return Outcome(report, killer, agents, restarted, time.monotonic() - began)
 
 
-async def _train_again(data: Path, report: Report) -> None:
-    """Train the last step again from the log and the checkpoint before it, and compare with the served weights."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bombus", "replay", "train", "--step", str(report.steps), "--data", str(data),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    output, _ = await process.communicate()
-    report.trained_again = process.returncode == 0
-    if not report.trained_again:
-        report.wrong.append(f"step {report.steps}, trained again from the log: {output.decode()}")
+# ---- while agents play --------------------------------------------------------------------------------------------
 
 
-async def _ready(process: asyncio.subprocess.Process, log: Path) -> str:
-    assert process.stdout is not None
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(READY_S):
-            while line := await process.stdout.readline():
-                if line.startswith(b"ready "):
-                    return line.split()[1].decode()
-    raise AssertionError(f"the hive did not come up:\n{log.read_text()[-4000:]}")
+@asynccontextmanager
+async def _playing(agents: Mapping[str, Agents]) -> AsyncIterator["asyncio.Task[None]"]:
+    """Let all agents play, in a task that ends once they were stopped, or when one of them fails."""
+
+    async def play() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for each in agents.values():
+                tasks.create_task(each.run())
+
+    playing = asyncio.create_task(play())
+    try:
+        yield playing
+    finally:
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
 
 
-async def _while(playing: "asyncio.Task[None]", work: Coroutine[None, None, None]) -> None:
-    """Do `work` while the agents play. An unexpected failure of an agent fails the run."""
+async def _while(playing: "asyncio.Task[None]", work: Coroutine[None, None, T]) -> T:
+    """Do `work` while the agents play, and return its result. An unexpected failure of an agent fails the run."""
     doing = asyncio.create_task(work)
-    await asyncio.wait({playing, doing}, return_when=asyncio.FIRST_COMPLETED)
-    if not doing.done():
+    try:
+        await asyncio.wait({playing, doing}, return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            await playing
+            raise AssertionError("the agents stopped by themselves")
+        return await doing
+    finally:
         doing.cancel()
         await asyncio.gather(doing, return_exceptions=True)
-        await playing
-        raise AssertionError("the agents stopped by themselves")
-    await doing
 
 
-async def _makes_progress(url: str) -> None:
-    async with asyncio.timeout(QUIET_S), AsyncSwarmClient(url, verbose=False) as client:
+async def _restart(hive: RunningHive) -> int:
+    """Kill every process of the hive at once, and start the hive again on the same folder."""
+    killed = await hive.kill()
+    await hive.start()
+    return killed
+
+
+async def _more_steps(url: str, wanted: int) -> dict[str, int]:
+    """Wait for so many more steps of each engine, and return how many each has made: fewer where it gets stuck."""
+    names = [engine.name for engine in ENGINES]
+    made = await asyncio.gather(*(_steps_of(url, name, wanted) for name in names))
+    return dict(zip(names, made, strict=True))
+
+
+async def _steps_of(url: str, engine: str, wanted: int) -> int:
+    made = 0
+    async with AsyncSwarmClient(url, verbose=False, engine=engine) as client:
         before = await client.get_global_step()
-        while await client.get_global_step() < before + 2:
-            phase, _ = await client.get_engine_status()
-            assert phase != "ENGINE.OFFLINE", "the engine gave up"
-            await asyncio.sleep(0.2)
+        try:
+            async with asyncio.timeout(QUIET_S):
+                while made < wanted:
+                    await asyncio.sleep(0.2)
+                    made = await client.get_global_step() - before
+        except TimeoutError:
+            pass  # the audit tells what has become of the engine
+    return made
 
 
-async def _report_progress(killer: Killer, agents: Agents, say: Say) -> None:
-    while True:
-        await asyncio.sleep(10)
-        ledger = agents.ledger
-        say(
-            f"{killer.kills.total()} kills, {killer.stops.total()} stops; {ledger.acknowledged_calls} calls and "
-            f"{len(ledger.ends)} ends acknowledged"
-        )
+@asynccontextmanager
+async def _telling(killer: Killer, kills: int, agents: Mapping[str, Agents], say: Say) -> AsyncIterator[None]:
+    """Say every few seconds how far the run is, and how long it still takes."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(TOLD_EVERY_S)
+            done = ", ".join(
+                f"{name}: {each.ledger.acknowledged_calls} calls and {len(each.ledger.ends)} ends"
+                for name, each in agents.items()
+            )
+            left = killer.seconds_left(kills) / 60
+            say(f"{killer.kills.total()} of {kills} kills, {killer.stops.total()} stops; {done}; {left:.0f} min left")
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+
+
+# ---- afterwards ---------------------------------------------------------------------------------------------------
+
+
+async def _audit(hive: RunningHive, agents: Mapping[str, Agents]) -> Report:
+    async with await Bus.connect(hive.bus, "main", name="audit") as bus:
+        unsettled = await _unsettled(bus)
+        report = await audit(bus, {name: each.ledger for name, each in agents.items()})
+    for engine in unsettled:
+        report.engines[engine].wrong.append(f"it did not come to rest within {QUIET_S:.0f} s after its agents")
+    return report
+
+
+async def _unsettled(bus: Bus) -> list[str]:
+    """Wait until each engine has trained what it has, and return those that do not get there."""
+
+    def unsettled(hive: Hive) -> list[str]:
+        return [engine.name for engine in ENGINES if not _is_settled(hive.engine(engine.name))]
+
+    follower = Follower(bus)
+    following = asyncio.create_task(follower.run())
+    try:
+        await follower.caught_up()
+        await follower.wait_for(lambda hive: not unsettled(hive), QUIET_S)
+    except TimeoutError:
+        pass
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+    return unsettled(follower.hive)
+
+
+def _is_settled(engine: EngineState) -> bool:
+    resting = engine.phase == Phase.ROLLING and not engine.suspended
+    return resting and engine.batch is None and engine.version == engine.step
+
+
+async def _train_again(hive: RunningHive, engine: str, report: Report) -> None:
+    """Train the last step again from the log and the checkpoint before it, and compare with the served weights."""
+    found = report.engines[engine]
+    if not found.steps:
+        found.wrong.append("no step was made")
+        return
+    code, output = await hive.bombus("replay", "train", "--step", str(found.steps), "--engine", engine)
+    found.trained_again = code == 0
+    if not found.trained_again:
+        found.wrong.append(f"step {found.steps}, trained again from the log: {output}")
+
+
+async def _verify(hive: RunningHive, report: Report) -> None:
+    """Check the log of a hive that was stopped in order, and that the state of its last leader is what it folds to."""
+    code, output = await hive.bombus("log", "verify")
+    agreed = [int(found.replace(",", "")) for found in AGREED.findall(output)]
+    report.verified = code == 0 and max(agreed, default=0) >= report.events
+    if not report.verified:
+        report.wrong_in_hive.append(f"bombus log verify, after {report.events} events were checked: {output}")
 
 
 def summary(outcome: Outcome) -> str:
     """Summarise the run in a few lines."""
-    report, killer = outcome.report, outcome.killer
+    killer = outcome.killer
     kills = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.kills.items()))
     stops = ", ".join(f"{kind} {count}" for kind, count in sorted(killer.stops.items()))
-    troubles = sum(outcome.agents.ledger.troubles.values())
     return "\n".join(
         [
-            f"kills                   {killer.kills.total():6}   ({kills})",
-            f"stops                   {killer.stops.total():6}   ({stops})",
-            f"leaders                 {report.epochs:6}",
-            f"calls acknowledged      {report.calls_acknowledged:6}",
-            f"calls found             {report.calls_found:6}",
-            f"episodes ended          {report.episodes_ended:6}   (acknowledged)",
-            f"episodes trained once   {report.episodes_trained_once:6}   (in {report.steps} steps)",
-            f"  waiting, dropped      {report.episodes_waiting:6}, {report.episodes_dropped}",
-            f"  evaluation            {report.episodes_evaluated:6}",
-            f"last step made again    {'same bytes' if report.trained_again else 'OTHER BYTES'}",
-            f"lost                    {report.lost:6}",
-            f"doubled                 {report.doubled:6}",
-            f"otherwise wrong         {len(report.wrong) - report.lost - report.doubled:6}",
-            f"errors seen by agents   {troubles:6}   (of calls and claims that were not acknowledged)",
-            f"seconds                 {outcome.seconds:6.0f}",
+            f"kills                   {killer.kills.total():12}   ({kills})",
+            f"  at once, in the middle{outcome.restarted:12}   (everything)",
+            f"stops                   {killer.stops.total():12}   ({stops})",
+            *lines(outcome.report),
+            f"seconds                 {outcome.seconds:12.0f}",
         ]
     )

@@ -2,18 +2,25 @@
 
 from pathlib import Path
 
+from tests.chaos.engines import LEFT
 from tests.chaos.run import run, summary
 
-KILLS = 20
+KILLS = 12
 
 
 async def test_nothing_acknowledged_is_lost_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     lines: list[str] = []
-    outcome = await run(tmp_path, KILLS, seed=20, say=lines.append)
+    outcome = await run(tmp_path, KILLS, seed=20, say=lines.append, broken_replica=True)
     report = outcome.report
     print("\n".join([*lines, summary(outcome)]))
     assert report.wrong == []
-    assert report.calls_found == report.calls_acknowledged > 0
-    assert report.episodes_trained_once > 0
+    assert report.verified
+    for engine in report.engines.values():
+        assert engine.calls_found == engine.calls_acknowledged > 0
+        assert engine.episodes_trained_once > 0
+        assert engine.steps_after >= 1
+        assert engine.trained_again
+    assert report.engines[LEFT.name].replicas_quarantined >= 1
     assert outcome.killer.kills.total() >= KILLS
     assert min(outcome.killer.kills.values()) >= 1
+    assert outcome.restarted > len(outcome.killer.kills)
