@@ -47,11 +47,7 @@ def played(harness: CoreHarness, task: str, calls: int) -> str:
     """Play an episode with so many calls, which are noted a thousand at a time."""
     (episode,) = harness.claim()
     for number in range(calls):
-        noted = NotedCall(episode, CallRef(number, f"{episode}-{number}", b"d" * 16), 5, 3, 0, 0)
-        message = inbox.CallRecorded(id=f"{episode}-{number}", engine=ENGINE, run=harness.engine.run, call=noted)
-        harness.seq += 1
-        for each in harness.core.receive(message, harness.seq, harness.now_ns):
-            harness.log += each.decision.events
+        record(harness, episode, f"{episode}-{number}")
     assert isinstance(harness.end(episode, task, reward=float(len(harness.engine.pool))), Done)
     return episode
 
@@ -170,3 +166,37 @@ async def test_a_message_that_cannot_be_decided_is_set_aside_and_the_next_one_is
         leading.cancel()
         with suppress(asyncio.CancelledError):
             await leading
+
+
+def record(harness: CoreHarness, episode: str, name: str) -> None:
+    noted = NotedCall(episode, CallRef(harness.seq, name, b"d" * 16), 5, 3, 0, 0)
+    message = inbox.CallRecorded(id=name, engine=ENGINE, run=harness.engine.run, call=noted)
+    harness.seq += 1
+    for each in harness.core.receive(message, harness.seq, harness.now_ns):
+        harness.log += each.decision.events
+
+
+def test_a_call_with_an_id_of_any_length_is_set_aside_and_the_calls_before_it_are_noted() -> None:
+    """The event that noted it was too large for the log, and so was that of every leader after."""
+    harness = CoreHarness()
+    harness.boot()
+    (episode,) = harness.claim()
+    record(harness, episode, "short")
+    record(harness, episode, "x" * 600_000)
+    record(harness, episode, "y" * 600_000)
+    assert [type(event) for event in harness.log[-3:]] == [ev.CallsNoted, ev.MessageSetAside, ev.MessageSetAside]
+    record(harness, episode, "short, too")
+    assert isinstance(harness.end(episode), Done)
+    assert harness.engine.counters.calls == 2
+
+
+def test_as_many_calls_are_noted_at_once_as_fit_into_a_message() -> None:
+    harness = CoreHarness()
+    harness.boot()
+    harness.core.live.event_bytes_max = 64_000
+    (episode,) = harness.claim()
+    for number in range(100):
+        record(harness, episode, f"{number}-" + "x" * 300)
+    assert isinstance(harness.end(episode), Done)
+    noted = [event for event in harness.log if isinstance(event, ev.CallsNoted)]
+    assert [len(event.calls) for event in noted] == [31, 31, 31, 7]

@@ -21,6 +21,8 @@ from bombus_coordinator.rules.live import Live
 from bombus_coordinator.rules.waiting import share_of
 
 NOTED_MAX = 1000  # calls in one `calls.noted`
+NOTE_BYTES_MAX = 1024  # of one of them; gateways write a third of it at most
+ID_CHARS_MAX = 256  # of a message that is set aside
 EVENT_BYTES_MAX = 8 << 20
 _TOO_LARGE = (
     "An event of {} bytes does not fit into the {} bytes of one message of the bus: send less at once, or raise the "
@@ -60,9 +62,7 @@ class Core:
         """
         self.live.arrived(seq, at_ns)
         if isinstance(message, inbox.CallRecorded):
-            self._note(message, seq)
-            if sum(map(len, self._noted.values())) >= NOTED_MAX:
-                yield from self.flush()
+            yield from self._note(message, seq)
             return
         if not isinstance(message, inbox.Touch):
             yield from self.flush()
@@ -88,8 +88,15 @@ class Core:
     def set_aside(self, message: inbox.AnyMessage, seq: int, at_ns: int, why: str) -> Iterator[PendingDecision]:
         """Decide nothing but that this message is left out: deciding it failed, by a fault of ours."""
         self.live.arrived(seq, at_ns)
+        yield from self._set_aside(message, seq, why)
+
+    def _set_aside(self, message: inbox.AnyMessage, seq: int, why: str) -> Iterator[PendingDecision]:
         event = ev.MessageSetAside(
-            at_ns=self.live.now_ns, message=inbox.kind_of(message), about=message.engine, id=message.id, why=why
+            at_ns=self.live.now_ns,
+            message=inbox.kind_of(message),
+            about=message.engine,
+            id=message.id[:ID_CHARS_MAX],
+            why=why,
         )
         reply = CommandReply(message.id, inbox.Refusal(code=Code.INTERNAL, why=f"It could not be decided: {why}"))
         yield from self.flush()
@@ -139,7 +146,12 @@ class Core:
         except Refused as error:
             yield from self._folded(engines.suspend(engine, self.live, error.why))
 
-    def _note(self, message: inbox.CallRecorded, seq: int) -> None:
+    def _note(self, message: inbox.CallRecorded, seq: int) -> Iterator[PendingDecision]:
+        """Keep a call until the next decision. As many as fit into an event are noted at once."""
+        size = len(inbox.encode_message(message))
+        if size > NOTE_BYTES_MAX:
+            yield from self._set_aside(message, seq, f"it has {size} bytes, and a call at most {NOTE_BYTES_MAX}")
+            return
         self._noted_seq = seq
         key = (message.engine, message.run)
         pending = self._noted.setdefault(key, [])
@@ -148,6 +160,9 @@ class Core:
             pending.append(call)
         if not pending:
             del self._noted[key]
+        most = min(NOTED_MAX, self.live.event_bytes_max // (2 * NOTE_BYTES_MAX))
+        if sum(map(len, self._noted.values())) >= most:
+            yield from self.flush()
 
     def _decide(self, message: inbox.AnyMessage) -> Iterator[PendingDecision]:
         if isinstance(message, inbox.Tick):
