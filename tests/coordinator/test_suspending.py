@@ -244,3 +244,49 @@ def test_the_status_says_that_a_run_is_suspended_why_and_what_to_do() -> None:
     text = render_status(harness.core.hive, ENGINE, harness.now_ns)
     assert f"ROLLING for 0.0 s (suspended: {REASON})" in text
     assert "once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it" in text
+
+
+# ---- two reasons at once --------------------------------------------------------------------------------------
+
+
+def waiting_for_a_replica() -> CoreHarness:
+    """Return a hive whose only replica cannot load, in a run whose trainer has a batch to train."""
+    harness = rolling(method=Method.ENOUGH_EPISODES, batch_size=1, num_repeat=1, max_staleness=1)
+    harness.play("a")
+    assert harness.engine.batch is not None
+    harness.send(inbox.ReplicaLeaves(id=harness.id(), engine=ENGINE, replica="r1"))
+    alive(harness, version=-1)
+    why = "the mount is gone"
+    harness.send(inbox.LoadBroke(id=harness.id(), engine=ENGINE, run=1, version=0, replica="r1", reason=why))
+    assert harness.engine.until_served
+    return harness
+
+
+def alive(harness: CoreHarness, version: int) -> list[ev.AnyEvent]:
+    beat = inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1", run=1, version=version)
+    return harness.send(beat)
+
+
+def test_a_run_that_waits_for_a_replica_waits_for_its_operator_when_its_trainer_says_so() -> None:
+    """What the trainer reported was swallowed: the replica came back, and the run went on."""
+    harness = waiting_for_a_replica()
+    (suspended,) = suspend(harness)
+    assert isinstance(suspended, ev.EngineSuspended)
+    assert not suspended.until_served
+    alive(harness, version=0)
+    assert harness.engine.suspended == REASON
+    assert suspend(harness) == [], "a run that waits for its operator goes on waiting"
+    resume(harness)
+    assert not harness.engine.suspended
+
+
+def test_a_replica_that_serves_again_does_not_make_the_failures_of_a_step_forgotten() -> None:
+    harness = waiting_for_a_replica()
+    break_step(harness)
+    alive(harness, version=0)
+    assert (harness.engine.suspended, harness.engine.step_failures, harness.engine.resumed_ns) == ("", 1, 0)
+    break_step(harness)
+    break_step(harness)
+    assert harness.engine.suspended == f"step 1 failed 3 times, the last time because: {REASON}"
+    resume(harness)
+    assert (harness.engine.step_failures, harness.engine.resumed_ns) == (0, harness.now_ns)

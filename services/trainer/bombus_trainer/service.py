@@ -131,7 +131,7 @@ class Trainer:
                 log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
             executor = None  # free what the attempt left in it before the next one is loaded
-            if ownership.engine.suspended:
+            if ownership.engine.waits_for_operator:
                 failures = 0
             else:
                 await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
@@ -402,7 +402,7 @@ class Trainer:
         """Let the run wait for its operator."""
         ownership = self._ownership
         suspensions = ownership.engine.suspensions
-        if not ownership.engine.suspended:
+        if not ownership.engine.waits_for_operator:
             await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
             await ownership.wait(lambda engine: engine.suspensions > suspensions)
 

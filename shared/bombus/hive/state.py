@@ -128,7 +128,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
-    resumed_ns: int = 0  # when the run was resumed last
+    resumed_ns: int = 0  # when its operator resumed the run last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -193,6 +193,11 @@ class EngineState(msgspec.Struct, kw_only=True):
     def granting(self) -> bool:
         """Return whether claims can be granted now."""
         return self.phase == Phase.ROLLING and not self.suspended
+
+    @property
+    def waits_for_operator(self) -> bool:
+        """Return whether only its operator lets the run go on. One that waits for a replica may go on by itself."""
+        return bool(self.suspended) and not self.until_served
 
     @property
     def owes_weights(self) -> bool:
@@ -413,12 +418,15 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
 
 @_on(ev.EngineResumed)
 def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
-    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
+    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended.
+
+    Failures are forgotten when the operator says so, and not because a replica serves again.
+    """
     engine.suspended = ""
     engine.until_served = False
-    engine.resumed_ns = event.at_ns
-    engine.step_failures = 0
     if event.command:
+        engine.resumed_ns = event.at_ns
+        engine.step_failures = 0
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)

@@ -160,7 +160,10 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Let the run wait for its operator, with all that it has. One that waits already goes on waiting."""
+    """Let the run wait for its operator, with all that it has. One that waits for its operator already goes on waiting.
+
+    One that waits for a replica waits for its operator from here on, unless this is `until_served` too.
+    """
     suspended = ev.EngineSuspended(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -168,7 +171,8 @@ def suspend(
         reason=reason[:REASON_CHARS_MAX],
         until_served=until_served,
     )
-    events = before if engine.suspended else (*before, suspended)
+    waits = engine.suspended if until_served else engine.waits_for_operator
+    events = before if waits else (*before, suspended)
     if events:
         yield Decision(events=events)
 

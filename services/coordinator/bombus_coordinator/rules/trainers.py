@@ -46,7 +46,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
     """End the trainer's epoch. It is a failure of what the run waits for, of which several in a row suspend the run."""
     live.trainers.pop(engine.name, None)
-    failures = engine.step_failures + (engine.owes_weights and not engine.suspended)
+    failures = engine.step_failures + (engine.owes_weights and not engine.waits_for_operator)
     stalled = ev.TrainerStalled(
         at_ns=live.now_ns,
         engine=engine.name,
