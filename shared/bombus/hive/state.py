@@ -156,6 +156,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     trainer_since_ns: int = 0
     trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: never
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
+    trainers_lost: int = 0  # in a row, without a word, while the run waited for the same step or weights
     openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
@@ -426,7 +427,7 @@ def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
     engine.until_served = False
     if event.command:
         engine.resumed_ns = event.at_ns
-        engine.step_failures = 0
+        engine.step_failures = engine.trainers_lost = 0
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
@@ -621,7 +622,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     event = _with_calls(engine, event)
     engine.batch = event
     engine.step = event.step
-    engine.step_failures = 0
+    engine.step_failures = engine.trainers_lost = 0
     left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
     sealed = [completed for completed in left if completed is not None]
     engine.counters.trained += len(sealed)
@@ -635,6 +636,8 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 @_on(ev.TrainerOpened)
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
+    if engine.trainer and engine.owes_weights:
+        engine.trainers_lost += 1
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
     engine.trainer_since_ns = event.at_ns
@@ -662,7 +665,7 @@ def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     complete(engine.steps, event)
     engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None
-    engine.step_failures = 0
+    engine.step_failures = engine.trainers_lost = 0
 
 
 @_on(ev.StepFailed)
@@ -676,6 +679,7 @@ def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
     engine.weights = event
     engine.version = event.version
     engine.loaded = set()
+    engine.trainers_lost = 0
 
 
 @_on(ev.WeightsLoaded)
