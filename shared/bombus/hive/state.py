@@ -207,7 +207,8 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     @property
     def global_step(self) -> int:
-        return max(self.version, 0)
+        """Return the newest version; while a run boots, the one at which it begins."""
+        return max(self.version, self.begun)
 
     def checkpoints_left(self) -> list[LeftRun]:
         """Return the runs that have left checkpoints, oldest first, with this one."""
@@ -360,7 +361,9 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
     if event.begins is not None:
         _begin_at(fresh, event.begins)
         if goes_on(event.begins, engine.run, engine.started):
-            fresh.counters, fresh.evals = engine.counters, engine.evals
+            fresh.counters = engine.counters
+            kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
+            fresh.evals = kept  # the versions after it are made again, and are others
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
     _release_replicas(engine)
