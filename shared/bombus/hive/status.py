@@ -130,16 +130,16 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
 
 
 def no_trainer(engine: EngineState, now_ns: int) -> str:
-    """Return since when and why a run has no trainer, "" when it has one, or had none yet."""
+    """Return for how long and why a run has had no trainer, "" when it has one, or had none yet."""
     if engine.phase == Phase.OFFLINE or engine.stalled is None:
         return ""
     since = duration(seconds_between(engine.stalled.at_ns, now_ns))
-    return f"no trainer for {since}, since {stall_text(engine.stalled)}"
+    return f"no trainer for {since}: {stall_text(engine.stalled)}"
 
 
 def stall_text(stalled: TrainerStalled) -> str:
     at = f" at {stalled.doing}" if stalled.doing else ""
-    how = "was not heard of" if stalled.silent else "made no progress"
+    how = "was not heard from" if stalled.silent else "made no progress"
     return f"{stalled.trainer} {how}{at} for {duration(stalled.still_s)}"
 
 

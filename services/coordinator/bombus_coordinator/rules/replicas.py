@@ -94,7 +94,7 @@ def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
     for name, replica in list(engine.replicas.items()):
         seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
         if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
-            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
+            yield _leave(engine, live, name, f"not heard from for {REPLICA_LAPSE_S:.0f} s")
 
 
 # ---- quarantine -----------------------------------------------------------------------------------------------
