@@ -172,6 +172,16 @@ def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: 
     assert (wrong in found) if wrong else not found
 
 
+@pytest.mark.parametrize(
+    ("status", "settled", "wrong"), [(503, False, ""), (503, True, "503 while"), (500, False, "a fault of the server")]
+)
+def test_an_answer_that_its_client_cut_off_is_judged_by_its_status(status: int, settled: bool, wrong: str) -> None:
+    case = HttpCase(1, Door.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
+    sent = b"HTTP/1.1 %d x\r\ntransfer-encoding: chunked\r\n\r\n" % status
+    found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
+    assert (wrong in found) if wrong else not found
+
+
 def test_a_decoder_that_raises_something_else_is_found(tmp_path: Path) -> None:
     def reads(body: bytes, _: Path) -> object:
         return {b"a": 1}[body]
