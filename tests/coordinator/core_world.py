@@ -433,6 +433,10 @@ def check_stays(event: Event, engine: EngineState) -> None:
     if not engine.suspended:
         assert not isinstance(event, ev.EngineResumed), "only a suspended run is resumed"
         return
+    if isinstance(event, ev.EngineSuspended):
+        assert engine.until_served, "it waits for its operator already"
+        assert not event.until_served, "it waits for a replica already"
+        return
     assert not isinstance(event, MOVES), f"a suspended run makes no {ev.kind_of(event)}"
     if isinstance(event, ev.EpisodeAborted):
         assert event.reason != AbortReason.SUPERSEDED

@@ -49,7 +49,11 @@ class Steady:
         heapq.heappush(self._later, (self._now_s + seconds, next(self._numbers), act))
 
     def _tick(self) -> None:
-        self.harness.send(inbox.ReplicaAlive(id=self.harness.id(), engine=ENGINE, replica="r1", url="http://r1"))
+        run, version = self.harness.engine.run, self.harness.engine.replicas["r1"].version
+        beat = inbox.ReplicaAlive(
+            id=self.harness.id(), engine=ENGINE, replica="r1", url="http://r1", run=run, version=version
+        )
+        self.harness.send(beat)
         self.harness.send(inbox.Tick(id=self.harness.id()))
         self._after(1.0, self._tick)
 

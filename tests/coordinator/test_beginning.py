@@ -10,8 +10,9 @@ from bombus.hive import events as ev
 from bombus.hive import inbox
 from bombus.hive.checkpoints import KEPT_MIN, RUNS_KEPT, UNNAMED
 from bombus.hive.describe import line_of
-from bombus.hive.events import Collection
+from bombus.hive.events import Collection, EpisodeType
 from bombus.hive.state import Phase
+from bombus.hive.status import engine_status
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 MODEL = {"path": "smollm2", "seed": 0}
@@ -204,3 +205,29 @@ def test_the_checkpoints_of_few_earlier_runs_are_remembered() -> None:
     start(harness, job("auto"))
     assert len(harness.engine.left) == RUNS_KEPT
     assert harness.engine.begun == 2 + RUNS_KEPT + 3
+
+
+def test_the_status_of_a_run_that_goes_on_has_its_step_and_no_last_step_until_it_has_made_one() -> None:
+    """It said that the last step was made 20717 days ago, and that the run was at step 0 until it had booted."""
+    harness = stopped(steps=2)
+    start(harness, job("auto"))
+    told = engine_status(harness.engine, harness.now_ns)
+    assert (told.global_step, told.last_step) == (2, None)
+    roll(harness, 2)
+    step(harness)
+    told = engine_status(harness.engine, harness.now_ns)
+    assert told.last_step is not None
+    assert (told.global_step, told.last_step.step) == (3, 3)
+
+
+def test_r8_evaluations_of_versions_that_are_lost_are_not_mixed_with_those_of_new_ones() -> None:
+    harness = stopped(steps=0)
+    start(harness, job("never"))
+    roll(harness, 0)
+    for _ in range(4):
+        harness.play("eval", type=EpisodeType.EVAL)
+        step(harness)
+    harness.play("eval", type=EpisodeType.EVAL)
+    stop(harness)
+    start(harness, job("from 3"))
+    assert list(harness.engine.evals) == [0, 1, 2, 3], "version 4 is made again"

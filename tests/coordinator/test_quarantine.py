@@ -214,8 +214,8 @@ def test_r15_a_replica_that_hangs_in_a_load_holds_up_one_sync_and_no_other() -> 
     harness.load(1, "r2")
     for _ in range(4):
         harness.tick(after_s=7)
-        for name in ("r1", "r2", "r3"):
-            alive(harness, name)
+        for name, version in (("r1", 1), ("r2", 1), ("r3", -1)):
+            alive(harness, name, version)
     assert harness.phase() == Phase.WEIGHT_SYNCING
     late, rolls = harness.tick(after_s=2)
     assert isinstance(late, ev.ReplicaQuarantined)
@@ -382,3 +382,54 @@ def test_a_log_may_quarantine_a_replica_that_it_does_not_know() -> None:
     hive = Hive(engines={ENGINE: EngineState(name=ENGINE, replicas={"r1": Replica(url="u", capacity=1, joined_ns=0)})})
     evolve(hive, ev.ReplicaQuarantined(engine=ENGINE, run=1, version=0, replica="other", reason="x"))
     assert quarantined(hive.engine(ENGINE)) == {}
+
+
+# ---- killed and back before anybody misses it -----------------------------------------------------------------
+
+
+def test_a_replica_that_was_killed_and_came_back_at_once_is_no_longer_taken_for_one_that_serves() -> None:
+    """It came back under its name and address before it lapsed, so it stayed loaded and could not be quarantined."""
+    harness = rolling(replicas=2)
+    (joined,) = alive(harness, "r2")
+    assert isinstance(joined, ev.ReplicaJoined)
+    assert list(fitting(harness.engine)) == ["r1"]
+    assert alive(harness, "r2") == [], "once is enough"
+    cannot_load(harness, "r2")
+    assert quarantined(harness.engine) == {"r2": NO_MOUNT}
+    (loaded,) = alive(harness, "r2", version=0)
+    assert isinstance(loaded, ev.WeightsLoaded)
+    assert list(fitting(harness.engine)) == ["r1", "r2"]
+
+
+def test_the_only_replica_that_was_killed_and_cannot_load_again_suspends_the_run() -> None:
+    harness = rolling(replicas=1)
+    alive(harness, "r1")
+    cannot_load(harness, "r1")
+    assert harness.engine.until_served
+    assert NO_MOUNT in harness.engine.suspended
+
+
+def test_a_replica_of_an_asynchronous_run_that_was_killed_gets_no_calls_for_its_older_version() -> None:
+    harness = rolling(replicas=2, max_staleness=1)
+    train(harness)
+    harness.load(1, "r1")
+    assert list(fitting(harness.engine)) == ["r1", "r2"], "r2 serves version 0"
+    (joined,) = alive(harness, "r2")
+    assert isinstance(joined, ev.ReplicaJoined)
+    assert list(fitting(harness.engine)) == ["r1"]
+
+
+def test_a_replica_that_has_dropped_its_weights_joins_no_second_time() -> None:
+    harness = rolling(replicas=2)
+    train(harness)
+    assert alive(harness, "r1") == [], "it makes room for the next version"
+    harness.send(inbox.Stop(id="stop", engine=ENGINE))
+    assert alive(harness, "r2") == [], "nothing is to be served"
+
+
+def test_a_quarantined_replica_that_has_lost_its_older_version_stays_in_quarantine() -> None:
+    harness = rolling(replicas=2, max_staleness=1)
+    train(harness)
+    cannot_load(harness, "r2")
+    assert alive(harness, "r2") == []
+    assert list(quarantined(harness.engine)) == ["r2"]

@@ -8,6 +8,7 @@ from bombus.hive import inbox
 from bombus.hive.events import Collection, Method
 from bombus.hive.state import Phase
 from bombus.hive.status import detail_of, render_status
+from bombus_coordinator.rules.engines import TRAINERS_LOST_MAX
 from tests.coordinator.core_in_memory import ENGINE, CoreHarness
 
 REASON = "OutOfMemoryError: CUDA out of memory"
@@ -244,3 +245,98 @@ def test_the_status_says_that_a_run_is_suspended_why_and_what_to_do() -> None:
     text = render_status(harness.core.hive, ENGINE, harness.now_ns)
     assert f"ROLLING for 0.0 s (suspended: {REASON})" in text
     assert "once the cause is gone, `bombus resume` lets the run go on; `bombus stop` ends it" in text
+
+
+# ---- two reasons at once --------------------------------------------------------------------------------------
+
+
+def waiting_for_a_replica() -> CoreHarness:
+    """Return a hive whose only replica cannot load, in a run whose trainer has a batch to train."""
+    harness = rolling(method=Method.ENOUGH_EPISODES, batch_size=1, num_repeat=1, max_staleness=1)
+    harness.play("a")
+    assert harness.engine.batch is not None
+    harness.send(inbox.ReplicaLeaves(id=harness.id(), engine=ENGINE, replica="r1"))
+    alive(harness, version=-1)
+    why = "the mount is gone"
+    harness.send(inbox.LoadBroke(id=harness.id(), engine=ENGINE, run=1, version=0, replica="r1", reason=why))
+    assert harness.engine.until_served
+    return harness
+
+
+def alive(harness: CoreHarness, version: int) -> list[ev.AnyEvent]:
+    beat = inbox.ReplicaAlive(id=harness.id(), engine=ENGINE, replica="r1", url="http://r1", run=1, version=version)
+    return harness.send(beat)
+
+
+def test_a_run_that_waits_for_a_replica_waits_for_its_operator_when_its_trainer_says_so() -> None:
+    """What the trainer reported was swallowed: the replica came back, and the run went on."""
+    harness = waiting_for_a_replica()
+    (suspended,) = suspend(harness)
+    assert isinstance(suspended, ev.EngineSuspended)
+    assert not suspended.until_served
+    alive(harness, version=0)
+    assert harness.engine.suspended == REASON
+    assert suspend(harness) == [], "a run that waits for its operator goes on waiting"
+    resume(harness)
+    assert not harness.engine.suspended
+
+
+def test_a_replica_that_serves_again_does_not_make_the_failures_of_a_step_forgotten() -> None:
+    harness = waiting_for_a_replica()
+    break_step(harness)
+    alive(harness, version=0)
+    assert (harness.engine.suspended, harness.engine.step_failures, harness.engine.resumed_ns) == ("", 1, 0)
+    break_step(harness)
+    break_step(harness)
+    assert harness.engine.suspended == f"step 1 failed 3 times, the last time because: {REASON}"
+    resume(harness)
+    assert (harness.engine.step_failures, harness.engine.resumed_ns) == (0, harness.now_ns)
+
+
+# ---- trainers that end without a word -------------------------------------------------------------------------
+
+
+def lose_trainers(harness: CoreHarness, count: int = TRAINERS_LOST_MAX) -> None:
+    """Let so many trainers open the run that each finds what the one before has left."""
+    for _ in range(count):
+        harness.open_trainer()
+
+
+def test_trainers_that_end_without_a_word_in_the_same_step_suspend_the_run() -> None:
+    """Two hundred were killed by the kernel in one step, and the run stood without a failure."""
+    harness = rolling(method=Method.ENOUGH_EPISODES, batch_size=1, num_repeat=1)
+    harness.play("a")
+    lose_trainers(harness, TRAINERS_LOST_MAX - 1)
+    assert not harness.engine.suspended
+    lose_trainers(harness, 1)
+    assert f"{TRAINERS_LOST_MAX} trainers in a row ended without a word before they had made step 1" in (
+        harness.engine.suspended
+    )
+    assert harness.engine.batch is not None
+    resume(harness)
+    lose_trainers(harness, TRAINERS_LOST_MAX - 1)
+    assert not harness.engine.suspended, "each resume has the whole patience"
+
+
+def test_trainers_that_end_without_a_word_before_the_first_version_suspend_the_run() -> None:
+    harness = CoreHarness()
+    harness.configure(Collection(boot_s=1e6))
+    harness.send(inbox.Start(id="s", engine=ENGINE))
+    lose_trainers(harness, TRAINERS_LOST_MAX)
+    assert not harness.engine.suspended, "the last one lives"
+    lose_trainers(harness, 1)
+    assert "before they had made version 0" in harness.engine.suspended
+
+
+def test_a_run_that_makes_progress_survives_any_number_of_lost_trainers() -> None:
+    harness = rolling(method=Method.ENOUGH_EPISODES, batch_size=1, num_repeat=1)
+    for step in (1, 2, 3):
+        harness.play("a")
+        lose_trainers(harness, TRAINERS_LOST_MAX - 1)
+        harness.step_done(step)
+        lose_trainers(harness, TRAINERS_LOST_MAX - 1)
+        harness.save_weights(step)
+        harness.load(step)
+    assert not harness.engine.suspended
+    lose_trainers(harness)
+    assert not harness.engine.suspended, "nothing waits for a trainer"

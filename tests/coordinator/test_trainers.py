@@ -208,7 +208,7 @@ def test_the_status_says_since_when_there_is_no_trainer_and_why() -> None:
     harness = training()
     hangs(harness)
     now_ns = harness.now_ns + 42 * 60 * SECOND
-    why = "no trainer for 42 m 00 s, since t2 made no progress at step 1, micro-batch 12 of 40 for 10 m 20 s"
+    why = "no trainer for 42 m 00 s: t2 made no progress at step 1, micro-batch 12 of 40 for 10 m 20 s"
     assert detail_of(harness.engine, now_ns) == f"training step 1; {why}"
     assert f"trainer: {why}, epoch" in render_status(harness.core.hive, now_ns=now_ns)
     open_trainer(harness)

@@ -68,11 +68,11 @@ async def test_a_child_that_says_that_it_lives_is_left_alone_for_many_times_its_
         os.environ.update(watching.environment)
         try:
             alive = asyncio.create_task(keep_alive())
-            biting = asyncio.create_task(watching.bites())
-            done, _ = await asyncio.wait({biting}, timeout=2.0)
+            silence = asyncio.create_task(watching.until_silent())
+            done, _ = await asyncio.wait({silence}, timeout=2.0)
             assert not done
             alive.cancel()
-            await asyncio.wait_for(biting, WAIT_S)
+            await asyncio.wait_for(silence, WAIT_S)
         finally:
             for name in watching.environment:
                 del os.environ[name]

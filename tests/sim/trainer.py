@@ -336,7 +336,7 @@ class Trainer(Process):
     async def _give_up(self) -> None:
         """Let the run be suspended. Before its first version the job may be at fault, which ends the run."""
         engine = self._engine
-        if engine.suspended:
+        if engine.waits_for_operator:
             return
         suspensions = engine.suspensions
         broke = inbox.EngineBroke(

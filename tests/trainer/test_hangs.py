@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from bombus.faults import Point
 from bombus.hive.events import TrainerOpened, TrainerStalled
@@ -48,7 +49,8 @@ async def hangs(life: Life, point: Point) -> None:
 async def test_r11_a_trainer_whose_thread_hangs_is_replaced_and_each_step_is_made_once_with_the_same_bytes(
     nats_url: str, hive: str, tmp_path: Path, forge: Forge
 ) -> None:
-    async with running(nats_url, hive, tmp_path / "hung", forge, stall_s=STALL_S) as life:
+    limits: dict[str, Any] = {"stall_s": STALL_S, "operation_timeout_s": STALL_S}
+    async with running(nats_url, hive, tmp_path / "hung", forge, **limits) as life:
         for number, (point, doing) in enumerate(reversed(THREADS.items()), 1):
             await hangs(life, point)
             event = await stalled(life, number)

@@ -2,13 +2,17 @@
 
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 
+from bombus_trainer.publish.tensorfile import CHUNK_BYTES, Shape, write_tensors
 from bombus_trainer.recovery.progress import (
     GENEROUS,
     NEWEST,
     SETTLED_S,
+    SYNCED_BYTES_S,
     Kind,
     Work,
     WorkPace,
@@ -129,3 +133,32 @@ async def test_a_work_that_fails_is_over_too() -> None:
         await in_thread(Kind.STEP, "step 3", work)
     assert works.doing == ""
     advanced("outside of any work")
+
+
+def test_checkpoints_and_weights_have_longer_until_their_pace_is_known() -> None:
+    """A healthy trainer was ended in the fsync of its first large checkpoint."""
+    works = Works(FIRST_S, storing_s=1800.0)
+    for kind in (Kind.CHECKPOINT, Kind.WEIGHTS):
+        assert works.limit_s(Work(kind, "storing")) == 1800.0
+    assert works.limit_s(step()) == FIRST_S
+    for _ in range(2):
+        go(works, Work(Kind.CHECKPOINT, "a checkpoint"), 30)
+    assert works.limit_s(Work(Kind.CHECKPOINT, "a checkpoint")) == GENEROUS * 30
+
+
+def test_a_work_that_has_written_much_may_be_still_for_as_long_as_a_slow_disk_takes_to_sync_it() -> None:
+    written = Work(Kind.CHECKPOINT, "a checkpoint", written_bytes=500 * 10**9)
+    assert Works(FIRST_S).limit_s(written) == 500 * 10**9 / SYNCED_BYTES_S
+
+
+async def test_a_large_tensor_makes_a_mark_for_each_chunk_that_is_written(tmp_path: Path) -> None:
+    works = Works(FIRST_S)
+    watch_here(works)
+    large = torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8)
+
+    def work() -> tuple[int, int]:
+        write_tensors(tmp_path / "state", {"a": Shape(large.dtype, (len(large),))}, [("a", large)], durable=False)
+        (watched,) = works._works
+        return watched.marks, watched.written_bytes
+
+    assert await in_thread(Kind.CHECKPOINT, "a checkpoint", work) == (4, 4 * CHUNK_BYTES)

@@ -1,5 +1,6 @@
 """A run that begins at a checkpoint of an earlier run: with its model, optimizer and version."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +18,7 @@ from bombus_trainer.publish.checkpoint import MANIFEST, CheckpointLost, read_fac
 from tests.trainer.small_batches import tiny_model_folder
 from tests.trainer.trainer_hive import ENGINE, WAIT_S, Stage, staged
 
-LOADED = "which begins with the model as loaded"
+LOADED = "or to never, which begins with the model as loaded"
 
 
 @pytest.fixture
@@ -79,11 +80,31 @@ async def test_a_checkpoint_that_is_away_suspends_the_run_that_begins_at_it(stag
     await stage.start(stage.job())
     await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
     assert "cannot be read: No such file" in stage.engine.suspended
-    assert stage.engine.suspended.endswith("bring it back, or stop the run and set trainer.resume to never, " + LOADED)
+    assert "The run began at it: bring it back, or stop the run and set trainer.resume to `from VERSION`, which" in (
+        stage.engine.suspended
+    )
+    assert stage.engine.suspended.endswith(LOADED)
     (stage.folder / "unmounted").rename(checkpoints)
     await stage.bus.inbox.request(inbox.Resume(id=stage.id(), engine=ENGINE))
     await stage.until(Phase.ROLLING, version=1)
     assert published(stage, run=2)[1] == published(stage, run=1)[1]
+
+
+async def test_a_run_whose_own_checkpoints_are_lost_does_not_say_that_it_began_at_them(stage: Stage) -> None:
+    trainer = stage.train(options=stage.options.model_copy(update={"load_patience_s": 0.0}))
+    await stage.start(stage.job())
+    await play(stage, 1, 1)
+    await stop(stage)
+    await stage.start(stage.job())
+    await stage.until(Phase.ROLLING, version=1)
+    await play(stage, 2, 2)
+    trainer.cancel()
+    await asyncio.gather(trainer, return_exceptions=True)
+    (stage.options.folder / "checkpoints").rename(stage.folder / "unmounted")
+    stage.train(options=stage.options.model_copy(update={"load_patience_s": 0.0}))
+    await stage.follower.wait_for(lambda _: bool(stage.engine.suspended), WAIT_S)
+    assert "and those before it are lost too: bring it back, or stop the run" in stage.engine.suspended
+    assert "began at it" not in stage.engine.suspended
 
 
 async def test_a_checkpoint_of_other_weights_at_the_same_path_ends_the_run_and_says_how_to_begin_anew(

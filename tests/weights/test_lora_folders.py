@@ -1,6 +1,7 @@
 """The folder of a LoRA run, named as a model: its base with the adapter merged into it."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -98,3 +99,48 @@ def test_a_trainers_checkpoint_is_refused_with_what_to_name_instead(tmp_path: Pa
     (folder / "state.safetensors").write_bytes(b"")
     with pytest.raises(EngineFault, match=r"is a trainer's checkpoint: .* `bombus export`, and name that"):
         resolve_model(str(folder), cache=tmp_path / "cache")
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_an_adapter_with_another_scale_or_other_texts_is_another_model(base: Path, tmp_path: Path) -> None:
+    """With another lora_alpha the model that had been merged with the old one was found."""
+    folder = adapter(base, tmp_path / "adapter")
+    found = [resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32")]
+    edit(folder / ADAPTER_CONFIG, lora_alpha=32)
+    found.append(resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32"))
+    with torch.no_grad():
+        logits = load_model(found[-1])(TOKENS).logits
+    torch.testing.assert_close(logits, as_peft_computes(base, folder), atol=1e-5, rtol=1e-5)
+    (base / "generation_config.json").write_text('{"top_k": 7}')
+    found.append(resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32"))
+    assert (found[-1] / "generation_config.json").read_text() == '{"top_k": 7}'
+    assert len(set(found)) == 3
+
+
+def test_an_adapter_whose_base_is_itself_is_refused(base: Path, tmp_path: Path) -> None:
+    """The base was looked for without end."""
+    folder, other = adapter(base, tmp_path / "adapter"), adapter(base, tmp_path / "other")
+    edit(other / ADAPTER_CONFIG, base_model_name_or_path=str(folder))
+    assert resolve_model(str(other), cache=tmp_path / "cache", dtype="float32").is_dir(), "one on top of another"
+    for wrong in (folder, other):
+        edit(folder / ADAPTER_CONFIG, base_model_name_or_path=str(wrong))
+        with pytest.raises(EngineFault, match=rf"the adapter in {folder} has itself as its base: give the model"):
+            resolve_model(str(folder), cache=tmp_path / "cache")
+
+
+def test_only_files_at_most_two_levels_deep_are_copied(base: Path, tmp_path: Path) -> None:
+    folder = adapter(base, tmp_path / "adapter")
+    (deep := base / "one" / "two").mkdir(parents=True)
+    for place in (deep, deep.parent):
+        (place / "notes.txt").write_text("notes")
+    (base / "gone.txt").symlink_to(tmp_path / "nowhere")
+    (base / "loop").symlink_to(base)
+    (base / "folder.json").mkdir()
+    os.mkfifo(base / "pipe.txt")
+    found = resolve_model(str(folder), cache=tmp_path / "cache", dtype="float32")
+    texts = {str(path.relative_to(found)) for path in found.rglob("*.txt")}
+    assert texts == {"one/notes.txt"}
+    assert not (found / "loop").exists()

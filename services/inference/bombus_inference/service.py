@@ -98,7 +98,7 @@ class ReplicaService:
         return None if engine.phase == Phase.OFFLINE else engine.weights
 
     def _behind(self) -> bool:
-        """Whether newer weights are to be loaded, or the current ones are to be dropped."""
+        """Return whether newer weights are to be loaded, or the current ones are to be dropped."""
         serves, wanted = self.app.backend, self._wanted()
         over = self._engine.phase == Phase.OFFLINE or self._engine.run != serves.run
         if wanted is None:

@@ -66,7 +66,7 @@ class RunOwnership:
         return self.engine.phase != Phase.OFFLINE and self.engine.run == self.run
 
     def is_over(self) -> bool:
-        """Whether the run is over for this trainer. A later trainer epoch than ours belongs to another trainer."""
+        """Return whether the run is over for this trainer. A later epoch than ours belongs to another trainer."""
         superseded = self.epoch > 0 and self.engine.trainer_epoch > self.epoch
         return superseded or not self.is_running()
 

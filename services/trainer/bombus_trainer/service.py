@@ -32,7 +32,7 @@ from bombus_trainer.publish.checkpoint import Facts, Saved
 from bombus_trainer.publish.directories import remove_others
 from bombus_trainer.publish.export import digest_like
 from bombus_trainer.recovery.faults import LoadPatience, backoff, may_pass
-from bombus_trainer.recovery.progress import Kind, in_thread, watch_here
+from bombus_trainer.recovery.progress import STALLS, Kind, in_thread, watch_here
 from bombus_trainer.recovery.restoring import restored
 from bombus_trainer.recovery.watch import Watch
 from bombus_trainer.replay.debug_rollouts import DebugRollouts, allowed_template
@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 REASON_CHARS_MAX = 2000
 STAGE_CHARS_MAX = 200
-LOAD_STALLS = 3.0  # a load makes few marks, so it may be still for so many times as long as other works
 LOAD_SHARE = 0.75  # but no longer than this share of the time to boot, after which the run would be over
 NO_CHECKPOINT = Saved("", "")
 MADE_AGAIN, DIFFERS = "steps_made_again", "made_again_differs"  # metrics of the first step after a crash
@@ -131,7 +130,7 @@ class Trainer:
                 log.exception("run %d: attempt %d failed", ownership.run, self._attempt)
                 await self._report_failure(error, failures)
             executor = None  # free what the attempt left in it before the next one is loaded
-            if ownership.engine.suspended:
+            if ownership.engine.waits_for_operator:
                 failures = 0
             else:
                 await ownership.pause(backoff(failures, options.retry_s, options.retry_s_max))
@@ -231,7 +230,7 @@ class Trainer:
             Kind.LOAD,
             "loading the model",
             lambda: restored(lambda: self._load_backend(job), engine),
-            limit_s=min(LOAD_STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s),
+            limit_s=min(STALLS * options.stall_s, LOAD_SHARE * engine.collection.boot_s),
         )
         self._debug = DebugRollouts(template, executor) if template else None
         return executor
@@ -402,7 +401,7 @@ class Trainer:
         """Let the run wait for its operator."""
         ownership = self._ownership
         suspensions = ownership.engine.suspensions
-        if not ownership.engine.suspended:
+        if not ownership.engine.waits_for_operator:
             await ownership.send(self._broke(f"stuck-{secrets.token_hex(4)}", reason, may_pass=True))
             await ownership.wait(lambda engine: engine.suspensions > suspensions)
 

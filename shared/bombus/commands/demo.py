@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import secrets
 import shutil
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
@@ -70,15 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
     model = _found(arguments.model)
     if arguments.url and arguments.tiny and not arguments.turns:
         raise Refused(Code.BAD_CONFIG, "--url with --tiny needs --turns: each of the two games has a hive of its own")
-    if open_folder(out, DemoOf("tiny" if arguments.tiny else model, arguments.seed)):
+    demo = DemoOf("tiny" if arguments.tiny else model, arguments.seed, secrets.token_hex(4))
+    if earlier := open_folder(out, demo):
+        demo = earlier
         say(f"{out} has an earlier demo, which goes on where it was")
     try:
         if arguments.tiny:
             turns = [arguments.turns] if arguments.turns else [1, 2]
-            return max(
-                _tiny(_Place(out / f"tiny-{count}", arguments.url), count, arguments.seed, minutes) for count in turns
-            )
-        return _main(_Place(out, arguments.url), model, arguments.seed, minutes)
+            return max(_tiny(_Place(out / f"tiny-{count}", demo, arguments.url), count, minutes) for count in turns)
+        return _main(_Place(out, demo, arguments.url), model, minutes)
     except KeyboardInterrupt:
         complain(f"bombus demo: stopped; the same command with --out {out} goes on where it was")
         raise
@@ -89,9 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """The folder of a game, and the URL of its hive, "" where the demo starts one."""
+    """Where a game is trained: its folder, its demo, and the URL of its hive, "" where the demo starts one."""
 
     folder: Path
+    demo: DemoOf
     url: str = ""
 
 
@@ -108,11 +110,11 @@ def _found(model: str) -> str:
 # ---- the tiny model ---------------------------------------------------------------------------------------------
 
 
-def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1) -> Job:
+def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1, experiment: str = "demo") -> Job:
     """Return a job that trains the tiny model from scratch, with `updates` optimizer steps for each batch."""
     return Job(
         model="tiny",
-        experiment_name="demo",
+        experiment_name=experiment,
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
         max_prompt_length=256,
@@ -125,7 +127,8 @@ def tiny_job(plan: TrainingPlan, rate: float, updates: int = 1) -> Job:
     )
 
 
-def _tiny(place: _Place, turns: int, seed: int, minutes: float) -> int:
+def _tiny(place: _Place, turns: int, minutes: float) -> int:
+    seed = place.demo.seed
     began = BEGAN if turns == 1 else time.monotonic()
     game = Letters(turns)
     # The game of two turns takes small updates and a higher temperature: otherwise some pairs of letters settle on the
@@ -141,7 +144,7 @@ def _tiny(place: _Place, turns: int, seed: int, minutes: float) -> int:
         stop_at=goal,
         measure=False,
     )
-    job = tiny_job(plan, rate, updates)
+    job = tiny_job(plan, rate, updates, place.demo.experiment(f"tiny-{turns}"))
     curve, _ = _Demo(place, game, job, plan, began, threads=1).train()
     say("", f"{game.title} ({turns} turn{'s' if turns > 1 else ''}, from scratch, seed {seed})")
     for threshold in TINY_THRESHOLDS:
@@ -169,11 +172,11 @@ def _threshold_line(curve: Curve, threshold: float) -> str:
 # ---- the bundled model, or another one --------------------------------------------------------------------------
 
 
-def needle_job(model: str, plan: TrainingPlan) -> Job:
+def needle_job(model: str, plan: TrainingPlan, experiment: str) -> Job:
     """Return a job that trains LoRA adapters of any instruct model. `model` is a name or a folder."""
     return Job(
         model=model,
-        experiment_name="demo",
+        experiment_name=experiment,
         batch_size=plan.batch_size,
         num_repeat=plan.num_repeat,
         max_prompt_length=256,
@@ -191,10 +194,11 @@ def needle_job(model: str, plan: TrainingPlan) -> Job:
     )
 
 
-def _main(place: _Place, model: str, seed: int, minutes: float) -> int:
+def _main(place: _Place, model: str, minutes: float) -> int:
+    seed = place.demo.seed
     game = Needle()
     plan = TrainingPlan(batch_size=8, num_repeat=8, seed=seed, train_s=60 * minutes)
-    job = needle_job(model, plan)
+    job = needle_job(model, plan, place.demo.experiment("needle"))
     reply, constant = game.constant_reply()
     curve, weights = _Demo(place, game, job, plan, BEGAN).train()
     picture = place.folder / "reward.png"

@@ -1,4 +1,4 @@
-"""The folder of a demo: what it trains, and how far it came, so that one that was stopped goes on."""
+"""Keep in a demo's folder what it trains and how far it came, so that one that was stopped goes on."""
 
 import os
 from pathlib import Path
@@ -13,17 +13,22 @@ DEMO, CURVE = "demo.json", "curve.json"
 
 
 class DemoOf(msgspec.Struct, frozen=True):
-    """What a demo trains: a model, and the seed of everything random."""
+    """What a demo trains: a model, and the seed of everything random. Its id tells it from others in the same hive."""
 
     model: str
     seed: int
+    id: str = ""  # "" in the folders of older versions, whose demos are one experiment
 
     def __str__(self) -> str:
         return f"of the model {self.model} with seed {self.seed}"
 
+    def experiment(self, game: str) -> str:
+        """Return the name of the experiment in which a game is trained: a run goes on only within its experiment."""
+        return f"demo-{self.id}-{game}" if self.id else "demo"
 
-def open_folder(out: Path, wanted: DemoOf) -> bool:
-    """Make the folder of a demo, or open that of an earlier one. Return whether it is the latter.
+
+def open_folder(out: Path, wanted: DemoOf) -> DemoOf | None:
+    """Make the folder of a demo, or open and return an earlier one of the same model and seed, which goes on.
 
     Raises `Refused` when it belongs to another demo, or to something else.
     """
@@ -31,15 +36,15 @@ def open_folder(out: Path, wanted: DemoOf) -> bool:
         found = msgspec.json.decode((out / DEMO).read_bytes(), type=DemoOf)
     except FileNotFoundError:
         _begin(out, wanted)
-        return False
+        return None
     except (OSError, msgspec.MsgspecError) as error:
         raise Refused(Code.BAD_CONFIG, f"{out / DEMO} cannot be read: {error}. Name another --out.") from error
-    if found != wanted:
+    if (found.model, found.seed) != (wanted.model, wanted.seed):
         raise Refused(
             Code.BAD_CONFIG,
             f"{out} has a demo {found}, and this is one {wanted}: name another --out, or give these again",
         )
-    return True
+    return found
 
 
 def _begin(out: Path, wanted: DemoOf) -> None:

@@ -339,7 +339,7 @@ class TrainerOpened(Event, frozen=True, kw_only=True, omit_defaults=True, tag="t
 
 
 class TrainerStalled(Event, frozen=True, kw_only=True, omit_defaults=True, tag="trainer.stalled"):
-    """A trainer has made no progress for `still_s`, or was not heard of for as long. Its epoch is over (R11).
+    """A trainer has made no progress for `still_s`, or was not heard from for as long. Its epoch is over (R11).
 
     `doing` is what it worked on, "" when it waited. `failures` counts this as a failure of the step, if it owed one.
     """

@@ -128,7 +128,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     suspended: str = ""  # why the run waits for its operator, "" while it goes on
     until_served: bool = False  # a suspended run goes on by itself once a replica serves `weights`
     suspensions: int = 0  # of this run, over or not
-    resumed_ns: int = 0  # when the run was resumed last
+    resumed_ns: int = 0  # when its operator resumed the run last
     configured: ev.EngineConfigured | None = None  # the latest
     active: ev.EngineConfigured | None = None  # the configuration of the run
     run: int = 0
@@ -156,6 +156,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     trainer_since_ns: int = 0
     trainer_patience_s: float = 0.0  # after so much silence it is taken for gone; 0: never
     stalled: ev.TrainerStalled | None = None  # why there is no trainer
+    trainers_lost: int = 0  # in a row, without a word, while the run waited for the same step or weights
     openings: dict[str, int] = {}  # commands with which trainers opened this run: their epochs
     weights: ev.WeightsReady | None = None
     weights_before: ev.WeightsReady | None = None
@@ -195,13 +196,19 @@ class EngineState(msgspec.Struct, kw_only=True):
         return self.phase == Phase.ROLLING and not self.suspended
 
     @property
+    def waits_for_operator(self) -> bool:
+        """Return whether only its operator lets the run go on. One that waits for a replica may go on by itself."""
+        return bool(self.suspended) and not self.until_served
+
+    @property
     def owes_weights(self) -> bool:
         """Return whether the run waits for its trainer: for a step, for its weights, or for the first ones."""
         return self.batch is not None or self.version < max(self.step, 0)
 
     @property
     def global_step(self) -> int:
-        return max(self.version, 0)
+        """Return the newest version; while a run boots, the one at which it begins."""
+        return max(self.version, self.begun)
 
     def checkpoints_left(self) -> list[LeftRun]:
         """Return the runs that have left checkpoints, oldest first, with this one."""
@@ -354,7 +361,9 @@ def _started(engine: EngineState, event: ev.EngineStarted) -> None:
     if event.begins is not None:
         _begin_at(fresh, event.begins)
         if goes_on(event.begins, engine.run, engine.started):
-            fresh.counters, fresh.evals = engine.counters, engine.evals
+            fresh.counters = engine.counters
+            kept = {version: stats for version, stats in engine.evals.items() if version <= event.begins.step}
+            fresh.evals = kept  # the versions after it are made again, and are others
     for field in EngineState.__struct_fields__:
         setattr(engine, field, getattr(fresh, field))
     _release_replicas(engine)
@@ -413,12 +422,15 @@ def _suspended(engine: EngineState, event: ev.EngineSuspended) -> None:
 
 @_on(ev.EngineResumed)
 def _resumed(engine: EngineState, event: ev.EngineResumed) -> None:
-    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended."""
+    """Go on in the same phase, as if it had just begun: nothing moved while the run was suspended.
+
+    Failures are forgotten when the operator says so, and not because a replica serves again.
+    """
     engine.suspended = ""
     engine.until_served = False
-    engine.resumed_ns = event.at_ns
-    engine.step_failures = 0
     if event.command:
+        engine.resumed_ns = event.at_ns
+        engine.step_failures = engine.trainers_lost = 0
         _release_replicas(engine)
     _enter(engine, engine.phase, event.at_ns)
     _remember(engine, event.command)
@@ -613,7 +625,7 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
     event = _with_calls(engine, event)
     engine.batch = event
     engine.step = event.step
-    engine.step_failures = 0
+    engine.step_failures = engine.trainers_lost = 0
     left = [_leave_pool(engine, episode.episode) for group in event.groups for episode in group.episodes]
     sealed = [completed for completed in left if completed is not None]
     engine.counters.trained += len(sealed)
@@ -627,6 +639,8 @@ def _batch_ready(engine: EngineState, event: ev.BatchReady) -> None:
 
 @_on(ev.TrainerOpened)
 def _trainer_opened(engine: EngineState, event: ev.TrainerOpened) -> None:
+    if engine.trainer and engine.owes_weights:
+        engine.trainers_lost += 1
     engine.trainer = event.trainer
     engine.trainer_epoch = event.trainer_epoch
     engine.trainer_since_ns = event.at_ns
@@ -654,7 +668,7 @@ def _step_completed(engine: EngineState, event: ev.StepCompleted) -> None:
     complete(engine.steps, event)
     engine.kept = keep(engine.kept, event, engine.collection.checkpoints_kept)
     engine.batch = None
-    engine.step_failures = 0
+    engine.step_failures = engine.trainers_lost = 0
 
 
 @_on(ev.StepFailed)
@@ -668,6 +682,7 @@ def _weights_ready(engine: EngineState, event: ev.WeightsReady) -> None:
     engine.weights = event
     engine.version = event.version
     engine.loaded = set()
+    engine.trainers_lost = 0
 
 
 @_on(ev.WeightsLoaded)

@@ -130,16 +130,16 @@ def detail_of(engine: EngineState, now_ns: int) -> str:
 
 
 def no_trainer(engine: EngineState, now_ns: int) -> str:
-    """Return since when and why a run has no trainer, "" when it has one, or had none yet."""
+    """Return for how long and why a run has had no trainer, "" when it has one, or had none yet."""
     if engine.phase == Phase.OFFLINE or engine.stalled is None:
         return ""
     since = duration(seconds_between(engine.stalled.at_ns, now_ns))
-    return f"no trainer for {since}, since {stall_text(engine.stalled)}"
+    return f"no trainer for {since}: {stall_text(engine.stalled)}"
 
 
 def stall_text(stalled: TrainerStalled) -> str:
     at = f" at {stalled.doing}" if stalled.doing else ""
-    how = "was not heard of" if stalled.silent else "made no progress"
+    how = "was not heard from" if stalled.silent else "made no progress"
     return f"{stalled.trainer} {how}{at} for {duration(stalled.still_s)}"
 
 
@@ -235,6 +235,14 @@ def _quarantine(replica: Replica) -> str:
     return "" if found is None else f"it cannot load version {found.version}: {found.reason}"
 
 
+def _last_step(engine: EngineState) -> StepStatus | None:
+    """Return the newest step that this run has made itself: the one that it began at was made by another."""
+    done = engine.step_done
+    if done is None or done.run != engine.run:
+        return None
+    return StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics)
+
+
 def _replicas(engine: EngineState) -> tuple[ReplicaStatus, ...]:
     return tuple(
         ReplicaStatus(
@@ -257,7 +265,6 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
     `now_ns` is the caller's time: the time of the fold stands still while there are no events.
     """
     source = engine.active or engine.configured
-    done = engine.step_done
     episodes = [_open_episode(episode, now_ns) for episode in engine.open.values()]
     formats = tuple(FormatStatus(gateway=each.gateway, format=each.format) for each in engine.formats)
     return EngineStatus(
@@ -280,7 +287,7 @@ def engine_status(engine: EngineState, now_ns: int, refusing: str = "") -> Engin
         open_episodes=tuple(sorted(episodes, key=lambda row: (-row.idle_s, row.episode))),
         replicas=_replicas(engine),
         trainer=_trainer(engine, now_ns),
-        last_step=StepStatus(step=done.step, at_ns=done.at_ns, metrics=done.metrics) if done else None,
+        last_step=_last_step(engine),
         evals=tuple(
             EvalStatus(
                 version=version,

@@ -18,7 +18,7 @@ class SealedStep(msgspec.Struct, kw_only=True):
 
     @property
     def saved(self) -> bool:
-        """Whether there is a checkpoint of it."""
+        """Return whether there is a checkpoint of it."""
         return self.done is not None and bool(self.done.checkpoint)
 
 

@@ -64,7 +64,7 @@ class Child:
             await asyncio.sleep(pause_s)
 
     async def _run(self, environment: Mapping[str, str], watching: Watchdog | None = None) -> int:
-        """Run the process until it ends, or until its watchdog bites. Return its exit code."""
+        """Run the process until it ends, or until it has been silent for too long. Return its exit code."""
         # In its own session: Ctrl-C reaches only the supervisor, which stops the services in order.
         self._process = process = await asyncio.create_subprocess_exec(
             *self._service.command, env=environment, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
@@ -72,13 +72,13 @@ class Child:
         if watching is None:
             return await process.wait()
         async with asyncio.TaskGroup() as tasks:
-            biting = tasks.create_task(self._kill_when_silent(process, watching))
+            silence = tasks.create_task(self._kill_when_silent(process, watching))
             code = await process.wait()
-            biting.cancel()
+            silence.cancel()
         return code
 
     async def _kill_when_silent(self, process: asyncio.subprocess.Process, watching: Watchdog) -> None:
-        await watching.bites()
+        await watching.until_silent()
         log.error("%s is silent for %.0f s: it is killed", self._service.name, watching.limit_s)
         process.kill()
 

@@ -53,7 +53,7 @@ class Watchdog:
     def environment(self) -> Mapping[str, str]:
         return {SOCKET: self._listener.getsockname(), PERIOD: str(int(self.limit_s * 1e6))}
 
-    async def bites(self) -> None:
+    async def until_silent(self) -> None:
         """Return once the process has been silent for too long."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener, self._heard)

@@ -49,7 +49,7 @@ class PeftConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def obstacles(self) -> list[str]:
-        """What this adapter has that is not merged here."""
+        """Return what this adapter has that is not merged here."""
         plain = PeftConfig(r=self.r, lora_alpha=self.lora_alpha)
         names = ("peft_type", "bias", "use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save")
         return [name for name in names if (getattr(self, name) or None) != (getattr(plain, name) or None)]
@@ -64,11 +64,12 @@ def of_a_run(folder: Path) -> Path:
 
 
 def is_adapter(folder: Path) -> bool:
+    """Return whether the folder has an adapter, and not a whole model."""
     return (folder / ADAPTER_FILE).is_file()
 
 
 def why_no_model(folder: Path) -> str:
-    """Return why a folder of a trainer is no model, with what to name instead; "" for any other folder."""
+    """Return why a folder of a trainer is not a model, with what to name instead; "" for any other folder."""
     if (folder / CHECKPOINT_STATE).is_file():
         return (
             f"{folder} is a trainer's checkpoint: a run begins at it with trainer.resume, in its own hive. For "
@@ -91,6 +92,7 @@ def merged_model(
     that fills it. The model is in the dtypes of its base, or in float32. Raises `EngineFault` when it cannot be made.
     """
     config = _peft_config(folder)
+    _check_base(folder)
     base = _base_beside(folder) or _base_named(folder, config, base_named)
     return made(_name(folder, base, dtype), lambda draft: _merge(base, folder, config.scale, dtype, draft))
 
@@ -101,13 +103,26 @@ def _peft_config(folder: Path) -> PeftConfig:
     except (OSError, msgspec.MsgspecError) as error:
         raise EngineFault(f"{folder / ADAPTER_CONFIG} does not describe the adapter beside it: {error}") from error
     if config.r < 1:
-        raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {config.r}, which is no rank")
+        raise EngineFault(f"{folder / ADAPTER_CONFIG} has r {config.r}, which is not a rank")
     if config.obstacles:
         raise EngineFault(
             f"the adapter in {folder} has {', '.join(config.obstacles)} in its configuration, which cannot be merged "
             "here: merge it with peft, and name the model's folder"
         )
     return config
+
+
+def _check_base(folder: Path) -> None:
+    """Raise `EngineFault` if the base of an adapter is that adapter. It may be another one, which is merged first."""
+    each, seen = folder, set[Path]()
+    while is_adapter(each) and _base_beside(each) is None:
+        if each.resolve() in seen:
+            raise EngineFault(
+                f"the adapter in {folder} has itself as its base: give the model that it was trained on as "
+                f"base_model_name_or_path in its {ADAPTER_CONFIG}"
+            )
+        seen.add(each.resolve())
+        each = of_a_run(Path(_peft_config(each).base_model_name_or_path or ""))
 
 
 def _base_beside(folder: Path) -> Path | None:
@@ -136,9 +151,11 @@ def _tensor_files(base: Path) -> list[Path]:
 
 
 def _name(folder: Path, base: Path, dtype: str) -> str:
-    """Return a name that changes with the adapter, its base and the precision."""
+    """Return a name that changes with the adapter, its base, the precision and all that is copied."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in _tensor_files(base)]
-    parts = (file_sha256(folder / ADAPTER_FILE), str(base.resolve()), stats, dtype == "float32")
+    read = [file_sha256(folder / name) for name in (ADAPTER_FILE, ADAPTER_CONFIG)]
+    texts = [(str(name), file_sha256(source / name)) for source in (base, folder) for name in _texts(source)]
+    parts = (read, str(base.resolve()), stats, texts, dtype == "float32")
     return f"lora-{sha256(repr(parts).encode()).hexdigest()[:16]}"
 
 
@@ -177,11 +194,21 @@ def _heads(source: TensorFile, dtype: str) -> list[TensorHead]:
     ]
 
 
+def _texts(source: Path) -> list[Path]:
+    """Return the names of what is copied, in folders within it too: all but tensors and the adapter's configuration.
+
+    A file may be a link, as in the hub's cache. A folder that is one could lead anywhere.
+    """
+    folders = [source, *(each for each in source.iterdir() if each.is_dir() and not each.is_symlink())]
+    return sorted(file.relative_to(source) for folder in folders for file in folder.iterdir() if _is_text(file))
+
+
+def _is_text(file: Path) -> bool:
+    named = file.suffix in (".json", ".jinja", ".model", ".txt") and not file.name.endswith(".index.json")
+    return named and file.name != ADAPTER_CONFIG and file.is_file()
+
+
 def _copy_texts(source: Path, draft: Path) -> None:
-    """Copy all but tensors and the adapter's configuration."""
-    for file in source.rglob("*"):
-        name = file.relative_to(source)
-        is_text = file.suffix in (".json", ".jinja", ".model", ".txt") and len(name.parts) <= 2
-        if is_text and file.name != ADAPTER_CONFIG and not file.name.endswith(".index.json"):
-            (draft / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(file, draft / name)
+    for name in _texts(source):
+        (draft / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, draft / name)

@@ -21,7 +21,7 @@ SAME_JOB = (
     "trainer.lora_alpha",
     "trainer.target_modules",
 )
-UNTOLD = ("trainer.resume", "trainer.checkpoint_every", "trainer.checkpoints_kept")  # which train nothing
+TRAINS_NOTHING = ("trainer.resume", "trainer.checkpoint_every", "trainer.checkpoints_kept")
 CHANGES_MAX = 20
 CHANGE_CHARS_MAX = 200
 
@@ -42,7 +42,7 @@ class _Left(NamedTuple):
         return [change for name, change in self.other.items() if name in (PROJECT, EXPERIMENT, *SAME_JOB)]
 
     def begins(self) -> Beginning:
-        told = [name for name in self.other if name.startswith(("trainer.", "model.")) and name not in UNTOLD]
+        told = [name for name in self.other if name.startswith(("trainer.", "model.")) and name not in TRAINS_NOTHING]
         changed = [self.other[name] for name in told]
         return Beginning(
             run=self.done.run,

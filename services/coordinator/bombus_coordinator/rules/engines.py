@@ -29,6 +29,7 @@ from bombus_coordinator.rules.episodes import aborted
 from bombus_coordinator.rules.live import Live
 
 REASON_CHARS_MAX = 2000
+TRAINERS_LOST_MAX = 20  # a hive whose processes are killed at random loses a dozen in one step, and goes on
 EPISODE_BYTES = 256  # of an episode in `batch.ready`, with its share of a task's name
 
 
@@ -160,7 +161,10 @@ def resume(engine: EngineState, live: Live, message: Resume) -> Decisions:
 def suspend(
     engine: EngineState, live: Live, reason: str, before: tuple[Event, ...] = (), until_served: bool = False
 ) -> Decisions:
-    """Let the run wait for its operator, with all that it has. One that waits already goes on waiting."""
+    """Let the run wait for its operator, with all that it has. One that waits for its operator already goes on waiting.
+
+    One that waits for a replica waits for its operator from here on, unless this is `until_served` too.
+    """
     suspended = ev.EngineSuspended(
         at_ns=live.now_ns,
         engine=engine.name,
@@ -168,7 +172,8 @@ def suspend(
         reason=reason[:REASON_CHARS_MAX],
         until_served=until_served,
     )
-    events = before if engine.suspended else (*before, suspended)
+    waits = engine.suspended if until_served else engine.waits_for_operator
+    events = before if waits else (*before, suspended)
     if events:
         yield Decision(events=events)
 
@@ -222,7 +227,11 @@ def agree(engine: EngineState, live: Live, message: AgreeSync) -> Decisions:
 
 
 def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Decisions:
-    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11)."""
+    """Give the trainer a higher epoch. Facts of the trainer before are ignored from here on (R11).
+
+    Trainers that end without a word, as by the kernel's want of memory, report no failure: the run is suspended when
+    it has lost many in a row.
+    """
     if message.id in engine.openings:
         yield Decision(replies=(CommandReply(message.id, Done(run=engine.run, epoch=engine.openings[message.id])),))
         return
@@ -239,6 +248,16 @@ def trainer_opens(engine: EngineState, live: Live, message: TrainerOpens) -> Dec
         patience_s=message.patience_s,
     )
     yield Decision(events=(event,), replies=(CommandReply(message.id, Done(run=engine.run, epoch=epoch)),))
+    if engine.trainers_lost >= TRAINERS_LOST_MAX:
+        yield from suspend(engine, live, _why_lost(engine))
+
+
+def _why_lost(engine: EngineState) -> str:
+    waited_for = f"version {max(engine.step, 0)}" if engine.batch is None else f"step {engine.batch.step}"
+    return (
+        f"{engine.trainers_lost} trainers in a row ended without a word before they had made {waited_for}. Look for "
+        "the kernel's out-of-memory killer, and at the ends of their logs"
+    )
 
 
 def stage_reached(engine: EngineState, live: Live, message: StageReached) -> Decisions:

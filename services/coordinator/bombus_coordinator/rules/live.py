@@ -110,7 +110,7 @@ class Live(msgspec.Struct, kw_only=True):
 
     @property
     def is_away(self) -> bool:
-        """Whether the last tick is so long ago that the bus was unreachable, nobody led, or the clock was set ahead."""
+        """Return whether the last tick is long ago: the bus was unreachable, nobody led, or the clock was set ahead."""
         return self.ticked_ns is not None and self.now_ns - self.ticked_ns > ns(AWAY_S)
 
     def tick(self, answered: int) -> None:

@@ -15,7 +15,7 @@ REASONS_MAX = 3  # of quarantined replicas, in the reason of a suspended run
 def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Decisions:
     live.replica_seen[engine.name, message.replica] = live.now_ns
     joined = engine.replicas.get(message.replica)
-    if joined is None or joined.url != message.url:
+    if joined is None or joined.url != message.url or _has_lost(engine, joined, message):
         yield Decision(
             events=(
                 ev.ReplicaJoined(
@@ -40,6 +40,17 @@ def replica_alive(engine: EngineState, live: Live, message: ReplicaAlive) -> Dec
                 sequence_tokens=message.sequence_tokens,
             ),
         )
+
+
+def _has_lost(engine: EngineState, replica: Replica, message: ReplicaAlive) -> bool:
+    """Return whether a replica no longer serves the weights that it gets calls for: it was killed and came back.
+
+    A replica in quarantine gets no calls, and what it serves while the engine is offline does not matter.
+    """
+    if message.version >= 0 or engine.phase == Phase.OFFLINE:
+        return False
+    is_older = engine.collection.max_staleness > 0 and replica.run == engine.run and replica.version >= 0
+    return message.replica in engine.loaded or (is_older and replica.quarantined is None)
 
 
 def _is_new(engine: EngineState, message: WeightsLoadedFact) -> bool:
@@ -83,7 +94,7 @@ def lapse_replicas(engine: EngineState, live: Live) -> Decisions:
     for name, replica in list(engine.replicas.items()):
         seen = live.replica_seen.get((engine.name, name), live.since(replica.joined_ns))
         if seen + ns(REPLICA_LAPSE_S) <= live.now_ns:
-            yield _leave(engine, live, name, f"not heard of for {REPLICA_LAPSE_S:.0f} s")
+            yield _leave(engine, live, name, f"not heard from for {REPLICA_LAPSE_S:.0f} s")
 
 
 # ---- quarantine -----------------------------------------------------------------------------------------------

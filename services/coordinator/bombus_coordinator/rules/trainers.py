@@ -1,7 +1,7 @@
-"""Trainers that hang: what they say of themselves, and the silence of those that say nothing. Their epoch ends (R11).
+"""End the epoch of a trainer that reports that it hangs, or that has been silent for too long (R11).
 
-A trainer judges its own progress, by its own pace and clock. The coordinator judges silence alone, and none that a bus
-which was away, or a leader that was missing, could have caused (R5).
+A trainer judges its own progress, by its own pace and clock. The coordinator judges its silence only. It leaves out the
+time in which the bus was away or there was no leader: nothing could be heard then (R5).
 """
 
 from bombus.hive import events as ev
@@ -46,7 +46,7 @@ def lapse(engine: EngineState, live: Live) -> Decisions:
 def _stall(engine: EngineState, live: Live, doing: str, still_s: float, silent: bool = False) -> Decisions:
     """End the trainer's epoch. It is a failure of what the run waits for, of which several in a row suspend the run."""
     live.trainers.pop(engine.name, None)
-    failures = engine.step_failures + (engine.owes_weights and not engine.suspended)
+    failures = engine.step_failures + (engine.owes_weights and not engine.waits_for_operator)
     stalled = ev.TrainerStalled(
         at_ns=live.now_ns,
         engine=engine.name,

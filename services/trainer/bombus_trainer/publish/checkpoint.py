@@ -162,9 +162,11 @@ def seal_files(folder: Path, is_ours: Callable[[str], bool]) -> dict[str, Seal]:
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
         name = file.relative_to(folder).as_posix()
         if is_ours(name):
+            size = file.stat().st_size
+            advanced(written_bytes=size)
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-            seals[name] = Seal(file.stat().st_size, file_sha256(file))
+            seals[name] = Seal(size, file_sha256(file))
             advanced()
     for directory in (each for each in folder.rglob("*") if each.is_dir()):
         fsync_directory(directory)

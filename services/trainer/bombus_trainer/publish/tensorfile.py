@@ -71,7 +71,7 @@ def write_tensors(
                 chunk = data[start : start + CHUNK_BYTES]
                 seal.update(chunk)
                 size += _write_all(file.fileno(), chunk)
-            advanced()
+                advanced(written_bytes=len(chunk))
         if next(expected, None) is not None:
             raise ValueError("fewer tensors than announced")
         if durable:

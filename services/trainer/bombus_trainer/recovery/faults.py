@@ -1,6 +1,6 @@
-"""Faults of the job, which stay, and faults of the moment, after which the same attempt may succeed.
+"""Tell faults of the job, which stay, from faults of the moment, after which the same attempt may succeed.
 
-A model that does not exist is the former, a full GPU or a file system that is away the latter.
+A model that does not exist is a fault of the job; a full GPU, or a file system that is away, is one of the moment.
 """
 
 import torch

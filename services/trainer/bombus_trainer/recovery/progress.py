@@ -16,6 +16,8 @@ from typing import TypeVar
 T = TypeVar("T")
 GENEROUS = 20.0  # a gap between two marks may be so many times the longest of the newest works of its kind
 NEWEST = 8  # works of a kind that make its pace
+STALLS = 3.0  # loads and what is stored make few marks: they may be still for so many times as long as other works
+SYNCED_BYTES_S = 50e6  # a slow disk takes what was written at this rate, and an fsync makes no mark
 SETTLED_S = 300.0  # the shortest limit of a pace: a file server may be away for minutes
 
 
@@ -30,11 +32,14 @@ class Kind(StrEnum):
     REMOVAL = "removal"
 
 
+STORING = (Kind.CHECKPOINT, Kind.WEIGHTS)
+
+
 @dataclass(eq=False)
 class Work:
-    """A piece of work in a thread, which writes `marks` and `stage`. The others are written by `Works.look`.
+    """A piece of work in a thread, which writes `marks`, `stage` and `written_bytes`.
 
-    With a `limit_s` of its own, the pace of its kind does not matter.
+    The others are written by `Works.look`. With a `limit_s` of its own, the pace of its kind does not matter.
     """
 
     kind: Kind
@@ -42,6 +47,7 @@ class Work:
     limit_s: float | None = None
     marks: int = 0
     stage: str = ""
+    written_bytes: int = 0
     marks_seen: int = 0
     still_s: float = 0.0  # since the newest mark
     longest_s: float = 0.0  # between two marks
@@ -70,10 +76,15 @@ class WorkPace:
 
 
 class Works:
-    """The works under way, and the paces of their kinds. A work of a kind without a pace may be still for `first_s`."""
+    """The works under way, and the paces of their kinds.
 
-    def __init__(self, first_s: float) -> None:
+    A work of a kind without a pace may be still for `first_s`, and for `storing_s` if it stores something, where that
+    is more.
+    """
+
+    def __init__(self, first_s: float, storing_s: float = 0.0) -> None:
         self._first_s = first_s
+        self._storing_s = max(first_s, storing_s)
         self._works: list[Work] = []
         self._paces: dict[Kind, WorkPace] = {}
 
@@ -97,9 +108,11 @@ class Works:
         return next((work for work in self._works if work.still_s > self.limit_s(work)), None)
 
     def limit_s(self, work: Work) -> float:
+        """Return how long a work may be still: long enough to make durable what it has written so far."""
         if work.limit_s is not None:
             return work.limit_s
-        return self._paces.get(work.kind, WorkPace()).limit_s(self._first_s)
+        first_s = self._storing_s if work.kind in STORING else self._first_s
+        return max(self._paces.get(work.kind, WorkPace()).limit_s(first_s), work.written_bytes / SYNCED_BYTES_S)
 
     @property
     def doing(self) -> str:
@@ -130,9 +143,13 @@ async def in_thread(kind: Kind, what: str, work: Callable[[], T], limit_s: float
         _current.reset(token)
 
 
-def advanced(stage: str = "") -> None:
-    """Note that the work of this thread has advanced, to `stage` if it is given. Without a watch nothing happens."""
+def advanced(stage: str = "", written_bytes: int = 0) -> None:
+    """Note that the work of this thread has advanced: to `stage` if it is given, by so many bytes if it writes some.
+
+    Without a watch nothing happens.
+    """
     work = _current.get()
     if work is not None:
         work.marks += 1
+        work.written_bytes += written_bytes
         work.stage = stage or work.stage

@@ -14,7 +14,10 @@ from bombus_trainer.recovery.progress import advanced
 
 log = logging.getLogger(__name__)
 
-ANEW = "or stop the run and set trainer.resume to never, which begins with the model as loaded"
+ANEW = (
+    "or stop the run and set trainer.resume to `from VERSION`, which begins at another checkpoint, or to never, which "
+    "begins with the model as loaded"
+)
 
 
 def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[TrainerBackend, int]:
@@ -45,7 +48,8 @@ def restored(load: Callable[[], TrainerBackend], engine: EngineState) -> tuple[T
                 raise
             raise EngineFault(f"{error}, {ANEW}") from error  # an earlier run's checkpoint does not fit
     if lost is not None and engine.begun:
-        raise CheckpointLost(f"{lost}. The run began at it: bring it back, {ANEW}") from lost
+        began = ". The run began at it" if newest.step == engine.begun else ", and those before it are lost too"
+        raise CheckpointLost(f"{lost}{began}: bring it back, {ANEW}") from lost
     if engine.begun or steps_after(engine.steps, 0, newest.step) is None:
         raise lost or EngineFault(f"step {newest.step} is on the log, and no checkpoint is left to go on from")
     return executor, 0

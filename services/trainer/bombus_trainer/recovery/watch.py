@@ -16,7 +16,7 @@ from bombus.errors import BusUnavailable
 from bombus.hive.inbox import TrainerAlive, TrainerHangs
 from bombus_trainer.options import TrainerOptions
 from bombus_trainer.ownership import RunOver, RunOwnership
-from bombus_trainer.recovery.progress import Work, Works
+from bombus_trainer.recovery.progress import STALLS, Work, Works
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Watch:
     """Watches the works of one trainer. Without `stall_s` it only says that the trainer lives."""
 
     def __init__(self, bus: Bus, options: TrainerOptions, ownership: RunOwnership) -> None:
-        self.works = Works(options.stall_s)
+        self.works = Works(options.stall_s, max(STALLS * options.stall_s, options.operation_timeout_s))
         self._bus = bus
         self._options = options
         self._ownership = ownership
