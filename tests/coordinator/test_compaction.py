@@ -20,13 +20,14 @@ from bombus.cli import main
 from bombus.config.streams import StreamLimits
 from bombus.errors import Refused
 from bombus.hive import inbox
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import FOLD, Hive, evolve
 from bombus.hive.status import render_status
 from bombus.replay import upkeep
 from bombus.replay.segments import FolderSource, archived_up_to, segments
 from bombus.replay.source import state_at
 from bombus_coordinator import compaction
 from bombus_coordinator.compaction import Compaction, Cut, cut_of, usable
+from bombus_coordinator.preparing import Preparation, Prepared, prepare
 from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from bombus_coordinator.snapshotter import SnapshotPace, Snapshotter
@@ -297,6 +298,53 @@ async def test_behind_a_snapshot_that_is_not_the_fold_nothing_is_ever_removed(sm
     async with compacting(small, quick(nats_url)):
         await until_status_says(small, "event 150 is not the fold of the log")
         assert await first_event(small) == 1
+
+
+async def test_a_snapshot_of_another_version_is_passed_over_for_others(small: Bus, nats_url: str) -> None:
+    await filled(small)
+    await put(small, 125, fold=FOLD - 1)
+    async with compacting(small, quick(nats_url)):
+        await until_compacted(small)
+        await until_status_is_clean(small)
+    assert await first_event(small) >= 150
+
+
+async def prepared(bus: Bus, url: str, cut: int, until: int, archive: Path | None = None) -> Prepared:
+    folder = "" if archive is None else str(archive)
+    return await prepare(Preparation(url=url, hive=bus.subjects.hive, cut=cut, until=until, archive=folder))
+
+
+async def test_nothing_is_removed_that_was_not_folded_because_the_logs_beginning_is_damaged(
+    small: Bus, nats_url: str, tmp_path: Path
+) -> None:
+    await filled(small)
+    await small.purge_below(small.subjects.events_stream, 50)
+    await Blobs(small).put(f"snapshot-{50:016d}", b"rubbish")
+    found = await prepared(small, nats_url, 125, 150, tmp_path)
+    assert "the state before it cannot be read" in found.why
+    assert segments(tmp_path, small.subjects.hive) == []
+
+
+async def test_what_follows_a_snapshot_of_another_version_is_verified_and_archived(
+    small: Bus, nats_url: str, tmp_path: Path
+) -> None:
+    await filled(small)
+    await put(small, 50, fold=FOLD - 1)
+    await small.purge_below(small.subjects.events_stream, 50)
+    assert await prepared(small, nats_url, 150, await last_event(small), tmp_path) == Prepared()
+    (segment,) = segments(tmp_path, small.subjects.hive)
+    assert (segment.first, segment.last) == (51, 150)
+
+
+async def test_where_another_versions_beginning_makes_another_state_it_is_said_what_to_do(
+    small: Bus, nats_url: str
+) -> None:
+    await filled(small)
+    await put(small, 50, fold=FOLD - 1, hive=Hive(epoch=1))
+    await small.purge_below(small.subjects.events_stream, 50)
+    found = await prepared(small, nats_url, 125, 150)
+    assert "another version made the beginning" in found.why
+    assert "bombus log compact" in found.why
 
 
 async def test_a_deposed_leader_removes_nothing(small: Bus, nats_url: str) -> None:

@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from bombus.bus import EPOCH, INBOX, Bus, snapshots
+from bombus.bus.snapshots import Snapshot
 from bombus.cli import main
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event
 from bombus.hive.records import CallRef
+from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, two_snapshots
 from tests.coordinator.test_shell import boot, leading
@@ -45,6 +47,25 @@ async def test_a_snapshot_that_is_not_the_fold_is_found(bus: Bus) -> None:
     await put(bus, 14, hive=hive)
     with pytest.raises(LogCorrupted, match="event 14 is not the fold"):
         await upkeep.verify(bus)
+
+
+def test_a_metric_that_is_not_a_number_does_not_make_a_snapshot_differ() -> None:
+    done = ev.StepCompleted(
+        engine="main",
+        run=1,
+        step=1,
+        trainer_epoch=1,
+        checkpoint="",
+        checkpoint_digest="",
+        metrics={"loss": float("nan")},
+    )
+    hive = Hive(engines={"main": EngineState(name="main", step_done=done)})
+    start = Snapshot(fold=FOLD, position=7, event_id="", answered=0, hive=hive)
+    taken = snapshots.decode(snapshots.encode(start))
+    upkeep.LogCheck(start).compare(taken)
+    taken.hive.engines["main"].step = 3
+    with pytest.raises(LogCorrupted, match="not the fold"):
+        upkeep.LogCheck(start).compare(taken)
 
 
 async def test_a_damaged_snapshot_is_found(bus: Bus) -> None:

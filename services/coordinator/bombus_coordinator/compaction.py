@@ -127,7 +127,7 @@ class Compactor:
         if found.why:
             log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
             await self._tell(CompactionTried(id="", why=found.why))
-            return False
+            return bool(found.damaged)  # the next attempt chooses among the others, and need not wait
         if not await self._leads():
             return False
         faults.reached(Point.COMPACTION_PURGING)

@@ -22,6 +22,7 @@ from bombus.replay.segments import archive_part, archived_up_to
 from bombus.replay.upkeep import LogCheck, load_snapshot
 
 _SEND = msgspec.json.Encoder().encode
+_BY_HAND = "; `bombus log compact` removes the oldest events without this check, and archives nothing"
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,14 +54,13 @@ async def prepare(wanted: Preparation) -> Prepared:
     archive = Path(wanted.archive) if wanted.archive else None
     try:
         async with await Bus.connect(wanted.url, wanted.hive, name="compaction") as bus:
-            damaged = tuple([position for position in (wanted.cut, wanted.until) if not await _is_good(bus, position)])
-            if damaged:
-                which = " and ".join(map(str, damaged))
-                return Prepared(why=f"the snapshot at event {which} is damaged", damaged=damaged)
+            faulty = {position: why for position in (wanted.cut, wanted.until) if (why := await _fault(bus, position))}
+            if faulty:
+                return Prepared(why="; ".join(faulty.values()), damaged=tuple(faulty))
             archived = await _archived(bus, archive) if archive is not None else 0
             base = await _verified(bus, wanted, archived)
             faults.reached(Point.COMPACTION_VERIFIED)
-            if archive is not None and base.position < wanted.cut:
+            if archive is not None and archived < wanted.cut:
                 await archive_part(bus, archive, (base.hive, base.position), wanted.cut)
                 faults.reached(Point.COMPACTION_ARCHIVED)
     except BlobMissing as error:
@@ -72,14 +72,15 @@ async def prepare(wanted: Preparation) -> Prepared:
     return Prepared()
 
 
-async def _is_good(bus: Bus, position: int) -> bool:
+async def _fault(bus: Bus, position: int) -> str:
+    """Return why nothing can be removed before this snapshot, "" where it is good. Raises `BlobMissing`."""
     try:
-        await snapshots.load(bus, position)
-        return True
+        snapshot = await snapshots.load(bus, position)
     except BlobMissing:
         raise
     except LogCorrupted:
-        return False
+        return f"the snapshot at event {position} is damaged"
+    return "" if snapshot.fold == FOLD else f"another version made the snapshot at event {position}"
 
 
 async def _archived(bus: Bus, archive: Path) -> int:
@@ -94,32 +95,39 @@ async def _archived(bus: Bus, archive: Path) -> int:
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
     """Fold the log up to event `until`, and compare both snapshots. Return the state at which the archive goes on.
 
-    Raises `LogCorrupted`.
+    Raises `LogCorrupted`, also when not every event that is to be removed could be folded.
     """
-    start = await snapshots.start_of(bus, from_first=True)
+    first = (await bus.state(bus.subjects.events_stream)).first_seq
+    start = await snapshots.oldest(bus)
+    if start.position > min(max(first, archived), wanted.cut - 1):
+        raise LogCorrupted(f"the log begins at event {first}, and the state before it cannot be read{_BY_HAND}")
     check = LogCheck(start)
     base = snapshots.encode(start)
     async with Reader(bus, bus.subjects.events_stream, check.position + 1) as reader:
         while check.position < wanted.until:
             for stored in await reader.read():
-                if stored.seq > wanted.until:
+                if check.position == wanted.until:
                     break
                 check.take(stored)
                 if stored.seq in (wanted.cut, wanted.until):
-                    _compare(check, await load_snapshot(bus, stored.seq))
-                if stored.seq == archived and archived > start.position:
+                    await _compare(bus, check, start.fold)
+                if stored.seq == archived:
                     base = snapshots.encode(msgspec.structs.replace(start, position=archived, hive=check.hive))
     return snapshots.decode(base)
 
 
-def _compare(check: LogCheck, snapshot: Snapshot) -> None:
-    if snapshot.fold != FOLD:
-        raise LogCorrupted(f"another version wrote the snapshot at event {snapshot.position}")
-    check.compare(snapshot)
+async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
+    """Compare the snapshot at which a check of the log is now. `begun_by` is the version that has made its start."""
+    try:
+        check.compare(await load_snapshot(bus, check.position))
+    except LogCorrupted as error:
+        if begun_by == FOLD or isinstance(error, BlobMissing):
+            raise
+        raise LogCorrupted(f"{error}, of which another version made the beginning{_BY_HAND}") from error
 
 
 def main() -> None:
-    """Do what stdin says."""
+    """Read a `Preparation` from stdin, carry it out, and write what came of it to stdout."""
     die_with_parent()
     os.nice(10)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Preparation)

@@ -83,7 +83,8 @@ class Snapshotter:
 
     async def _store(self, body: bytes, position: int) -> None:
         try:
-            await snapshots.save(self._bus, body, position, self.held)
+            await snapshots.store(self._bus, body, position)
+            await snapshots.prune(self._bus, position, self.held)
             log.info("snapshot at event %d: %d bytes", position, len(body))
         except BombusError as error:  # the log has everything: a snapshot only saves time
             log.warning("no snapshot at event %d: %s", position, error)

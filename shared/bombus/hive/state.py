@@ -17,7 +17,7 @@ from bombus.hive.events import AbortReason, Collection, ConversationFormat, Epis
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 
-FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, snapshots
+from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
@@ -12,6 +12,7 @@ from bombus.replay.export import calls_held_by
 from bombus.replay.source import ReadProgress
 
 CALLS_AT_ONCE = 1_000
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -86,14 +87,21 @@ class LogCheck:
 
     def compare(self, snapshot: Snapshot) -> None:
         """Raises `LogCorrupted` when this version made the snapshot, and it is not the fold up to here."""
-        if snapshot.fold == FOLD and snapshot.hive != self.hive:
+        if snapshot.fold == FOLD and not _same(snapshot.hive, self.hive):
             raise LogCorrupted(f"the snapshot at event {self.position} is not the fold of the log up to there")
 
 
+def _same(one: Hive, other: Hive) -> bool:
+    """Return whether two states are equal. Numbers that are NaN are equal here: a step may have such a metric."""
+    return one == other or _encode(one) == _encode(other)
+
+
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, with its position."""
+    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` when it is not there any more."""
     try:
         return await snapshots.load(bus, position)
+    except BlobMissing:
+        raise
     except LogCorrupted as error:
         raise LogCorrupted(f"the snapshot at event {position}: {error}") from error
 
