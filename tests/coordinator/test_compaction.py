@@ -18,7 +18,7 @@ from bombus.bus import Blobs, Bus, StreamState, snapshots
 from bombus.bus.follow import Follower, read_event
 from bombus.cli import main
 from bombus.config.streams import StreamLimits
-from bombus.errors import Refused
+from bombus.errors import LogCorrupted, Refused
 from bombus.hive import inbox
 from bombus.hive.state import FOLD, Hive, evolve
 from bombus.hive.status import render_status
@@ -371,6 +371,16 @@ async def test_a_leader_whose_fold_was_overtaken_by_a_compaction_folds_again(sma
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_log_with_a_gap_is_not_folded_again_and_again(small: Bus) -> None:
+    async with leading(small):
+        await boot(small)
+    third = await small.get(small.subjects.events_stream, 3)
+    await small.purge_below(small.subjects.events_stream, 4, third.subject)
+    with pytest.raises(LogCorrupted, match="event 3 is missing"):
+        async with asyncio.timeout(10):
+            await Coordinator(small).lead()
+
+
 async def test_the_archive_of_another_log_is_not_continued(small: Bus, nats_url: str, tmp_path: Path) -> None:
     await filled(small)
     async with compacting(small, quick(nats_url, tmp_path)):
@@ -481,8 +491,55 @@ async def test_a_process_that_dies_while_it_verifies_costs_an_attempt(
 
 
 async def test_an_archive_that_was_cut_off_is_written_again(small: Bus, nats_url: str, tmp_path: Path) -> None:
-    """A machine that loses its power leaves a draft, which is no archive."""
+    """A machine that loses its power leaves a draft, which is no archive and is removed. Those of others stay."""
     await filled(small)
-    (tmp_path / f".{small.subjects.hive}-draft").write_bytes(b"half an archive")
+    draft, other = (
+        tmp_path / f".{hive}-{1:016d}-{125:016d}.bombuslog-a1b2_c3d" for hive in (small.subjects.hive, "other")
+    )
+    for path in (draft, other):
+        path.write_bytes(b"half an archive")
     async with compacting(small, quick(nats_url, tmp_path)):
         await check_complete(small, tmp_path)
+    assert (draft.exists(), other.exists()) == (False, True)
+
+
+async def test_a_process_that_cannot_be_started_or_gives_no_answer_costs_an_attempt(
+    small: Bus, nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await filled(small)
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    async with compacting(small, quick(nats_url)) as coordinator:
+        monkeypatch.setenv("TOO_LONG", "x" * (1 << 20))
+        await until_status_says(small, "cannot be started")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.delenv("TOO_LONG")
+        await until_status_says(small, "gave no answer")
+        monkeypatch.undo()
+        await until_compacted(small)
+        assert coordinator.leading.is_set()
+
+
+async def test_a_preparation_that_is_ended_removes_its_draft(small: Bus, nats_url: str, tmp_path: Path) -> None:
+    await filled(small)
+    wanted = Preparation(url=nats_url, hive=small.subjects.hive, cut=125, until=150, archive=str(tmp_path))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", Preparation.__module__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(wanted))
+    process.stdin.close()
+    async with asyncio.timeout(WAIT_S):
+        while not list(tmp_path.glob(".*bombuslog-*")):
+            await asyncio.sleep(0)
+    await compaction.end(process)
+    assert (process.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_and_one_that_does_not_end_at_once_is_left() -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", deaf, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    await compaction.end(process, 0.0)
+    assert process.returncode is None, "it was not waited for"
+    assert await process.wait() == -signal.SIGKILL

@@ -6,6 +6,7 @@ has to spare. The process reads what is wanted from stdin and writes to stdout w
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from bombus.errors import BombusError, LogCorrupted
 from bombus.faults import Point
 from bombus.hive.state import FOLD
 from bombus.host.process import die_with_parent
-from bombus.replay.segments import archive_part, archived_up_to
+from bombus.replay.segments import archive_part, archived_up_to, remove_drafts
 from bombus.replay.upkeep import LogCheck, load_snapshot
 
 _SEND = msgspec.json.Encoder().encode
@@ -86,6 +87,7 @@ async def _fault(bus: Bus, position: int) -> str:
 async def _archived(bus: Bus, archive: Path) -> int:
     """Return up to where the log is archived. Raises `OSError` when nothing can be written there."""
     archive.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_drafts(archive, bus.subjects.hive)
     probe = archive / f".writable-{os.getpid()}"
     probe.write_bytes(b"")
     probe.unlink()
@@ -132,7 +134,13 @@ def main() -> None:
     os.nice(10)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Preparation)
     logs.configure("compaction", hive=wanted.hive)
-    sys.stdout.buffer.write(_SEND(asyncio.run(prepare(wanted))))
+    sys.stdout.buffer.write(_SEND(asyncio.run(_until_sigterm(wanted))))
+
+
+async def _until_sigterm(wanted: Preparation) -> Prepared:
+    preparing = asyncio.ensure_future(prepare(wanted))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, preparing.cancel)
+    return await preparing
 
 
 if __name__ == "__main__":
