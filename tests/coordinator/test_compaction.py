@@ -176,6 +176,21 @@ def test_a_snapshot_is_due_after_many_events_and_after_few_large_ones() -> None:
     assert pace.is_due(62), "with what was there since the last one, a sixteenth of the stream"
 
 
+def test_a_snapshot_that_could_not_be_stored_can_be_asked_for_without_another_event() -> None:
+    pace = SnapshotPace(every=100)
+    pace.ask()
+    assert pace.is_due(60)
+    pace.took(60)
+    assert not pace.is_due(60), "it is on its way"
+    pace.ask()
+    assert pace.is_due(60), "it was not stored"
+    pace.took(60)
+    pace.stored(60)
+    pace.ask()
+    assert not pace.is_due(60)
+    assert pace.is_due(61)
+
+
 # ---- a hive with a small log ------------------------------------------------------------------------------------
 
 
@@ -323,6 +338,29 @@ async def test_nothing_is_removed_that_was_not_folded_because_the_logs_beginning
     found = await prepared(small, nats_url, 125, 150, tmp_path)
     assert "the state before it cannot be read" in found.why
     assert segments(tmp_path, small.subjects.hive) == []
+
+
+async def test_what_is_archived_is_not_archived_again(small: Bus, nats_url: str, tmp_path: Path) -> None:
+    await filled(small)
+    assert await prepared(small, nats_url, 150, await last_event(small), tmp_path) == Prepared()
+    assert await prepared(small, nats_url, 50, 125, tmp_path) == Prepared()
+    assert [(each.first, each.last) for each in segments(tmp_path, small.subjects.hive)] == [(1, 150)]
+
+
+async def test_a_snapshot_that_is_held_while_another_is_being_stored_is_kept(small: Bus) -> None:
+    await filled(small)
+    *_, newest = await snapshots.positions(small)
+    await Blobs(small).put(f"snapshot-{140:016d}", b"one that a compaction is about to use")
+    taking = Snapshotter(small)
+    taking.take(await snapshots.load(small, newest))
+    await asyncio.sleep(0)
+    taking.held = {140}
+    await taking.stop(None)
+    assert 140 in await snapshots.positions(small)
+    taking.held = ()
+    taking.take(await snapshots.load(small, newest))
+    await taking.stop(None)
+    assert 140 not in await snapshots.positions(small)
 
 
 async def test_what_follows_a_snapshot_of_another_version_is_verified_and_archived(

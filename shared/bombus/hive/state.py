@@ -288,7 +288,7 @@ def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
 
 
 def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
-    """Return the calls of an episode that ends so, and is still open: those that were noted as complete."""
+    """Return the calls of an episode's outcome: where it lists none, the complete ones of the open episode."""
     if outcome.calls or episode is None:
         return outcome.calls
     return tuple(call.ref for call in episode.trainable_calls())
@@ -528,8 +528,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             stats.successes += bool(outcome.is_success)
             trim(engine.evals, EVALS_KEPT)
             continue
-        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
-        calls = ended_calls(outcome, episode)
+        before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
+        calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
         size = 200 + 8 * outcome.completion_tokens + 100 * len(calls)
         engine.pool[outcome.episode] = Completed(
             episode=outcome.episode,
@@ -541,7 +541,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             oldest=outcome.oldest,
             bytes=size,
             ended_ns=event.at_ns,
-            calls_from=episode.calls_from if episode is not None else 0,
+            calls_from=next((each.calls_from for each in (episode, before) if each is not None), 0),
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size
