@@ -1,4 +1,4 @@
-"""The work of `bombus log verify` and `bombus log compact`: checking a log, and removing its oldest events."""
+"""Check a log, and remove its oldest events: what `bombus log verify` and `bombus log compact` do."""
 
 import msgspec
 
