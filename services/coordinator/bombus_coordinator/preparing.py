@@ -120,10 +120,13 @@ async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
 
 async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
     """Compare the snapshot at which a check of the log is now. `begun_by` is the version that has made its start."""
+    snapshot = await load_snapshot(bus, check.position)
+    if snapshot.fold != FOLD:
+        raise LogCorrupted(f"another version made the snapshot at event {check.position} meanwhile")
     try:
-        check.compare(await load_snapshot(bus, check.position))
+        check.compare(snapshot)
     except LogCorrupted as error:
-        if begun_by == FOLD or isinstance(error, BlobMissing):
+        if begun_by == FOLD:
             raise
         raise LogCorrupted(f"{error}, of which another version made the beginning{_BY_HAND}") from error
 
@@ -140,7 +143,10 @@ def main() -> None:
 async def _until_sigterm(wanted: Preparation) -> Prepared:
     preparing = asyncio.ensure_future(prepare(wanted))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, preparing.cancel)
-    return await preparing
+    try:
+        return await preparing
+    except asyncio.CancelledError:
+        sys.exit("ended before the log was checked and archived")
 
 
 if __name__ == "__main__":
