@@ -13,10 +13,11 @@ from collections import Counter
 from pathlib import Path
 
 from bench.coordinator import ENGINE, HIVE, boot
-from bombus.bus import Bus, EmbeddedServer, Reader
+from bombus.bus import Bus, EmbeddedServer, Reader, StreamState
 from bombus.bus.follow import Follower
 from bombus.bus.headers import header_bytes
 from bombus.config.streams import StreamLimits
+from bombus.errors import BusUnavailable
 from bombus.hive import inbox
 from bombus.hive.events import NotedCall
 from bombus.hive.records import CallRef
@@ -58,9 +59,18 @@ async def play(bus: Bus, seconds: float, rate: float, calls: int) -> None:
             playing.create_task(episode(bus, number, calls, pause_s))
 
 
+async def events_of(bus: Bus) -> StreamState:
+    """Return the size of the log. A server that is busy with the load may not answer at once."""
+    while True:
+        try:
+            return await bus.state(bus.subjects.events_stream)
+        except BusUnavailable:
+            await asyncio.sleep(1.0)
+
+
 async def report(bus: Bus, after: int, calls: int) -> None:
     stream = bus.subjects.events_stream
-    state = await bus.state(stream)
+    state = await events_of(bus)
     kinds, bodies, headers = Counter[str](), Counter[str](), Counter[str]()
     async with Reader(bus, stream, after + 1) as reader:
         position = after
@@ -92,10 +102,10 @@ async def main() -> None:
                 await coordinator.leading.wait()
                 await boot(bus, follower, ENGINE, 100_000)
                 for calls in (1, 10):
-                    before = await bus.state(bus.subjects.events_stream)
+                    before = await events_of(bus)
                     seconds = arguments.seconds
                     await play(bus, seconds, arguments.rate, calls)
-                    after = await bus.state(bus.subjects.events_stream)
+                    after = await events_of(bus)
                     made = round(seconds * arguments.rate / calls) * calls
                     cost = (after.bytes - before.bytes) / made
                     hours = (1 << 30) / cost / 360_000

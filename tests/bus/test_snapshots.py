@@ -160,6 +160,17 @@ async def test_a_damaged_snapshot_is_skipped_and_two_damaged_ones_cost_only_time
     assert (await snapshots.start_of(bus)).position == 0
 
 
+async def test_a_snapshot_of_another_shape_is_passed_over(bus: Bus) -> None:
+    """A field of the state had another type in a version before."""
+    async with leading(bus):
+        await boot(bus)
+    await put(bus, 2)
+    shape = msgspec.to_builtins(await put(bus, 4), builtin_types=(bytes,))
+    shape["hive"]["engines"][ENGINE]["left"] = {"run": 1}
+    await Blobs(bus).put(f"snapshot-{4:016d}", b"bombus snapshot\n" + msgspec.msgpack.encode(shape))
+    assert (await snapshots.start_of(bus)).position == 2
+
+
 @asynccontextmanager
 async def following(bus: Bus) -> AsyncIterator[Follower]:
     follower = Follower(bus)

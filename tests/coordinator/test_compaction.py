@@ -18,15 +18,16 @@ from bombus.bus import Blobs, Bus, StreamState, snapshots
 from bombus.bus.follow import Follower, read_event
 from bombus.cli import main
 from bombus.config.streams import StreamLimits
-from bombus.errors import Refused
+from bombus.errors import LogCorrupted, Refused
 from bombus.hive import inbox
-from bombus.hive.state import Hive, evolve
+from bombus.hive.state import FOLD, Hive, evolve
 from bombus.hive.status import render_status
 from bombus.replay import upkeep
 from bombus.replay.segments import FolderSource, archived_up_to, segments
 from bombus.replay.source import state_at
 from bombus_coordinator import compaction
 from bombus_coordinator.compaction import Compaction, Cut, cut_of, usable
+from bombus_coordinator.preparing import Preparation, Prepared, prepare
 from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from bombus_coordinator.snapshotter import SnapshotPace, Snapshotter
@@ -175,6 +176,21 @@ def test_a_snapshot_is_due_after_many_events_and_after_few_large_ones() -> None:
     assert pace.is_due(62), "with what was there since the last one, a sixteenth of the stream"
 
 
+def test_a_snapshot_that_could_not_be_stored_can_be_asked_for_without_another_event() -> None:
+    pace = SnapshotPace(every=100)
+    pace.ask()
+    assert pace.is_due(60)
+    pace.took(60)
+    assert not pace.is_due(60), "it is on its way"
+    pace.ask()
+    assert pace.is_due(60), "it was not stored"
+    pace.took(60)
+    pace.stored(60)
+    pace.ask()
+    assert not pace.is_due(60)
+    assert pace.is_due(61)
+
+
 # ---- a hive with a small log ------------------------------------------------------------------------------------
 
 
@@ -299,6 +315,76 @@ async def test_behind_a_snapshot_that_is_not_the_fold_nothing_is_ever_removed(sm
         assert await first_event(small) == 1
 
 
+async def test_a_snapshot_of_another_version_is_passed_over_for_others(small: Bus, nats_url: str) -> None:
+    await filled(small)
+    await put(small, 125, fold=FOLD - 1)
+    async with compacting(small, quick(nats_url)):
+        await until_compacted(small)
+        await until_status_is_clean(small)
+    assert await first_event(small) >= 150
+
+
+async def prepared(bus: Bus, url: str, cut: int, until: int, archive: Path | None = None) -> Prepared:
+    folder = "" if archive is None else str(archive)
+    return await prepare(Preparation(url=url, hive=bus.subjects.hive, cut=cut, until=until, archive=folder))
+
+
+async def test_nothing_is_removed_that_was_not_folded_because_the_logs_beginning_is_damaged(
+    small: Bus, nats_url: str, tmp_path: Path
+) -> None:
+    await filled(small)
+    await small.purge_below(small.subjects.events_stream, 50)
+    await Blobs(small).put(f"snapshot-{50:016d}", b"rubbish")
+    found = await prepared(small, nats_url, 125, 150, tmp_path)
+    assert "the state before it cannot be read" in found.why
+    assert segments(tmp_path, small.subjects.hive) == []
+
+
+async def test_what_is_archived_is_not_archived_again(small: Bus, nats_url: str, tmp_path: Path) -> None:
+    await filled(small)
+    assert await prepared(small, nats_url, 150, await last_event(small), tmp_path) == Prepared()
+    assert await prepared(small, nats_url, 50, 125, tmp_path) == Prepared()
+    assert [(each.first, each.last) for each in segments(tmp_path, small.subjects.hive)] == [(1, 150)]
+
+
+async def test_a_snapshot_that_is_held_while_another_is_being_stored_is_kept(small: Bus) -> None:
+    await filled(small)
+    *_, newest = await snapshots.positions(small)
+    await Blobs(small).put(f"snapshot-{140:016d}", b"one that a compaction is about to use")
+    taking = Snapshotter(small)
+    taking.take(await snapshots.load(small, newest))
+    await asyncio.sleep(0)
+    taking.held = {140}
+    await taking.stop(None)
+    assert 140 in await snapshots.positions(small)
+    taking.held = ()
+    taking.take(await snapshots.load(small, newest))
+    await taking.stop(None)
+    assert 140 not in await snapshots.positions(small)
+
+
+async def test_what_follows_a_snapshot_of_another_version_is_verified_and_archived(
+    small: Bus, nats_url: str, tmp_path: Path
+) -> None:
+    await filled(small)
+    await put(small, 50, fold=FOLD - 1)
+    await small.purge_below(small.subjects.events_stream, 50)
+    assert await prepared(small, nats_url, 150, await last_event(small), tmp_path) == Prepared()
+    (segment,) = segments(tmp_path, small.subjects.hive)
+    assert (segment.first, segment.last) == (51, 150)
+
+
+async def test_where_another_versions_beginning_makes_another_state_it_is_said_what_to_do(
+    small: Bus, nats_url: str
+) -> None:
+    await filled(small)
+    await put(small, 50, fold=FOLD - 1, hive=Hive(epoch=1))
+    await small.purge_below(small.subjects.events_stream, 50)
+    found = await prepared(small, nats_url, 125, 150)
+    assert "another version made the beginning" in found.why
+    assert "bombus log compact" in found.why
+
+
 async def test_a_deposed_leader_removes_nothing(small: Bus, nats_url: str) -> None:
     await filled(small)
     async with leading(small):
@@ -321,6 +407,16 @@ async def test_a_leader_whose_fold_was_overtaken_by_a_compaction_folds_again(sma
     assert len(coordinator.core.hive.engine(ENGINE).pool) == 100
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_log_with_a_gap_is_not_folded_again_and_again(small: Bus) -> None:
+    async with leading(small):
+        await boot(small)
+    third = await small.get(small.subjects.events_stream, 3)
+    await small.purge_below(small.subjects.events_stream, 4, third.subject)
+    with pytest.raises(LogCorrupted, match="event 3 is missing"):
+        async with asyncio.timeout(10):
+            await Coordinator(small).lead()
 
 
 async def test_the_archive_of_another_log_is_not_continued(small: Bus, nats_url: str, tmp_path: Path) -> None:
@@ -433,8 +529,55 @@ async def test_a_process_that_dies_while_it_verifies_costs_an_attempt(
 
 
 async def test_an_archive_that_was_cut_off_is_written_again(small: Bus, nats_url: str, tmp_path: Path) -> None:
-    """A machine that loses its power leaves a draft, which is no archive."""
+    """A machine that loses its power leaves a draft, which is no archive and is removed. Those of others stay."""
     await filled(small)
-    (tmp_path / f".{small.subjects.hive}-draft").write_bytes(b"half an archive")
+    draft, other = (
+        tmp_path / f".{hive}-{1:016d}-{125:016d}.bombuslog-a1b2_c3d" for hive in (small.subjects.hive, "other")
+    )
+    for path in (draft, other):
+        path.write_bytes(b"half an archive")
     async with compacting(small, quick(nats_url, tmp_path)):
         await check_complete(small, tmp_path)
+    assert (draft.exists(), other.exists()) == (False, True)
+
+
+async def test_a_process_that_cannot_be_started_or_gives_no_answer_costs_an_attempt(
+    small: Bus, nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await filled(small)
+    (tmp_path / "sitecustomize.py").write_text("print('hello')")
+    async with compacting(small, quick(nats_url)) as coordinator:
+        monkeypatch.setenv("TOO_LONG", "x" * (1 << 20))
+        await until_status_says(small, "cannot be started")
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.delenv("TOO_LONG")
+        await until_status_says(small, "gave no answer")
+        monkeypatch.undo()
+        await until_compacted(small)
+        assert coordinator.leading.is_set()
+
+
+async def test_a_preparation_that_is_ended_removes_its_draft(small: Bus, nats_url: str, tmp_path: Path) -> None:
+    await filled(small)
+    wanted = Preparation(url=nats_url, hive=small.subjects.hive, cut=125, until=150, archive=str(tmp_path))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", Preparation.__module__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(wanted))
+    process.stdin.close()
+    async with asyncio.timeout(WAIT_S):
+        while not list(tmp_path.glob(".*bombuslog-*")):
+            await asyncio.sleep(0)
+    await compaction.end(process)
+    assert (process.returncode, list(tmp_path.iterdir())) == (1, [])
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_and_one_that_does_not_end_at_once_is_left() -> None:
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", deaf, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    await compaction.end(process, 0.0)
+    assert process.returncode is None, "it was not waited for"
+    assert await process.wait() == -signal.SIGKILL

@@ -68,12 +68,21 @@ def test_the_demo_trains_a_folder_of_any_name_with_its_own_template(folder: Path
     assert AutoTokenizer.from_pretrained(home / "run" / "model").chat_template == TEMPLATE
 
 
+def _hear_ctrl_c() -> None:
+    """Take SIGINT as in a terminal: it is ignored in what a shell has started in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Running:
     """A command of bombus that runs, and prints lines."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bombus", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "bombus", *arguments],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=_hear_ctrl_c,
         )
 
     def __enter__(self) -> "Running":

@@ -128,6 +128,7 @@ SWARM: dict[str, list[Tree]] = {
     "/compare_train_config": [{"yaml_as_string": "@job@"}],
     "/start_engine": [{}],
     "/stop_engine": [{}],
+    "/resume_engine": [{}],
     "/claim_episode": [
         {"client_uuid": CLIENT, "episode_type": "train", "discard_episode_timeout": 30.0, "throttle_policy": POLICY},
         {"client_uuid": CLIENT, "episode_type": "eval"},

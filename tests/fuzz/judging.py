@@ -47,7 +47,8 @@ def _wrong_answer(case: HttpCase, answer: HttpAnswer, settled: bool, fill: Calla
     if answer.status < 500:
         return ""
     code = Code.NO_REPLICA if case.requests[0].target.startswith("/health") else _code(answer.body)
-    if answer.status != 503 or code not in DOCUMENTED:
+    is_cut = not answer.complete and not answer.body  # by a client that left after the head
+    if answer.status != 503 or (code not in DOCUMENTED and not is_cut):
         return "a fault of the server"
     if case.door == Door.REPLICA:
         return "" if not settled or _is_for_another(fill(case.requests[0].body)) else "503 while it serves"

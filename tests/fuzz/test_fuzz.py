@@ -34,6 +34,7 @@ DECODING = {
     "bombus/bus/blobs.py": "fuzz on the bus",
     "bombus/bus/snapshots.py": "snapshot",
     "bombus/bus/wire.py": SERVER,
+    "bombus/demo/folder.py": OWN,
     "bombus/demo/player.py": CLIENT,
     "bombus/export/finding.py": "a map of files, which is decoded as messages are",
     "bombus/hive/events.py": "event",
@@ -49,6 +50,9 @@ DECODING = {
     "bombus/sdk/core.py": CLIENT,
     "bombus/weights/adapters.py": "adapter",
     "bombus/weights/deltas.py": "delta",
+    "bombus/weights/lora_folders.py": "a map of files, which is decoded as messages are",
+    "bombus_coordinator/compaction.py": OWN,
+    "bombus_coordinator/preparing.py": OWN,
     "bombus_coordinator/rules/beginning.py": "a job that was a configuration before",
     "bombus_gateway/call/conversation.py": "chat",
     "bombus_gateway/call/models.py": "a map of files, which is decoded as messages are",
@@ -164,6 +168,16 @@ def test_a_change_leaves_the_tree_that_it_was_made_of_alone() -> None:
 )
 def test_an_answer_that_must_not_be_is_found(sent: bytes, settled: bool, wrong: str) -> None:
     case = HttpCase(1, Door.GATEWAY, Kind.CONTENT, (Request("POST", "/x"),), 1.0)
+    found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
+    assert (wrong in found) if wrong else not found
+
+
+@pytest.mark.parametrize(
+    ("status", "settled", "wrong"), [(503, False, ""), (503, True, "503 while"), (500, False, "a fault of the server")]
+)
+def test_an_answer_that_its_client_cut_off_is_judged_by_its_status(status: int, settled: bool, wrong: str) -> None:
+    case = HttpCase(1, Door.REPLICA, Kind.DROPPED, (Request("POST", "/generate"),), 1.0, is_owed=False)
+    sent = b"HTTP/1.1 %d x\r\ntransfer-encoding: chunked\r\n\r\n" % status
     found = wrong_with(case, [Received(sent, Ended.CLOSED)], settled, bytes)
     assert (wrong in found) if wrong else not found
 

@@ -196,9 +196,9 @@ async def test_quarantined_replicas_are_named_with_their_reasons() -> None:
             **story.at, run=1, version=0, replica="replica-a", reason="no weights at /v0\x1b[2J"
         )
         app.take(len(story.events) + 1, quarantined)
-        app.report(Link.LIVE)
-        await pilot.pause()
-        assert "✗ replica-a" in text(app, ReplicasPanel)
+        async with asyncio.timeout(10):
+            while "✗ replica-a" not in text(app, ReplicasPanel):
+                await pilot.pause(0.02)
         assert app.screen.query_one(Notice).display
         assert text(app, Notice) == "! replica-a is quarantined: it cannot load version 0: no weights at /v0 [2J"
 

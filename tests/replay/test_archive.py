@@ -94,6 +94,27 @@ async def test_an_archive_can_be_exported_again(bus: Bus, tmp_path: Path) -> Non
     assert first.read_bytes() == second.read_bytes()
 
 
+async def test_a_log_with_a_gap_is_not_exported(bus: Bus, tmp_path: Path) -> None:
+    await one_episode(bus)
+    newest = await bus.last(bus.subjects.events_stream)
+    assert newest is not None
+    third = await bus.get(bus.subjects.events_stream, 3)
+    await bus.purge_below(bus.subjects.events_stream, 4, third.subject)
+    with pytest.raises(LogCorrupted, match="event 4 follows 2"):
+        await export(BusSource(bus, "the bus"), tmp_path / "a.bombuslog")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_an_archive_that_exists_is_not_replaced(bus: Bus, tmp_path: Path) -> None:
+    await one_episode(bus)
+    path = tmp_path / "a.bombuslog"
+    await export(BusSource(bus, "the bus"), path)
+    before = path.read_bytes()
+    with pytest.raises(FileExistsError, match="not replaced"):
+        await export(BusSource(bus, "the bus"), path, with_calls=False)
+    assert (list(tmp_path.iterdir()), path.read_bytes()) == ([path], before)
+
+
 async def test_an_export_without_calls_has_no_text_and_no_tokens(bus: Bus, tmp_path: Path) -> None:
     refs = await one_episode(bus)
     path = tmp_path / "a.bombuslog"

@@ -13,6 +13,7 @@ from bombus.errors import BusUnavailable, LogCorrupted
 from bombus.hive.events import EpochOpened
 from bombus.hive.records import CallRef
 from bombus.hive.state import Hive
+from bombus.replay.export import export
 from bombus.replay.opening import add_source_arguments, open_source
 from bombus.replay.source import BusSource, NotOnLog, Source, state_at
 from tests.bus.test_snapshots import folded, two_snapshots
@@ -50,6 +51,19 @@ async def test_an_empty_log_has_an_empty_state(bus: Bus) -> None:
     assert (await source.end()).seq == 0
     assert await state_at(source, 0) == Hive()
     assert [entry async for entry in source.events()] == []
+
+
+async def test_a_replay_that_a_compaction_overtakes_skips_nothing_and_says_so(bus: Bus, tmp_path: Path) -> None:
+    await two_snapshots(bus)
+    source = BusSource(bus, "the bus")
+    assert (await source.base())[1] == 0
+    await bus.purge_below(bus.subjects.events_stream, 8)
+    with pytest.raises(NotOnLog, match="compacted meanwhile and begins at event 8 now: run it again"):
+        [entry async for entry in source.events()]
+    with pytest.raises(NotOnLog, match="run it again"):
+        await export(source, tmp_path / "log.bombuslog")
+    again = BusSource(bus, "the bus")
+    assert [entry.seq async for entry in again.events(0, 9)] == [9]
 
 
 async def test_the_state_at_any_position_is_the_fold_up_to_there(bus: Bus) -> None:

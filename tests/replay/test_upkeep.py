@@ -1,16 +1,20 @@
 """`bombus log verify` and `bombus log compact` on real logs, good and bad."""
 
 import asyncio
+import base64
 
 import msgspec
 import pytest
 
 from bombus.bus import EPOCH, INBOX, Bus, snapshots
+from bombus.bus.snapshots import Snapshot
+from bombus.bus.streams import blob_stream
 from bombus.cli import main
 from bombus.errors import LogCorrupted, Refused
 from bombus.hive import events as ev
 from bombus.hive.events import Event
 from bombus.hive.records import CallRef
+from bombus.hive.state import FOLD, EngineState, Hive
 from bombus.replay import upkeep
 from tests.bus.test_snapshots import folded, play, put, two_snapshots
 from tests.coordinator.test_shell import boot, leading
@@ -47,11 +51,43 @@ async def test_a_snapshot_that_is_not_the_fold_is_found(bus: Bus) -> None:
         await upkeep.verify(bus)
 
 
+def test_a_metric_that_is_not_a_number_does_not_make_a_snapshot_differ() -> None:
+    done = ev.StepCompleted(
+        engine="main",
+        run=1,
+        step=1,
+        trainer_epoch=1,
+        checkpoint="",
+        checkpoint_digest="",
+        metrics={"loss": float("nan")},
+    )
+    hive = Hive(engines={"main": EngineState(name="main", step_done=done)})
+    start = Snapshot(fold=FOLD, position=7, event_id="", answered=0, hive=hive)
+    taken = snapshots.decode(snapshots.encode(start))
+    upkeep.LogCheck(start).compare(taken)
+    taken.hive.engines["main"].step = 3
+    with pytest.raises(LogCorrupted, match="not the fold"):
+        upkeep.LogCheck(start).compare(taken)
+
+
 async def test_a_damaged_snapshot_is_found(bus: Bus) -> None:
     await two_snapshots(bus)
     await snapshots.save(bus, b"rubbish", 14)
     with pytest.raises(LogCorrupted, match="snapshot at event 14"):
         await upkeep.verify(bus)
+
+
+async def test_a_snapshot_that_is_removed_while_the_log_is_verified_is_not_a_fault(bus: Bus) -> None:
+    await two_snapshots(bus)
+    await put(bus, 4)
+    stem = f"$O.{bus.subjects.blobs_bucket}.M."
+    subject = stem + base64.urlsafe_b64encode(b"snapshot-0000000000000004").decode()
+    newest = await bus.last(blob_stream(bus.subjects), subject)
+    assert newest is not None
+    removed = newest.data.replace(b'"name"', b'"deleted":true,"name"')
+    await bus.publisher.publish(subject, removed, msg_id="removed", headers={})
+    assert 4 in await snapshots.positions(bus)
+    assert (await upkeep.verify(bus)).agreed == (8, 14)
 
 
 @pytest.mark.parametrize(("epoch", "answers"), [(0, 1_000), (2, 1_000), (1, 1)])

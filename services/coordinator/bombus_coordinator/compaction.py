@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from bombus import faults
-from bombus.bus import EPOCH, Bus, ServerRefused, StreamState, snapshots
-from bombus.errors import BusUnavailable
+from bombus.bus import EPOCH, Bus, StreamState, snapshots
+from bombus.errors import BombusError
 from bombus.faults import Point
 from bombus.hive.inbox import CompactionTried
 from bombus.hive.state import Hive
@@ -33,6 +33,7 @@ KEEP = 0.4  # of the stream: about so much is left
 PERIOD_S = 10.0
 RETRY_S, RETRY_S_MAX = 60.0, 960.0  # after a failure, twice as long after each further one
 PREPARE_S_MAX = 3600.0
+END_S = 2.0  # allowed for each of SIGTERM and SIGKILL
 
 
 class Compaction(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +88,7 @@ async def run(bus: Bus, settings: Compaction, hive: Callable[[], Hive], taking: 
             if await compactor.attempt():
                 pause_s = settings.retry_s
                 continue
-        except (BusUnavailable, ServerRefused) as error:
+        except BombusError as error:  # a leader whose log is long can work on for hours
             log.warning("the log could not be compacted: %s", error)
             continue
         await asyncio.sleep(pause_s)
@@ -127,7 +128,7 @@ class Compactor:
         if found.why:
             log.warning("the log is %.0f %% full and was not compacted: %s", 100 * events.fill, found.why)
             await self._tell(CompactionTried(id="", why=found.why))
-            return False
+            return bool(found.damaged)  # the next attempt chooses among the others, and need not wait
         if not await self._leads():
             return False
         faults.reached(Point.COMPACTION_PURGING)
@@ -156,23 +157,40 @@ async def prepared(settings: Compaction, hive: str, cut: Cut) -> Prepared:
         until=cut.until,
         archive="" if settings.archive is None else str(settings.archive),
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        Preparation.__module__,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            Preparation.__module__,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+        )
+    except OSError as error:
+        return Prepared(why=f"the process that checks and archives it cannot be started: {error}")
     try:
         async with asyncio.timeout(PREPARE_S_MAX):
             told, _ = await process.communicate(msgspec.json.encode(wanted))
     except TimeoutError:
         return Prepared(why=f"checking and archiving it took more than {PREPARE_S_MAX:.0f} s")
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await end(process)
     if process.returncode:
         return Prepared(why=f"the process that checks and archives it ended with code {process.returncode}")
-    return msgspec.json.decode(told, type=Prepared)
+    try:
+        return msgspec.json.decode(told, type=Prepared)
+    except msgspec.MsgspecError as error:
+        return Prepared(why=f"the process that checks and archives it gave no answer: {error}")
+
+
+async def end(process: asyncio.subprocess.Process, allowed_s: float = END_S) -> None:
+    """End a process, which may remove its draft first. Do not wait for one that hangs in a write to a dead disk."""
+    for stop in (process.terminate, process.kill):
+        if process.returncode is not None:
+            return
+        stop()
+        try:
+            async with asyncio.timeout(allowed_s):
+                await process.wait()
+        except TimeoutError:
+            log.warning("process %d, which checks and archives the log, has not ended yet", process.pid)

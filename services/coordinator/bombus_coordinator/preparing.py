@@ -6,6 +6,7 @@ has to spare. The process reads what is wanted from stdin and writes to stdout w
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from bombus.errors import BombusError, LogCorrupted
 from bombus.faults import Point
 from bombus.hive.state import FOLD
 from bombus.host.process import die_with_parent
-from bombus.replay.segments import archive_part, archived_up_to
+from bombus.replay.segments import archive_part, archived_up_to, remove_drafts
 from bombus.replay.upkeep import LogCheck, load_snapshot
 
 _SEND = msgspec.json.Encoder().encode
+_BY_HAND = "; `bombus log compact` removes the oldest events without this check, and archives nothing"
 
 
 class Preparation(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,14 +55,13 @@ async def prepare(wanted: Preparation) -> Prepared:
     archive = Path(wanted.archive) if wanted.archive else None
     try:
         async with await Bus.connect(wanted.url, wanted.hive, name="compaction") as bus:
-            damaged = tuple([position for position in (wanted.cut, wanted.until) if not await _is_good(bus, position)])
-            if damaged:
-                which = " and ".join(map(str, damaged))
-                return Prepared(why=f"the snapshot at event {which} is damaged", damaged=damaged)
+            faulty = {position: why for position in (wanted.cut, wanted.until) if (why := await _fault(bus, position))}
+            if faulty:
+                return Prepared(why="; ".join(faulty.values()), damaged=tuple(faulty))
             archived = await _archived(bus, archive) if archive is not None else 0
             base = await _verified(bus, wanted, archived)
             faults.reached(Point.COMPACTION_VERIFIED)
-            if archive is not None and base.position < wanted.cut:
+            if archive is not None and archived < wanted.cut:
                 await archive_part(bus, archive, (base.hive, base.position), wanted.cut)
                 faults.reached(Point.COMPACTION_ARCHIVED)
     except BlobMissing as error:
@@ -72,19 +73,21 @@ async def prepare(wanted: Preparation) -> Prepared:
     return Prepared()
 
 
-async def _is_good(bus: Bus, position: int) -> bool:
+async def _fault(bus: Bus, position: int) -> str:
+    """Return why nothing can be removed before this snapshot, "" where it is good. Raises `BlobMissing`."""
     try:
-        await snapshots.load(bus, position)
-        return True
+        snapshot = await snapshots.load(bus, position)
     except BlobMissing:
         raise
     except LogCorrupted:
-        return False
+        return f"the snapshot at event {position} is damaged"
+    return "" if snapshot.fold == FOLD else f"another version made the snapshot at event {position}"
 
 
 async def _archived(bus: Bus, archive: Path) -> int:
     """Return up to where the log is archived. Raises `OSError` when nothing can be written there."""
     archive.mkdir(mode=0o700, parents=True, exist_ok=True)
+    remove_drafts(archive, bus.subjects.hive)
     probe = archive / f".writable-{os.getpid()}"
     probe.write_bytes(b"")
     probe.unlink()
@@ -94,37 +97,56 @@ async def _archived(bus: Bus, archive: Path) -> int:
 async def _verified(bus: Bus, wanted: Preparation, archived: int) -> Snapshot:
     """Fold the log up to event `until`, and compare both snapshots. Return the state at which the archive goes on.
 
-    Raises `LogCorrupted`.
+    Raises `LogCorrupted`, also when not every event that is to be removed could be folded.
     """
-    start = await snapshots.start_of(bus, from_first=True)
+    first = (await bus.state(bus.subjects.events_stream)).first_seq
+    start = await snapshots.oldest(bus)
+    if start.position > min(max(first, archived), wanted.cut - 1):
+        raise LogCorrupted(f"the log begins at event {first}, and the state before it cannot be read{_BY_HAND}")
     check = LogCheck(start)
     base = snapshots.encode(start)
     async with Reader(bus, bus.subjects.events_stream, check.position + 1) as reader:
         while check.position < wanted.until:
             for stored in await reader.read():
-                if stored.seq > wanted.until:
+                if check.position == wanted.until:
                     break
                 check.take(stored)
                 if stored.seq in (wanted.cut, wanted.until):
-                    _compare(check, await load_snapshot(bus, stored.seq))
-                if stored.seq == archived and archived > start.position:
+                    await _compare(bus, check, start.fold)
+                if stored.seq == archived:
                     base = snapshots.encode(msgspec.structs.replace(start, position=archived, hive=check.hive))
     return snapshots.decode(base)
 
 
-def _compare(check: LogCheck, snapshot: Snapshot) -> None:
+async def _compare(bus: Bus, check: LogCheck, begun_by: int) -> None:
+    """Compare the snapshot at which a check of the log is now. `begun_by` is the version that has made its start."""
+    snapshot = await load_snapshot(bus, check.position)
     if snapshot.fold != FOLD:
-        raise LogCorrupted(f"another version wrote the snapshot at event {snapshot.position}")
-    check.compare(snapshot)
+        raise LogCorrupted(f"another version made the snapshot at event {check.position} meanwhile")
+    try:
+        check.compare(snapshot)
+    except LogCorrupted as error:
+        if begun_by == FOLD:
+            raise
+        raise LogCorrupted(f"{error}, of which another version made the beginning{_BY_HAND}") from error
 
 
 def main() -> None:
-    """Do what stdin says."""
+    """Read a `Preparation` from stdin, carry it out, and write what came of it to stdout."""
     die_with_parent()
     os.nice(10)
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Preparation)
     logs.configure("compaction", hive=wanted.hive)
-    sys.stdout.buffer.write(_SEND(asyncio.run(prepare(wanted))))
+    sys.stdout.buffer.write(_SEND(asyncio.run(_until_sigterm(wanted))))
+
+
+async def _until_sigterm(wanted: Preparation) -> Prepared:
+    preparing = asyncio.ensure_future(prepare(wanted))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, preparing.cancel)
+    try:
+        return await preparing
+    except asyncio.CancelledError:
+        sys.exit("ended before the log was checked and archived")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The start of a leader: the fold of the log and the position in the inbox (R2). A standby keeps it up to date."""
+"""Fold the log for a leader that starts, and find its place in the inbox (R2). A standby keeps both up to date."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ TRY_S = 0.2  # how often a standby tries to take the lease
 
 
 class Overtaken(LogCorrupted):
-    """Raised when the events after the fold are gone: a leader has compacted the log since."""
+    """Raised when events after the fold are missing. `check_compacted` says whether the log was compacted since."""
 
 
 class Fold:
@@ -69,9 +69,17 @@ async def stand_by(bus: Bus, lease: Lease) -> Fold:
             await _follow(bus, fold, lease)
             return fold
         except Overtaken:
-            if (await bus.state(bus.subjects.events_stream)).first_seq <= fold.position + 1:
-                raise  # nothing was compacted there: the log has a gap
-            log.warning("the log was compacted beyond event %d: folding again from a snapshot", fold.position)
+            await check_compacted(bus, fold)
+
+
+async def check_compacted(bus: Bus, fold: Fold) -> None:
+    """Return if a fold was overtaken by a compaction, and has to begin again at a snapshot.
+
+    Raises `LogCorrupted` otherwise: then the log has a gap.
+    """
+    if (await bus.state(bus.subjects.events_stream)).first_seq <= fold.position + 1:
+        raise LogCorrupted(f"the event log has a gap: event {fold.position + 1} is missing")
+    log.warning("the log was compacted beyond event %d: folding again from a snapshot", fold.position)
 
 
 async def _follow(bus: Bus, fold: Fold, lease: Lease) -> None:

@@ -21,7 +21,7 @@ from bombus_coordinator import compaction, retention, storage
 from bombus_coordinator.compaction import Compaction
 from bombus_coordinator.core import Core, PendingDecision
 from bombus_coordinator.lease import Lease
-from bombus_coordinator.recovery import Fold, Overtaken, stand_by
+from bombus_coordinator.recovery import Fold, Overtaken, check_compacted, stand_by
 from bombus_coordinator.rules.decision import CommandReply
 from bombus_coordinator.snapshotter import EVENTS, Snapshotter
 
@@ -93,7 +93,7 @@ class Coordinator:
         that has to be set aside.
         """
         while not await self._take_over(fold or await Fold.begin(self.bus)):
-            log.info("the leader before was still writing; folding again")
+            log.info("another leader was still at work; folding again")
             fold = None
         self.leading.set()
         log.info("leading from event %d", self._last, extra={"epoch": self.core.hive.epoch})
@@ -115,13 +115,14 @@ class Coordinator:
         await self._snapshots.stop(self._snapshot() if led else None)
 
     async def _take_over(self, fold: Fold) -> bool:
-        """Fold to the log's end and open the next epoch. Return False when the old leader wrote in between.
+        """Fold to the log's end and open the next epoch. Return False when the old leader wrote or compacted meanwhile.
 
-        Raises `Deposed` when another coordinator has opened that epoch.
+        Raises `Deposed` when another coordinator has opened that epoch, `LogCorrupted` when the log has a gap.
         """
         try:
             await fold.catch_up(self.bus)
         except Overtaken:
+            await check_compacted(self.bus, fold)
             return False
         self._snapshots.pace.note(fold.snapshot, await self.bus.state(self.bus.subjects.events_stream))
         self._last, self._event_id = fold.position, fold.event_id
@@ -173,9 +174,10 @@ class Coordinator:
                     self._snapshots.take(self._snapshot())
 
     async def _read_group(self, reader: Reader) -> list[Stored]:
-        """Return what has arrived. Calls alone wait a moment for more: nobody waits for their event, and it holds all.
+        """Return what has arrived. If it is nothing but calls, gather more for a moment first.
 
-        An event has some 200 bytes of headers, which is more than a call takes in it.
+        Nobody waits for their event, and a single one notes all of them: it has some 200 bytes of headers, which is
+        more than a call takes in it.
         """
         group = arrived = await reader.read(GROUP_MAX)
         try:

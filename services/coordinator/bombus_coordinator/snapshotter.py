@@ -19,7 +19,8 @@ class SnapshotPace:
     """Says when a snapshot is due: after `every` so many events, or when they fill a sixteenth of their stream."""
 
     def __init__(self, every: int = EVENTS) -> None:
-        self.newest = 0  # position
+        self.newest = 0  # position of the newest that is stored
+        self._taken = 0  # position of the newest that was taken, stored or not
         self._every = every
         self._bytes = 0.0  # written since then
         self._bytes_max = float("inf")
@@ -27,7 +28,7 @@ class SnapshotPace:
 
     def note(self, position: int, events: StreamState) -> None:
         """Note that there is already a snapshot at `position` of a log that looks like this."""
-        self.newest = position
+        self.newest = self._taken = position
         since = min(max(0, events.last_seq - position), events.messages)
         self._bytes = events.bytes * since / max(1, events.messages)
         if events.max_bytes > 0:
@@ -38,18 +39,24 @@ class SnapshotPace:
         self._bytes += size
 
     def ask(self) -> None:
-        """Ask for a snapshot after the next event, however few there are: a full log can wait for no more."""
+        """Ask for a snapshot as soon as one event is not in the newest: a full log gets no more of them."""
         self._asked = True
 
     def is_due(self, position: int) -> bool:
-        since = position - self.newest
-        return since > 0 and (self._asked or since >= self._every or self._bytes >= self._bytes_max)
+        if self._asked:
+            return position > self.newest
+        since = position - self._taken
+        return since > 0 and (since >= self._every or self._bytes >= self._bytes_max)
 
     def took(self, position: int) -> None:
-        """Note that a snapshot was taken at `position`."""
-        self.newest = position
+        """Note that a snapshot was taken at `position`. If it cannot be stored, one can be asked for at once."""
+        self._taken = position
         self._bytes = 0.0
         self._asked = False
+
+    def stored(self, position: int) -> None:
+        """Note that the snapshot at `position` is stored."""
+        self.newest = max(self.newest, position)
 
 
 class Snapshotter:
@@ -83,7 +90,9 @@ class Snapshotter:
 
     async def _store(self, body: bytes, position: int) -> None:
         try:
-            await snapshots.save(self._bus, body, position, self.held)
+            await snapshots.store(self._bus, body, position)
+            self.pace.stored(position)
+            await snapshots.prune(self._bus, position, self.held)
             log.info("snapshot at event %d: %d bytes", position, len(body))
         except BombusError as error:  # the log has everything: a snapshot only saves time
             log.warning("no snapshot at event %d: %s", position, error)

@@ -6,7 +6,7 @@ log was made anew, or lost its end in a power cut) is ahead of it and is not use
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 
 import msgspec
 
@@ -56,10 +56,15 @@ def decode(body: bytes) -> Snapshot:
         raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
 
 
-async def save(bus: Bus, body: bytes, position: int, held: Collection[int] = ()) -> None:
+async def save(bus: Bus, body: bytes, position: int) -> None:
     """Store an encoded snapshot, then remove others as `prune` does."""
+    await store(bus, body, position)
+    await prune(bus, position)
+
+
+async def store(bus: Bus, body: bytes, position: int) -> None:
+    """Store an encoded snapshot."""
     await Blobs(bus).put(_name(position), body)
-    await prune(bus, position, held)
 
 
 async def prune(bus: Bus, newest: int = 0, held: Collection[int] = ()) -> None:
@@ -122,29 +127,54 @@ async def start_of(bus: Bus, from_first: bool = False) -> Snapshot:
     """
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
     compacted = begins_at > 1
-    empty = Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
     if from_first and not compacted:
-        return empty
+        return _empty()
     other_version: Snapshot | None = None
     found = await positions(bus)
-    for position in found if from_first else reversed(found):
-        try:
-            snapshot = await load(bus, position)
-        except LogCorrupted as error:
-            log.warning("the snapshot at event %d is skipped: %s", position, error)
-            continue
+    async for snapshot in _readable(bus, found if from_first else found[::-1]):
         if snapshot.fold == FOLD:
             return snapshot
         other_version = other_version or snapshot
     if not compacted:
-        return empty
+        return _empty()
     if other_version is None:
-        raise LogCorrupted(
-            f"the event log of hive {bus.subjects.hive} begins at {begins_at}, and no snapshot of what was before can "
-            "be read: restore the bus's data from a backup"
-        )
+        raise _unreadable(bus, begins_at)
     log.warning("the snapshot at event %d was made by another version of bombus", other_version.position)
     return other_version
+
+
+async def oldest(bus: Bus) -> Snapshot:
+    """Return the state before the first event that is kept, whichever version has stored it.
+
+    It is an empty one where the log has its first event, and a later one where that state cannot be read. Raises
+    `LogCorrupted` when no snapshot can be read, and `BusUnavailable`.
+    """
+    begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
+    if begins_at <= 1:
+        return _empty()
+    async for snapshot in _readable(bus, await positions(bus)):
+        return snapshot
+    raise _unreadable(bus, begins_at)
+
+
+async def _readable(bus: Bus, positions: Sequence[int]) -> AsyncIterator[Snapshot]:
+    """Yield the snapshots at these positions that can be read and fit this log."""
+    for position in positions:
+        try:
+            yield await load(bus, position)
+        except LogCorrupted as error:
+            log.warning("the snapshot at event %d is skipped: %s", position, error)
+
+
+def _empty() -> Snapshot:
+    return Snapshot(fold=FOLD, position=0, event_id="", answered=0, hive=Hive())
+
+
+def _unreadable(bus: Bus, begins_at: int) -> LogCorrupted:
+    return LogCorrupted(
+        f"the event log of hive {bus.subjects.hive} begins at {begins_at}, and no snapshot of what was before can "
+        "be read: restore the bus's data from a backup"
+    )
 
 
 def _name(position: int) -> str:

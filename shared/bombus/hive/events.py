@@ -471,7 +471,7 @@ class LogCompacted(Event, frozen=True, kw_only=True, omit_defaults=True, tag="lo
 
 
 class CompactionFailed(Event, frozen=True, kw_only=True, omit_defaults=True, tag="compaction.failed"):
-    """The log is more than half full, and nothing could be removed from it, for a reason that its operator can mend."""
+    """The log is over 60 % full, and nothing could be removed from it, for a reason that its operator can mend."""
 
     why: str
 

@@ -17,7 +17,7 @@ from bombus.hive.events import AbortReason, Collection, ConversationFormat, Epis
 from bombus.hive.records import CallRef, CallStatus
 from bombus.hive.steps import SealedStep, complete, lacking
 
-FOLD = 4  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
+FOLD = 5  # incremented when `evolve` makes another state of an old log: older snapshots are then not used
 OUTCOMES_KEPT = 100_000  # ended episodes of a run whose outcome is still known
 COMMANDS_KEPT = 1_000
 EVALS_KEPT = 256
@@ -295,7 +295,7 @@ def as_folded(hive: Hive, event: ev.AnyEvent) -> ev.AnyEvent:
 
 
 def ended_calls(outcome: ev.Outcome, episode: Episode | None) -> tuple[CallRef, ...]:
-    """Return the calls of an episode that ends so, and is still open: those that were noted as complete."""
+    """Return the calls of an episode's outcome: where it lists none, the complete ones of the open episode."""
     if outcome.calls or episode is None:
         return outcome.calls
     return tuple(call.ref for call in episode.trainable_calls())
@@ -540,8 +540,8 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             stats.successes += bool(outcome.is_success)
             trim(engine.evals, EVALS_KEPT)
             continue
-        _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
-        calls = ended_calls(outcome, episode)
+        before = _leave_pool(engine, outcome.episode)  # a log that ends an episode twice keeps the last end
+        calls = ended_calls(outcome, episode) or (before.calls if before is not None else ())
         size = 200 + 8 * outcome.completion_tokens + 100 * len(calls)
         engine.pool[outcome.episode] = Completed(
             episode=outcome.episode,
@@ -553,7 +553,7 @@ def _ended(engine: EngineState, event: ev.EpisodeEnded) -> None:
             oldest=outcome.oldest,
             bytes=size,
             ended_ns=event.at_ns,
-            calls_from=episode.calls_from if episode is not None else 0,
+            calls_from=next((each.calls_from for each in (episode, before) if each is not None), 0),
         )
         engine.by_task.setdefault(outcome.task, []).append(outcome.episode)
         engine.pool_bytes += size

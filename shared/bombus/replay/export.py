@@ -26,7 +26,11 @@ EVENTS_AT_ONCE = 500  # their calls are read together
 async def export(
     source: Source, path: Path, with_calls: bool = True, progress: ReadProgress = lambda position, end: None
 ) -> Trailer:
-    """Write the log to `path`, which appears once it is complete. Raises `LogCorrupted`, `BusUnavailable`."""
+    """Write the log to `path`, which appears once it is complete.
+
+    Raises `LogCorrupted`, also when an event is missing, `NotOnLog` when the log was compacted meanwhile,
+    `FileExistsError` and `BusUnavailable`.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     draft = Path(name)
     try:
@@ -35,6 +39,8 @@ async def export(
                 trailer = await _Writer(source, packed, with_calls, progress).write()
             file.flush()
             os.fsync(file.fileno())
+        if path.exists():
+            raise FileExistsError(f"{path} exists, and is not replaced")
         draft.replace(path)
         _sync_folder(path.parent)
     finally:
@@ -79,7 +85,7 @@ class _Writer:
         if self._with_calls:
             await self._write_references(calls_held_by(state), _tokenizers_of(state))
         batch: list[Stored] = []
-        async for stored in self._source.stored(position):
+        async for stored in self._source.in_order(position):
             batch.append(stored)
             if len(batch) == EVENTS_AT_ONCE:
                 await self._write_batch(batch)

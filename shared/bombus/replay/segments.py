@@ -1,4 +1,4 @@
-"""A folder with what compactions have removed from a log: archives, each of which continues the one before."""
+"""Reads and writes a folder of what compactions have removed from a log: archives that continue each other."""
 
 import re
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -17,6 +17,7 @@ from bombus.replay.export import export
 from bombus.replay.source import BusSource, LogEnd, NotOnLog, Source
 
 _NAME = re.compile(r"^([a-z0-9][a-z0-9-]{0,31})-(\d{16})-(\d{16})\.bombuslog\Z")
+_DRAFT = re.compile(r"^\.([a-z0-9][a-z0-9-]{0,31})-\d{16}-\d{16}\.bombuslog-\w+\Z")
 
 
 class LogSegment(msgspec.Struct, frozen=True):
@@ -33,6 +34,14 @@ def segments(folder: Path, hive: str) -> list[LogSegment]:
     named = ((path, _NAME.match(path.name)) for path in folder.iterdir())
     found = (LogSegment(path, name[1], int(name[2]), int(name[3])) for path, name in named if name is not None)
     return sorted((each for each in found if each.hive == hive), key=lambda each: each.last)
+
+
+def remove_drafts(folder: Path, hive: str) -> None:
+    """Remove what processes have left that were killed while they wrote an archive of this hive."""
+    for path in folder.iterdir():
+        name = _DRAFT.match(path.name)
+        if name is not None and name[1] == hive:
+            path.unlink(missing_ok=True)
 
 
 async def archived_up_to(bus: Bus, folder: Path) -> int:

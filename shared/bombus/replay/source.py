@@ -66,15 +66,33 @@ class Source(ABC):
         """Return a large object, such as a tokenizer. Raises `BlobMissing`."""
 
     async def events(self, after: int = 0, until: int | None = None) -> AsyncGenerator[Logged, None]:
-        """Yield the events after `after` and, when the log was compacted, after its base. Raises `LogCorrupted`."""
-        last = (await self.base())[1]
-        last = max(last, after)
-        async with aclosing(self.stored(last, until)) as messages:
+        """Yield the events after `after` and, when the log was compacted, after its base. Raises as `in_order` does."""
+        base = (await self.base())[1]
+        async with aclosing(self.in_order(max(base, after), until)) as messages:
+            async for stored in messages:
+                yield logged(stored)
+
+    async def in_order(self, after: int, until: int | None = None) -> AsyncGenerator[Stored, None]:
+        """Yield what `stored` does, without a gap.
+
+        Raises `LogCorrupted` when an event is missing, and `NotOnLog` when the log was compacted while it was read.
+        """
+        end = (await self.end()).seq
+        last, until = after, end if until is None else min(until, end)
+        async with aclosing(self.stored(after, until)) as messages:
             async for stored in messages:
                 if stored.seq != last + 1:
+                    check_not_compacted(await self.begins_at(), last)
                     raise LogCorrupted(f"{self.title}: event {stored.seq} follows {last}: some in between are missing")
                 last = stored.seq
-                yield logged(stored)
+                yield stored
+        if last < until:
+            check_not_compacted(await self.begins_at(), last)
+            raise LogCorrupted(f"{self.title} ends at event {last}, before {until}")
+
+    async def begins_at(self) -> int:
+        """Return the first event that the log has now: a running hive may remove events while they are read."""
+        return (await self.base())[1] + 1
 
     async def records(self, refs: Sequence[CallRef]) -> list[CallRecord]:
         """Return the records of these calls, in their order, each checked by its digest. Raises `LogCorrupted`."""
@@ -115,6 +133,12 @@ async def check_position(source: Source, seq: int) -> None:
         raise NotOnLog(f"what was before event {first} was compacted: {source.title} can be read from {first} to {end}")
 
 
+def check_not_compacted(begins_at: int, last: int) -> None:
+    """Raises `NotOnLog` when a log that begins there now was compacted while it was read up to event `last`."""
+    if begins_at > last + 1:
+        raise NotOnLog(f"the log was compacted meanwhile and begins at event {begins_at} now: run it again")
+
+
 class BusSource(Source):
     """A log on a NATS server."""
 
@@ -122,11 +146,17 @@ class BusSource(Source):
         self.title = title
         self.hive = bus.subjects.hive
         self.bus = bus
+        self._base: bytes | None = None  # encoded, since whoever gets the state folds events into it
         self._end: LogEnd | None = None
 
     async def base(self) -> tuple[Hive, int]:
-        start = await snapshots.start_of(self.bus, from_first=True)
+        if self._base is None:
+            self._base = snapshots.encode(await snapshots.start_of(self.bus, from_first=True))
+        start = snapshots.decode(self._base)
         return start.hive, start.position
+
+    async def begins_at(self) -> int:
+        return (await self.bus.state(self.bus.subjects.events_stream)).first_seq
 
     async def end(self) -> LogEnd:
         if self._end is None:

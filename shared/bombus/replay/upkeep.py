@@ -1,17 +1,18 @@
-"""The work of `bombus log verify` and `bombus log compact`: checking a log, and removing its oldest events."""
+"""Check a log, and remove its oldest events: what `bombus log verify` and `bombus log compact` do."""
 
 import msgspec
 
-from bombus.bus import EPOCH, INBOX, Bus, Reader, Stored, snapshots
+from bombus.bus import EPOCH, INBOX, BlobMissing, Bus, Reader, Stored, snapshots
 from bombus.bus.follow import read_event
 from bombus.bus.snapshots import KEPT, Snapshot
 from bombus.errors import Code, LogCorrupted, Refused
 from bombus.hive.records import decode_record
 from bombus.hive.state import FOLD, Hive, evolve
 from bombus.replay.export import calls_held_by
-from bombus.replay.source import ReadProgress
+from bombus.replay.source import ReadProgress, check_not_compacted
 
 CALLS_AT_ONCE = 1_000
+_encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
 class Verified(msgspec.Struct, frozen=True):
@@ -31,21 +32,24 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
 
     Raises `LogCorrupted` at the first fault: an event that cannot be read, a gap, an epoch or an inbox position that
     goes backwards, a snapshot that cannot be read or is not the fold of the events before it, or a call of an open
-    episode, the pool or the outstanding batch that does not match its reference.
+    episode, the pool or the outstanding batch that does not match its reference. Raises `NotOnLog` when the log was
+    compacted meanwhile.
     """
     newest = await bus.last(bus.subjects.events_stream)
     end = 0 if newest is None else newest.seq
     begins_at = (await bus.state(bus.subjects.events_stream)).first_seq
-    positions = [position for position in await snapshots.positions(bus) if position >= begins_at - 1]
-    kept = [await load_snapshot(bus, position) for position in positions]
+    kept = await _kept_snapshots(bus, begins_at)
     check = LogCheck(await snapshots.start_of(bus, from_first=True))
     first = check.position + 1
     waiting = {snapshot.position: snapshot for snapshot in kept if first <= snapshot.position <= end}
     async with Reader(bus, bus.subjects.events_stream, first) as reader:
         while check.position < end:
             for stored in await reader.read():
-                if stored.seq <= end:
-                    check.take(stored)
+                if check.position == end:
+                    break
+                if stored.seq != check.position + 1:
+                    check_not_compacted((await bus.state(bus.subjects.events_stream)).first_seq, check.position)
+                check.take(stored)
                 if stored.seq in waiting:
                     check.compare(waiting[stored.seq])
             progress(check.position, end)
@@ -57,6 +61,18 @@ async def verify(bus: Bus, progress: ReadProgress = lambda position, end: None) 
     other = tuple(position for position, snapshot in waiting.items() if snapshot.fold != FOLD)
     agreed = tuple(position for position in waiting if position not in other)
     return Verified(first, end, check.epochs, agreed, other, len(refs))
+
+
+async def _kept_snapshots(bus: Bus, begins_at: int) -> list[Snapshot]:
+    """Load the snapshots of a log that begins there, but for those that a leader removes meanwhile."""
+    kept: list[Snapshot] = []
+    for position in await snapshots.positions(bus):
+        try:
+            if position >= begins_at - 1:
+                kept.append(await load_snapshot(bus, position))
+        except BlobMissing:
+            continue
+    return kept
 
 
 class LogCheck:
@@ -86,14 +102,21 @@ class LogCheck:
 
     def compare(self, snapshot: Snapshot) -> None:
         """Raises `LogCorrupted` when this version made the snapshot, and it is not the fold up to here."""
-        if snapshot.fold == FOLD and snapshot.hive != self.hive:
+        if snapshot.fold == FOLD and not _same(snapshot.hive, self.hive):
             raise LogCorrupted(f"the snapshot at event {self.position} is not the fold of the log up to there")
 
 
+def _same(one: Hive, other: Hive) -> bool:
+    """Return whether two states are equal. Numbers that are NaN are equal here: a step may have such a metric."""
+    return one == other or _encode(one) == _encode(other)
+
+
 async def load_snapshot(bus: Bus, position: int) -> Snapshot:
-    """Load a snapshot. Raises `LogCorrupted`, with its position."""
+    """Load a snapshot. Raises `LogCorrupted`, with its position, and `BlobMissing` when it is not there any more."""
     try:
         return await snapshots.load(bus, position)
+    except BlobMissing:
+        raise
     except LogCorrupted as error:
         raise LogCorrupted(f"the snapshot at event {position}: {error}") from error
 
