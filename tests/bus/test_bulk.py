@@ -18,6 +18,7 @@ from bombus.hive import events as ev
 from bombus.hive.state import Hive, evolve
 from bombus_coordinator.recovery import Fold
 from tests.conftest import kill
+from tests.patience import PATIENCE_S
 
 MANY = 12_000
 CREDIT_BYTES = 9 << 20
@@ -49,14 +50,14 @@ async def calls_range(bus: Bus, first: int, last: int, name: str = "bulk") -> St
 
 
 async def read(bus: Bus, wanted: StreamRange) -> list[Stored]:
-    async with asyncio.timeout(60), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
+    async with asyncio.timeout(PATIENCE_S), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
         return [stored async for group in groups for stored in group]
 
 
 async def read_stream(bus: Bus, last: int, start_seq: int = 1) -> list[Stored]:
     """Read up to message `last` with a `Reader`."""
     found: list[Stored] = []
-    async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream, start_seq) as reader:
+    async with asyncio.timeout(PATIENCE_S), Reader(bus, bus.subjects.calls_stream, start_seq) as reader:
         while not found or found[-1].seq < last:
             found += await reader.read()
     return found
@@ -96,7 +97,7 @@ async def test_a_slow_caller_outlives_the_expiry_of_the_requests(bus: Bus) -> No
     await fill(bus, [b"x"] * 30)
     found: list[Stored] = []
     wanted = await calls_range(bus, 1, 40)
-    async with asyncio.timeout(30), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
+    async with asyncio.timeout(PATIENCE_S), aclosing(read_bulk(bus.client.connected_url, wanted)) as groups:
         async for group in groups:
             found += group
             if found[-1].seq == 30:
@@ -155,7 +156,7 @@ async def server_that(
 
 
 async def read_from(url: str) -> list[Stored]:
-    async with asyncio.timeout(20), aclosing(read_bulk(urlparse(url), WANTED)) as groups:
+    async with asyncio.timeout(PATIENCE_S), aclosing(read_bulk(urlparse(url), WANTED)) as groups:
         return [stored async for group in groups for stored in group]
 
 
@@ -214,7 +215,7 @@ async def test_anything_unusual_stops_it_after_the_good_messages(unusual: bytes)
         writer.write(unusual)
 
     proceed = asyncio.Event()
-    async with server_that(play) as url, asyncio.timeout(20):
+    async with server_that(play) as url, asyncio.timeout(PATIENCE_S):
         groups = read_bulk(urlparse(url), WANTED)
         assert numbers(await anext(groups)) == [1]
         proceed.set()
@@ -243,7 +244,7 @@ async def test_a_reader_reads_a_long_backlog_in_bulk_and_continues_after_it(
 ) -> None:
     caplog.set_level(logging.INFO, "bombus.bus.reader")
     await fill(bus, [b"x"] * MANY)
-    async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream, 2) as reader:
+    async with asyncio.timeout(PATIENCE_S), Reader(bus, bus.subjects.calls_stream, 2) as reader:
         found: list[Stored] = []
         while len(found) < MANY - 1:
             found += await reader.read()
@@ -264,7 +265,7 @@ async def test_a_purged_beginning_is_skipped_in_bulk_too(bus: Bus, caplog: pytes
 
 async def test_a_purge_in_the_middle_keeps_the_rest(bus: Bus) -> None:
     await fill(bus, [bytes(2_000)] * MANY)  # more than is read ahead
-    async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream) as reader:
+    async with asyncio.timeout(PATIENCE_S), Reader(bus, bus.subjects.calls_stream) as reader:
         found = await reader.read(1)
         await bus.purge_below(bus.subjects.calls_stream, MANY - 10)
         while found[-1].seq < MANY:
@@ -279,7 +280,7 @@ async def test_a_server_that_dies_in_the_middle_costs_only_speed(
     caplog.set_level(logging.INFO, "bombus.bus.reader")
     server, bus = crashing
     await fill(bus, [bytes(2_000)] * MANY)
-    async with asyncio.timeout(60), Reader(bus, bus.subjects.calls_stream) as reader:
+    async with asyncio.timeout(PATIENCE_S), Reader(bus, bus.subjects.calls_stream) as reader:
         found = await reader.read(1)
         await asyncio.to_thread(kill, server)
         await asyncio.to_thread(server.start)
@@ -322,7 +323,7 @@ async def lock(server: EmbeddedServer, access: str) -> None:
         config.write(f"authorization {access}\n")
     assert server.pid is not None
     os.kill(server.pid, signal.SIGHUP)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while "Reloaded server configuration" not in server.log_path.read_text():
             await asyncio.sleep(0.01)
 
@@ -334,7 +335,7 @@ async def test_a_reader_closed_in_the_middle_leaves_no_consumer_and_no_connectio
     async with Reader(bus, stream) as reader:
         await reader.read(1)
         assert len(os.listdir("/proc/self/fd")) == before + 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while await bus.client.jsm().consumers_info(stream) or len(os.listdir("/proc/self/fd")) > before:
             await asyncio.sleep(0.01)
 

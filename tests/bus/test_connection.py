@@ -4,10 +4,13 @@ from pathlib import Path
 import pytest
 
 from bombus.bus import TRACEPARENT, BlobMissing, Blobs, Bus, EmbeddedServer, Reader
+from bombus.bus.server import find_server
 from bombus.config.streams import StreamLimits
+from bombus.demo.hive import free_port
 from bombus.errors import BusUnavailable, LogCorrupted, Refused
 from bombus.hive import inbox
 from tests.conftest import SMALL_STREAMS, freeze, kill, thaw
+from tests.patience import PATIENCE_S
 
 MB = 1 << 20
 
@@ -39,6 +42,30 @@ async def test_many_messages_are_returned_in_the_requested_order(bus: Bus) -> No
     assert [stored.seq for stored in found] == wanted
     assert found[1].data == b"199" * 1000
     assert await bus.get_many(bus.subjects.calls_stream, []) == []
+
+
+async def test_many_readers_of_large_messages_do_not_overwhelm_their_connection(bus: Bus) -> None:
+    """The server cuts off a connection for which it holds more than 64 MB."""
+    subject, size = bus.subjects.call("e", "episode"), 6 << 20
+    for n in range(8):
+        await bus.publisher.publish(subject, b"x" * size, msg_id=str(n))
+    found = await asyncio.gather(*[bus.get_many(bus.subjects.calls_stream, range(1, 9)) for _ in range(6)])
+    assert [[len(stored.data) for stored in each] for each in found] == [[size] * 8] * 6
+    assert bus.client.stats["reconnects"] == 0
+
+
+async def test_a_reader_that_is_cancelled_gives_its_room_back(bus: Bus) -> None:
+    subject = bus.subjects.call("e", "episode")
+    for n in range(4):
+        await bus.publisher.publish(subject, b"x" * (7 << 20), msg_id=str(n))
+    for turns in range(6):
+        reading = asyncio.create_task(bus.get_many(bus.subjects.calls_stream, range(1, 5)))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait({reading})
+    async with asyncio.timeout(PATIENCE_S):
+        assert len(await bus.get_many(bus.subjects.calls_stream, range(1, 5))) == 4
 
 
 async def test_a_missing_sequence_is_a_corrupted_log(bus: Bus) -> None:
@@ -105,7 +132,7 @@ async def test_one_server_alone_refuses_three_replicas_at_once_and_by_the_name_o
 ) -> None:
     with pytest.raises(Refused, match="--stream-replicas is refused, because this NATS server is alone"):
         await bus.ensure_streams(StreamLimits(replicas=3))
-    async with await Bus.connect(nats_url, f"{hive}-new") as other, asyncio.timeout(5):
+    async with await Bus.connect(nats_url, f"{hive}-new") as other, asyncio.timeout(PATIENCE_S):
         with pytest.raises(Refused, match="--stream-replicas is refused"):
             await other.ensure_streams(StreamLimits(replicas=3))
 
@@ -157,6 +184,41 @@ async def test_connecting_without_a_server_raises_with_advice(tmp_path: Path) ->
         await Bus.connect(server.url.replace("//", "//me:secret@"), "h", timeout_s=0.3)
 
 
+async def test_a_server_that_hangs_up_on_us_is_no_connection() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"x","version":"2.11.0","max_payload":8388608}\r\n')
+        await reader.readline()
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(BusUnavailable, match="let us in"):
+            await Bus.connect(url, "hive", timeout_s=0.5)
+
+
+async def test_connecting_ends_although_an_attempt_hides_its_cancellation(tmp_path: Path) -> None:
+    """Of attempts that a server refuses at once, some fail in the moment in which their time is over."""
+    port = free_port()
+    (tmp_path / "nats.conf").write_text(
+        f'port: {port}\nhost: "127.0.0.1"\njetstream {{ store_dir: "{tmp_path}/js" }}\n'
+        "authorization { user: me, password: right }\n"
+    )
+    command = [str(find_server()), "--config", str(tmp_path / "nats.conf")]
+    server = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+
+    async def refused(timeout_s: float) -> None:
+        with pytest.raises(BusUnavailable, match="let us in"):
+            await Bus.connect(f"nats://me:wrong@127.0.0.1:{port}", "hive", timeout_s=timeout_s)
+
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in range(5):
+                await asyncio.gather(*[refused(0.2 + n / 100) for n in range(40)])
+    finally:
+        server.terminate()
+        await server.wait()
+
+
 async def test_every_operation_on_a_closed_bus_raises(nats_url: str, hive: str) -> None:
     bus = await Bus.connect(nats_url, hive)
     await bus.ensure_streams(SMALL_STREAMS)
@@ -167,7 +229,7 @@ async def test_every_operation_on_a_closed_bus_raises(nats_url: str, hive: str) 
     assert bus.is_closed
     for attempt in (reading, bus.state(bus.subjects.inbox_stream), bus.inbox.send(inbox.Tick(id="1"))):
         with pytest.raises(BusUnavailable):
-            await asyncio.wait_for(attempt, 5)
+            await asyncio.wait_for(attempt, 20)
     await reader.close()
 
 
@@ -201,7 +263,7 @@ async def test_a_bus_that_is_closed_while_it_reconnects_leaves_nothing_behind(
 
     monkeypatch.setattr(bus.client, "_connect_to_server", fail)
     kill(server)
-    await asyncio.wait_for(attempts.wait(), 10)
-    await asyncio.wait_for(bus.close(), 10)
+    await asyncio.wait_for(attempts.wait(), PATIENCE_S)
+    await asyncio.wait_for(bus.close(), PATIENCE_S)
     assert hidden
     assert bus.client._reconnection_task.done()

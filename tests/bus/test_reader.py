@@ -6,6 +6,7 @@ import pytest
 from bombus.bus import Bus, EmbeddedServer, Reader, ServerRefused, Stored
 from bombus.errors import LogCorrupted
 from tests.conftest import kill
+from tests.patience import PATIENCE_S
 
 
 async def fill(bus: Bus, count: int, size: int = 100) -> None:
@@ -16,7 +17,7 @@ async def fill(bus: Bus, count: int, size: int = 100) -> None:
 
 async def take(reader: Reader, count: int, at_once: int = 5_000) -> list[Stored]:
     found: list[Stored] = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while len(found) < count:
             found += await reader.read(min(at_once, count - len(found)))
     return found
@@ -63,7 +64,7 @@ async def test_a_message_reaches_a_waiting_reader(bus: Bus) -> None:
         for n in range(1, 4):
             reading = asyncio.create_task(reader.read())
             await bus.publisher.publish(bus.subjects.call("e", "x"), b"", msg_id=str(n))
-            assert [stored.seq for stored in await asyncio.wait_for(reading, 5)] == [n]
+            assert [stored.seq for stored in await asyncio.wait_for(reading, PATIENCE_S)] == [n]
 
 
 async def test_a_read_that_is_given_up_loses_nothing(bus: Bus) -> None:
@@ -106,7 +107,7 @@ async def test_a_closed_reader_leaves_no_consumer(bus: Bus) -> None:
     async with Reader(bus, stream) as reader:
         await take(reader, 1)
         assert len(await bus.client.jsm().consumers_info(stream)) == 1
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while await bus.client.jsm().consumers_info(stream):
             pass
 

@@ -20,6 +20,7 @@ from bombus_coordinator.recovery import Fold
 from bombus_coordinator.shell import Coordinator, Housekeeping
 from tests.coordinator.test_core_properties import run
 from tests.coordinator.test_shell import ENGINE, boot, claim, end, leading, log_of
+from tests.patience import PATIENCE_S
 
 
 async def play(bus: Bus, first: int, count: int) -> None:
@@ -39,6 +40,12 @@ async def folded(bus: Bus, until: int | None = None) -> Hive:
     return hive
 
 
+async def save(bus: Bus, body: bytes, position: int) -> None:
+    """Store an encoded snapshot and remove others, as a coordinator does."""
+    await snapshots.store(bus, body, position)
+    await snapshots.prune(bus, position)
+
+
 async def put(bus: Bus, position: int, **changes: object) -> Snapshot:
     """Store the snapshot that a coordinator would have taken at this position, with `changes`."""
     stored = await bus.get(bus.subjects.events_stream, position)
@@ -50,7 +57,7 @@ async def put(bus: Bus, position: int, **changes: object) -> Snapshot:
         hive=await folded(bus, position),
     )
     snapshot = msgspec.structs.replace(honest, **changes)
-    await snapshots.save(bus, snapshots.encode(snapshot), position)
+    await save(bus, snapshots.encode(snapshot), position)
     return snapshot
 
 
@@ -109,7 +116,7 @@ async def test_leaders_that_all_die_early_still_leave_a_snapshot(bus: Bus) -> No
             await boot(bus, batch_size=1000)
         await play(bus, 4 * reign, 2)
         if reign == 3:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while not await snapshots.positions(bus):
                     await asyncio.sleep(0.02)
         task.cancel()
@@ -154,9 +161,9 @@ async def test_a_damaged_snapshot_is_skipped_and_two_damaged_ones_cost_only_time
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
     await put(bus, 8)
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     assert (await snapshots.start_of(bus)).position == 8
-    await snapshots.save(bus, b"rubbish", 8)
+    await save(bus, b"rubbish", 8)
     assert (await snapshots.start_of(bus)).position == 0
 
 
@@ -195,7 +202,7 @@ async def test_followers_and_leaders_of_a_compacted_log_begin_at_a_snapshot(bus:
         assert follower.hive == before
     async with leading(bus) as coordinator:
         assert coordinator.core.hive.engine(ENGINE).pool == before.engine(ENGINE).pool
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     async with following(bus) as follower:
         assert follower.hive.engine(ENGINE).pool == before.engine(ENGINE).pool
 
@@ -213,7 +220,7 @@ async def test_a_compacted_log_without_a_good_snapshot_is_not_treated_as_new(bus
     async with leading(bus):
         await boot(bus, batch_size=1000)
         await play(bus, 0, 5)
-    await snapshots.save(bus, b"rubbish", 14)
+    await save(bus, b"rubbish", 14)
     await bus.purge_below(bus.subjects.events_stream, 8)
     with pytest.raises(LogCorrupted, match="begins at 8"):
         await snapshots.start_of(bus)

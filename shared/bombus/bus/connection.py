@@ -5,7 +5,9 @@ import json
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Self
 
 from nats.aio.client import Client
@@ -23,6 +25,7 @@ from bombus.bus.streams import (
     secret_stream,
     stream_configs,
 )
+from bombus.bus.window import Window
 from bombus.bus.wire import (
     NAME_IN_USE,
     NO_HEADERS,
@@ -49,9 +52,13 @@ from bombus.hive.subjects import Subjects
 logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_S = 0.1
+LOOK_AGAIN_S = 0.02
 PENDING_BYTES_MAX = 8 << 20
 GET_MESSAGES_IN_FLIGHT = 64
-GET_BYTES_IN_FLIGHT = 24 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
+GET_BYTES_IN_FLIGHT = 16 << 20  # under the 64 MB that the server holds for a connection before it cuts it off
+GET_BYTES_FIRST = GET_BYTES_IN_FLIGHT // 4  # what each message is taken for until the first has come
+GET_ROOM_S = 60.0  # for those of other readers to come
+GETS_WAITING_MAX = 10_000
 SECRET_BYTES = 32
 PAYLOAD_BYTES_MIN = 64 << 10  # below it not even headers, events and snapshots go through
 STREAMS_WAIT_S = 60.0  # for another service to make them
@@ -74,6 +81,7 @@ class Bus:
         self._client = client
         self._inbox = inbox
         self._inboxes = 0
+        self._getting = Window(GET_MESSAGES_IN_FLIGHT, GET_BYTES_IN_FLIGHT, GETS_WAITING_MAX)
         self.requests = Requests(client, f"{inbox}.api")
         self.publisher = Publisher(client, f"{inbox}.ack")
         self.inbox = InboxClient(client, self.publisher, subjects, f"{inbox}.ask")
@@ -111,23 +119,28 @@ class Bus:
             for bus in made:
                 bus._connection_closed()
 
+        connecting = asyncio.create_task(
+            _connect(
+                client,
+                servers=url.split(","),
+                name=f"{hive}/{name}",
+                inbox_prefix=prefix,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.1,
+                pending_size=PENDING_BYTES_MAX,
+                flush_timeout=2.0,
+                error_cb=errors.note,
+                disconnected_cb=disconnected,
+                reconnected_cb=reconnected,
+                closed_cb=closed,
+            )
+        )
         try:
             async with asyncio.timeout(timeout_s):
-                await client.connect(
-                    servers=url.split(","),
-                    name=f"{hive}/{name}",
-                    inbox_prefix=prefix,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,
-                    pending_size=PENDING_BYTES_MAX,
-                    flush_timeout=2.0,
-                    error_cb=errors.note,
-                    disconnected_cb=disconnected,
-                    reconnected_cb=reconnected,
-                    closed_cb=closed,
-                )
+                await asyncio.shield(connecting)
         except BaseException as error:
-            await client.close()
+            await _end(connecting)
+            await _close(client)
             if not isinstance(error, (TimeoutError, OSError, Error)):
                 raise
             raise BusUnavailable(
@@ -135,7 +148,7 @@ class Bus:
                 f"({errors.last or error}); is it running, and are user and password right?"
             ) from error
         if client.max_payload < PAYLOAD_BYTES_MIN:
-            await client.close()
+            await _close(client)
             raise Refused(
                 Code.BAD_CONFIG,
                 f"the NATS server takes messages of up to {client.max_payload} bytes (its max_payload), and bombus "
@@ -161,21 +174,7 @@ class Bus:
     async def close(self) -> None:
         """Close at once. Whatever still waits for an acknowledgement fails with `BusUnavailable`."""
         self.publisher.close()
-        await self._client.close()
-        await self._end_reconnecting()
-
-    async def _end_reconnecting(self) -> None:
-        """Cancel the client's attempts to reconnect until they end.
-
-        An attempt that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and the
-        client would go on for ever, and keep its process from ending.
-        """
-        task = self._client._reconnection_task
-        if task is asyncio.current_task():
-            return
-        while task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
+        await _close(self._client)
 
     async def __aenter__(self) -> Self:
         return self
@@ -302,27 +301,38 @@ class Bus:
         return stored
 
     async def get_many(self, stream: str, seqs: Sequence[int]) -> list[Stored]:
-        """Return the messages at `seqs`, in that order, by many requests at once. Raises as `get` does."""
+        """Return the messages at `seqs`, in that order, by many requests at once. Raises as `get` does.
+
+        All readers of this connection share one bound on what is in flight.
+        """
         found: dict[int, Stored] = {}
-        wanted = iter(dict.fromkeys(seqs))
+        wanted = deque(dict.fromkeys(seqs))
         running: set[asyncio.Task[Stored]] = set()
-        largest, limit = 1, 3  # few until the first sizes are known
+        largest = 1
         try:
-            while True:
-                while len(running) < limit and (seq := next(wanted, None)) is not None:
-                    running.add(asyncio.create_task(self.get(stream, seq)))
+            while wanted or running:
+                size = largest if found else GET_BYTES_FIRST
+                while wanted and self._getting.try_acquire(size):
+                    running.add(self._start_get(stream, wanted.popleft(), size))
                 if not running:
-                    return [found[seq] for seq in seqs]
+                    await self._getting.acquire(size, GET_ROOM_S)
+                    running.add(self._start_get(stream, wanted.popleft(), size))
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     stored = task.result()
                     found[stored.seq] = stored
                     largest = max(largest, len(stored.data))
-                limit = max(3, min(GET_MESSAGES_IN_FLIGHT, GET_BYTES_IN_FLIGHT // largest))
+            return [found[seq] for seq in seqs]
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+
+    def _start_get(self, stream: str, seq: int, size: int) -> asyncio.Task[Stored]:
+        """Get a message for which there is room of `size` bytes, and give that back afterwards."""
+        task = asyncio.create_task(self.get(stream, seq))
+        task.add_done_callback(lambda _: self._getting.release(size))
+        return task
 
     async def secret(self, name: str) -> bytes:
         """Return the hive's secret of this name: 32 random bytes, made by the first caller."""
@@ -404,6 +414,31 @@ class _ErrorLog:
     def forget(self) -> None:
         """Log every error again, now that the connection is back."""
         self._logged.clear()
+
+
+async def _connect(client: Any, **options: Any) -> None:
+    await client.connect(**options)
+    while not client.is_connected:  # nats-py returns from an attempt at which the server hung up without a word
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _close(client: Any) -> None:
+    with suppress(OSError):  # what was still to be sent when the connection was lost
+        await client.close()
+    await _end(client._reconnection_task)
+
+
+async def _end(task: asyncio.Task[Any] | None) -> None:
+    """Cancel one of the client's tasks until it ends.
+
+    An attempt to connect that fails in the moment of its cancellation hides it (`asyncio.wait_for` of Python 3.11), and
+    the client would go on for ever, and keep its process from ending.
+    """
+    if task is asyncio.current_task():
+        return
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
 
 
 def _tell_small_payload(limit: int) -> None:

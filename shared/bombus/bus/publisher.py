@@ -124,6 +124,7 @@ class Publisher:
         size = len(body) + _OVERHEAD_BYTES
         if not self._window.try_acquire(size):
             await self._window.acquire(size, min(timeout_s, self._room_wait_s))
+            check_size(self._client.max_payload, subject, body, headers)  # it may be another server by now
         token = self._next
         self._next = token + 1
         now = self._loop.time()
@@ -193,15 +194,11 @@ class Publisher:
 
     async def _send(self, token: int, entry: _Entry) -> None:
         try:
-            # The server that it was submitted to may be another one now, or have another limit.
-            check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
             await self._client.publish(entry.subject, entry.body, entry.reply, entry.headers)
         except OutboundBufferLimitError:
             pass  # disconnected a moment ago: `connection_back` sends it again
         except (ConnectionClosedError, ConnectionDrainingError):
             self._finish(token, entry, BusUnavailable(f"{entry.subject}: the bus is closed"))
-        except Refused as refused:
-            self._finish(token, entry, refused)
 
     async def _on_ack(self, message: ReceivedMessage) -> None:
         token = int(message.subject[len(self._prefix) :])
@@ -253,5 +250,11 @@ class Publisher:
     async def _send_again(self, entries: list[tuple[int, _Entry]]) -> None:
         logger.info("publishing %d messages again", len(entries))
         for token, entry in entries:
-            if token in self._waiting:
+            if token not in self._waiting:
+                continue
+            try:  # the server that it was submitted to may be another one now, or have another limit
+                check_size(self._client.max_payload, entry.subject, entry.body, entry.headers)
+            except Refused as refused:
+                self._finish(token, entry, refused)
+            else:
                 await self._send(token, entry)

@@ -13,6 +13,8 @@ from bombus.errors import BusUnavailable
 
 _ReplyT = TypeVar("_ReplyT", bound=ApiReply)
 RETRY_S = 1.0  # a stream that gets a leader does not answer what was sent before
+RETRY_S_MAX = 4.0  # while much else arrives, behind which the answer may be
+MUCH_BYTES = 256 << 10
 _PAUSE_S = 0.05
 
 
@@ -62,7 +64,7 @@ class Requests:
         try:
             while (now := loop.time()) < deadline:
                 try:
-                    return await self._attempt(token, subject, body, min(now + RETRY_S, deadline))
+                    return await self._attempt(token, subject, body, min(now + RETRY_S_MAX, deadline))
                 except TimeoutError:
                     why = "no answer"
                 except _AttemptFailed as reason:
@@ -104,8 +106,7 @@ class Requests:
         check_size(self._client.max_payload, subject, body, NO_HEADERS)
         try:
             await self._client.publish(subject, body, reply=f"{self._prefix}{token}")
-            async with asyncio.timeout_at(until):
-                answer = await asyncio.shield(answered)
+            answer = await self._answer(answered, until)
         except (ConnectionClosedError, ConnectionDrainingError) as error:
             raise BusUnavailable(f"{subject}: the bus is closed") from error
         except Error as error:  # the root of nats-py's errors: a connection that breaks shows in several of them
@@ -115,6 +116,21 @@ class Requests:
         if not answer.data and answer.headers is not None and answer.headers.get("Status") == "503":
             raise _AttemptFailed("no responder (there is no such stream, or it has no leader now)")
         return answer
+
+    async def _answer(self, answered: asyncio.Future[ReceivedMessage | None], until: float) -> ReceivedMessage | None:
+        """Wait for an answer, until the time is up or too little has arrived in a while. Raises `TimeoutError`.
+
+        To ask again for what is on its way would double it, until the server cuts off a connection that is too slow.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            received = self._client.stats["in_bytes"]
+            try:
+                async with asyncio.timeout_at(min(loop.time() + RETRY_S, until)):
+                    return await asyncio.shield(answered)
+            except TimeoutError:
+                if loop.time() >= until or self._client.stats["in_bytes"] - received < MUCH_BYTES:
+                    raise
 
     async def _on_answer(self, message: ReceivedMessage) -> None:
         answered = self._pending.get(int(message.subject[len(self._prefix) :]))

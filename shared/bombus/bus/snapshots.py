@@ -56,12 +56,6 @@ def decode(body: bytes) -> Snapshot:
         raise LogCorrupted(f"the snapshot cannot be read by this version: {error}") from error
 
 
-async def save(bus: Bus, body: bytes, position: int) -> None:
-    """Store an encoded snapshot, then remove others as `prune` does."""
-    await store(bus, body, position)
-    await prune(bus, position)
-
-
 async def store(bus: Bus, body: bytes, position: int) -> None:
     """Store an encoded snapshot."""
     await Blobs(bus).put(_name(position), body)

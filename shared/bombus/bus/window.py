@@ -9,11 +9,13 @@ from bombus.errors import BusUnavailable
 class Window:
     """A bound served first come, first served. A message larger than `bytes_max` passes when it is alone."""
 
-    def __init__(self, messages_max: int, bytes_max: int) -> None:
+    def __init__(self, messages_max: int, bytes_max: int, waiting_max: int | None = None) -> None:
+        """Make a window in which at most `waiting_max` senders wait: as many as there may be messages, if not given."""
         if messages_max < 1 or bytes_max < 1:
             raise ValueError(f"a window needs room for 1 message and 1 byte, not {messages_max} and {bytes_max}")
         self.messages_max = messages_max
         self.bytes_max = bytes_max
+        self._waiting_max = messages_max if waiting_max is None else waiting_max
         self.messages = 0
         self.bytes = 0
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -30,7 +32,7 @@ class Window:
         """Wait for room. Raises `BusUnavailable` when there is none within `timeout_s`."""
         if self.try_acquire(size):
             return
-        if len(self._queue) >= self.messages_max:
+        if len(self._queue) >= self._waiting_max:
             raise BusUnavailable(f"{self.messages} messages are in flight and as many wait: the bus does not keep up")
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queue.append((size, turn))
